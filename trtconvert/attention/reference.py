@@ -1,0 +1,222 @@
+"""INT8 attention in plain torch: the specification that the CUDA kernels and the ONNX function body follow.
+
+Exact integer products are computed in `compute_dtype`: a product of INT8 vectors of at most 256 elements, and a tile sum
+of u8·s8 over 128 keys, stay under 2**22 and are therefore exact in FP32 as well as in float64. Tests compare the kernels
+with this file in float64 (near exact), and this file with unquantised attention (signal-to-noise ratio).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.modes import Mode
+
+TILE = 128
+"""Keys per tile. u8 weights are relative to the row's maximum within one tile, so the tile is part of the numerics."""
+
+MIN_TOKEN_SCALE = 2.0**-20
+"""Floor of a value token's scale. The token's weight carries the scale, so its logarithm must stay finite."""
+
+TINY_SCALE = 2.0**-100
+"""Scale of a token or tile of zeros, which quantises to zeros whatever the scale is."""
+
+
+@dataclass(frozen=True)
+class AttentionTables:
+    """What calibration knows of one attention site. T timestep bins, H query heads, Hkv key/value heads, D head_dim.
+
+    Attributes:
+        q_scale: [T, H] FP32, calibrated amax / 127 of the queries.
+        k_scale: [T, Hkv] FP32, calibrated amax / 127 of the keys minus `k_offset`.
+        v_scale: [T, Hkv, D] FP32, calibrated amax / 127 of the values minus `v_offset`, per channel.
+        k_offset: [T, Hkv, D] FP32, mean key. Softmax does not see it.
+        v_offset: [T, Hkv, D] FP32, mean value. The epilogue adds it back.
+        modes: [T] INT32, `Mode` per timestep bin.
+    """
+
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    k_offset: Tensor
+    v_offset: Tensor
+    modes: Tensor
+
+    def to(self, device: torch.device | str) -> AttentionTables:
+        return AttentionTables(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def with_modes(self, mode: Mode | Tensor) -> AttentionTables:
+        """The same tables with another mode for every bin, or another [T] table of modes."""
+        modes = mode if isinstance(mode, Tensor) else torch.full_like(self.modes, int(mode))
+        return AttentionTables(**{f.name: getattr(self, f.name) for f in fields(self)} | {"modes": modes})
+
+
+def tables_from_data(q: Tensor, k: Tensor, v: Tensor, mode: Mode, *, layout: str = "BHND") -> AttentionTables:
+    """One-bin tables measured on the given tensors (their absolute maxima and means), for use without a calibration."""
+    q, k, v = (_heads_first(x.float(), layout) for x in (q, k, v))
+    k_offset, v_offset = k.mean((0, 2)), v.mean((0, 2))
+    floor = 1e-12
+    return AttentionTables(
+        q_scale=(q.abs().amax((0, 2, 3)) / 127).clamp_min(floor)[None],
+        k_scale=((k - k_offset[:, None]).abs().amax((0, 2, 3)) / 127).clamp_min(floor)[None],
+        v_scale=((v - v_offset[:, None]).abs().amax((0, 2)) / 127).clamp_min(floor)[None],
+        k_offset=k_offset[None],
+        v_offset=v_offset[None],
+        modes=torch.full((1,), int(mode), dtype=torch.int32, device=q.device),
+    )
+
+
+def timestep_bin(timestep: Tensor, timestep_max: float, bins: int) -> Tensor:
+    """Bin of each timestep: floor(t / timestep_max · bins), clamped to the first and the last bin. NaN falls into bin 0.
+
+    Args:
+        timestep: [B] in the denoiser's own units, from low noise (0) up, as diffusers counts.
+    Returns:
+        [B] int64.
+    """
+    scaled = torch.nan_to_num(timestep.double() / timestep_max * bins, nan=0.0)
+    return scaled.floor().clamp(0, bins - 1).long()
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    layout: str = "BHND",
+    softmax_scale: float | None = None,
+    timestep_max: float = 1000.0,
+    scaling: str = "calibrated",
+    smooth_k: bool = True,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Attention in the precision mode that each batch element's timestep selects.
+
+    Args:
+        q: [B, H, Nq, D] (`layout` "BHND") or [B, Nq, H, D] ("BNHD"), any floating-point type.
+        k, v: [B, Hkv, Nk, D] or [B, Nk, Hkv, D]; Hkv divides H.
+        timestep: [B], what the denoiser is given.
+        tables: see `AttentionTables`.
+        softmax_scale: factor of the logits; 1/√D when absent.
+        timestep_max: the timestep at which the last bin ends.
+        scaling: "calibrated" takes q_scale and k_scale from the tables. "dynamic" measures them: per query token and per
+            tile of keys, in modes 1 and 2; mode 3 never reduces over the data.
+        smooth_k: subtract `k_offset` from the keys.
+        mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive. A row without a visible key is zero.
+        key_lengths: [B] int; keys at and after the length do not exist, whatever their memory holds.
+        compute_dtype: type of all arithmetic.
+    Returns:
+        The output in q's shape and type. NaN for an element whose timestep is NaN or whose mode is not one of `Mode`,
+        and for heads whose tables hold values that their mode cannot use.
+    Source: design of trtconvert; SageAttention (arXiv 2410.02367) for smoothing keys, SageAttention2 (2411.10958) for
+        per-token scales. Folding the value token's scale into the weights is ours.
+    """
+    out_dtype = q.dtype
+    q, k, v = (_heads_first(x, layout).to(compute_dtype) for x in (q, k, v))
+    batch, heads, _, dim = q.shape
+    kv_heads, n_keys = k.shape[1:3]
+    group = heads // kv_heads
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+
+    bins = tables.modes.shape[0]
+    index = timestep_bin(timestep, timestep_max, bins)
+    mode = tables.modes.to(q.device)[index].view(batch, 1, 1, 1)
+
+    def rows(table: Tensor) -> Tensor:  # [T, heads or kv heads, …] -> [B, H, …]
+        rows = table.to(q.device, compute_dtype)[index]
+        return rows if table.shape[1] == heads else rows.repeat_interleave(group, 1)
+
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    visible = torch.ones(batch, 1, 1, n_keys, dtype=torch.bool, device=q.device)
+    if key_lengths is not None:
+        visible = (torch.arange(n_keys, device=q.device) < key_lengths.to(q.device)[:, None])[:, None, None]
+        hidden = ~visible.transpose(2, 3)
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    k_offset = rows(tables.k_offset)[:, :, None] * (1 if smooth_k else 0)
+    k_centred = (k - k_offset).masked_fill(~visible.transpose(2, 3), 0)
+
+    # First product. Mode 0 multiplies the inputs, the others their INT8 images; one product serves both.
+    q_static, k_static = rows(tables.q_scale)[..., None, None], rows(tables.k_scale)[..., None, None]
+    q_scale, k_scale = q_static.expand(*q.shape[:3], 1), k_static.expand(*k.shape[:3], 1)
+    if scaling == "dynamic":
+        careful = (mode == Mode.PRECISION) | (mode == Mode.BALANCED)
+        q_scale = torch.where(careful, (q.abs().amax(-1, keepdim=True) / 127).clamp_min(TINY_SCALE), q_scale)
+        tile_amax = _tiles(k_centred.abs().amax(-1), 0.0).amax(-1, keepdim=True)
+        per_tile = tile_amax.expand(*tile_amax.shape[:3], TILE).flatten(2)[..., :n_keys, None] / 127
+        k_scale = torch.where(careful, per_tile.clamp_min(TINY_SCALE), k_scale)
+    quantised = mode != Mode.FP16
+    q_used = torch.where(quantised, _int8(q, q_scale), q)
+    k_used = torch.where(quantised, _int8(k_centred, k_scale), k)
+    logit_scale = torch.where(quantised, q_scale * k_scale.transpose(2, 3), 1.0) * scale
+    z = (q_used @ k_used.transpose(2, 3)) * logit_scale
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask.to(q.device)
+    elif mask is not None:
+        z = z + mask.to(q.device, compute_dtype)
+    z = z.masked_fill(~visible, -math.inf)
+
+    # Second product. Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile.
+    v_scale, v_offset = rows(tables.v_scale)[:, :, None], rows(tables.v_offset)[:, :, None]
+    equalised = (v - v_offset) / v_scale
+    token_scale = (equalised.abs().amax(-1, keepdim=True) / 127).clamp_min(MIN_TOKEN_SCALE)
+    token_scale = torch.where(mode == Mode.BALANCED, token_scale, torch.ones_like(token_scale))
+    int8_values = mode >= Mode.BALANCED
+    w = torch.where(int8_values, z + token_scale.log().transpose(2, 3), z)
+    row_max = w.amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    p = (w - row_max).exp()
+    tiled = _tiles(w, -math.inf)
+    tile_max = tiled.amax(-1, keepdim=True)
+    empty = tile_max == -math.inf
+    p8 = (255 * (tiled - tile_max.masked_fill(empty, 0)).exp()).round()
+    tile_weight = (tile_max - row_max[..., None]).exp() / 255
+    p8 = (p8 * tile_weight).flatten(3)[..., :n_keys]
+    row_sum = torch.where(int8_values, (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True), p.sum(-1, keepdim=True))
+    out = torch.where(int8_values, p8, p) @ torch.where(int8_values, _int8(equalised, token_scale), v)
+    some = row_sum > 0
+    out = out / row_sum.masked_fill(~some, 1)
+    out = torch.where(int8_values, out * v_scale + v_offset, out).masked_fill(~some, 0)
+
+    bad = _unusable(rows, tables, mode, smooth_k) | timestep.to(q.device).isnan().view(-1, 1, 1, 1)
+    out = out.masked_fill(bad, math.nan).to(out_dtype)
+    return out if layout == "BHND" else out.transpose(1, 2).contiguous()
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    return x if layout == "BHND" else x.transpose(1, 2)
+
+
+def _int8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).round().clamp(-127, 127)
+
+
+def _tiles(x: Tensor, fill: float) -> Tensor:
+    """[..., N] -> [..., ⌈N/TILE⌉, TILE], the last tile filled up."""
+    missing = -x.shape[-1] % TILE
+    return torch.nn.functional.pad(x, (0, missing), value=fill).unflatten(-1, (-1, TILE))
+
+
+def _unusable(rows, tables: AttentionTables, mode: Tensor, smooth_k: bool) -> Tensor:
+    """[B, H, 1, 1] true where the mode is unknown or a table entry it uses is not finite, or a scale not positive."""
+
+    def scale_bad(table: Tensor) -> Tensor:
+        entries = rows(table)
+        bad = ~(entries.isfinite() & (entries > 0))
+        return (bad.any(-1) if bad.dim() == 3 else bad)[..., None, None]
+
+    def offset_bad(table: Tensor) -> Tensor:
+        return (~rows(table).isfinite()).any(-1)[..., None, None]
+
+    int8_logits, int8_values = mode != Mode.FP16, mode >= Mode.BALANCED
+    bad = (mode < Mode.FP16) | (mode > Mode.AGGRESSIVE)
+    bad = bad | int8_logits & (scale_bad(tables.q_scale) | scale_bad(tables.k_scale))
+    if smooth_k:
+        bad = bad | int8_logits & offset_bad(tables.k_offset)
+    return bad | int8_values & (scale_bad(tables.v_scale) | offset_bad(tables.v_offset))

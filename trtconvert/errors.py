@@ -1,0 +1,38 @@
+"""The errors a user can act on. Every message says what was expected, what came, and what to do about it."""
+
+from __future__ import annotations
+
+
+class TrtconvertError(Exception):
+    """A failure with a remedy.
+
+    Args:
+        problem: one sentence naming the thing that is wrong.
+        expected: what would have been right.
+        got: what was found instead.
+        remedy: what the user can do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
+        self.problem, self.expected, self.got, self.remedy = problem, expected, got, remedy
+        lines = [problem]
+        lines += [f"  {label}: {text}" for label, text in (("expected", expected), ("got", got), ("remedy", remedy)) if text]
+        super().__init__("\n".join(lines))
+
+
+class UserError(TrtconvertError):
+    """The input is wrong: a recipe, a path, a shape, a bundle, a command line. Exit code 2."""
+
+    exit_code = 2
+
+
+class GateError(TrtconvertError):
+    """The build ran, and what it made is not good enough. Exit code 1."""
+
+
+class BackendUnavailable(TrtconvertError):
+    """A backend cannot build or run on this machine. Exit code 2: another machine, package or backend is needed."""
+
+    exit_code = 2
