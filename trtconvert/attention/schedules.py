@@ -1,0 +1,215 @@
+"""Noise schedules, and the rule that turns a timestep's noise level into a precision mode.
+
+σ is the noise-to-signal ratio everywhere: a network at timestep t sees a multiple of x₀ + σ(t)·n with n ~ N(0, I).
+Tables are indexed by timestep from low noise (0) up, as diffusers counts. The documents that this project was commissioned
+from count from high noise down; the library's convention wins. Tables are float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.errors import UserError
+
+SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
+"""EDM's range of noise and the exponent of its schedule (Karras et al. 2022, arXiv 2206.00364, table 1)."""
+
+SIGMA_DATA = 0.5
+"""EDM's standard deviation of images in [-1, 1] (Karras et al. 2022, table 1)."""
+
+AGGRESSIVE_ABOVE, PRECISION_BELOW = 5.0, 0.1
+"""σ/σ_mid beyond which a step is early or late enough to leave the balanced mode (commissioning report, 9.2)."""
+
+BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
+SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")
+
+
+def karras_sigmas(
+    steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = RHO
+) -> Tensor:
+    """EDM's noise levels, in sampling order: from `sigma_max` down to `sigma_min`.
+
+    Returns:
+        [steps]. One step gives `sigma_max` alone.
+    Source: Karras et al. 2022, equation 5.
+    """
+    _check_count("steps", steps)
+    if not 0 < sigma_min < sigma_max < math.inf or not 0 < rho < math.inf:
+        raise UserError(
+            "The Karras schedule has no such range.",
+            expected="0 < sigma_min < sigma_max and rho > 0, all finite",
+            got=f"sigma_min {sigma_min}, sigma_max {sigma_max}, rho {rho}",
+            remedy=f"take EDM's own {SIGMA_MIN}, {SIGMA_MAX} and {RHO}",
+        )
+    ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
+    return (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
+
+
+def ddpm_betas(timesteps: int = 1000, kind: str = "linear") -> Tensor:
+    """Variances β that a DDPM adds per timestep, with the constants that diffusers calls its defaults.
+
+    Args:
+        kind: "linear" from 0.0001 to 0.02 (Ho et al. 2020, arXiv 2006.11239, section 4; DiT); "scaled_linear", linear in
+            √β from 0.00085 to 0.012 (Stable Diffusion); "cosine" (Nichol and Dhariwal 2021, arXiv 2102.09672, equation
+            17, with β at most 0.999; diffusers calls it squaredcos_cap_v2).
+    Returns:
+        [timesteps].
+    """
+    _check_count("timesteps", timesteps)
+    match kind:
+        case "linear":
+            return torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64)
+        case "scaled_linear":
+            return torch.linspace(0.00085**0.5, 0.012**0.5, timesteps, dtype=torch.float64) ** 2
+        case "cosine":
+            edges = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
+            kept = torch.cos((edges + 0.008) / 1.008 * math.pi / 2) ** 2
+            return (1 - kept[1:] / kept[:-1]).clamp_max(0.999)
+    raise _unknown_kind(kind, BETA_SCHEDULES)
+
+
+def alphas_cumprod(betas: Tensor) -> Tensor:
+    """ᾱ(t) = Π (1 - β): the share of the variance that is still signal at timestep t. [T] → [T]."""
+    return (1 - betas.double()).cumprod(0)
+
+
+def ddpm_sigmas(alphas_cumprod: Tensor) -> Tensor:
+    """σ(t) = √((1 - ᾱ)/ᾱ), the noise-to-signal ratio of √ᾱ·x₀ + √(1-ᾱ)·n. [T] → [T] (Karras et al. 2022, appendix C.3)."""
+    return ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
+
+
+def flow_noise_fractions(steps: int, shift: float = 1.0) -> Tensor:
+    """Noise fractions s of flow matching, x = (1-s)·x₀ + s·n, in sampling order: from 1 down, 0 itself left out.
+
+    diffusers calls s "sigma" and gives the denoiser s·1000 as its timestep, so a shift changes which timesteps are
+    visited, not how noisy a timestep is.
+
+    Args:
+        shift: s' = shift·s / (1 + (shift-1)·s); above 1 spends more steps at high noise.
+    Returns:
+        [steps].
+    Source: Lipman et al. 2023 (arXiv 2210.02747); shift: Esser et al. 2024 (Stable Diffusion 3, arXiv 2403.03206),
+        equation 23.
+    """
+    _check_count("steps", steps)
+    if not 0 < shift < math.inf:
+        raise UserError(
+            "Flow matching has no such shift.",
+            expected="a positive number",
+            got=str(shift),
+            remedy="1 leaves the steps as they are; Stable Diffusion 3 takes 3",
+        )
+    s = torch.arange(steps, 0, -1, dtype=torch.float64) / steps
+    return shift * s / (1 + (shift - 1) * s)
+
+
+def compute_sigma_schedule(timesteps: int = 1000, kind: str = "karras") -> Tensor:
+    """σ of every timestep, from low noise up: entry t belongs to the timestep t that the denoiser is given.
+
+    Args:
+        kind: "karras", or a DDPM schedule of `ddpm_betas`, or "flow", where timestep t is the noise fraction t/timesteps.
+    Returns:
+        [timesteps], rising.
+    """
+    _check_count("timesteps", timesteps)
+    if kind == "karras":
+        return karras_sigmas(timesteps).flip(0)
+    if kind == "flow":
+        s = torch.arange(timesteps, dtype=torch.float64) / timesteps
+        return s / (1 - s)
+    if kind in BETA_SCHEDULES:
+        return ddpm_sigmas(alphas_cumprod(ddpm_betas(timesteps, kind)))
+    raise _unknown_kind(kind, SIGMA_SCHEDULES)
+
+
+def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> Tensor:
+    """Factor per timestep by which a scale measured at the middle timestep follows the noise, for use without calibration.
+
+    The commissioning report (7.2) takes the magnitude of x₀ + σ·n as proportional to σ. That forgets the image: its
+    standard deviation is √(σ² + σ_data²), which a scale of σ alone would clip 250 times over at σ = 0.002. The factors
+    are for networks that see x₀ + σ·n as it is; networks that normalise their input need a calibration.
+
+    Args:
+        sigmas: [T], rising, as `compute_sigma_schedule` gives them.
+        sigma_data: standard deviation of the images.
+    Returns:
+        [T], 1 at T // 2.
+    """
+    magnitude = (sigmas.square() + sigma_data**2).sqrt()
+    return magnitude / magnitude[len(magnitude) // 2]
+
+
+def sigma_rule_modes(sigmas: Tensor, bins: int, timestep_max: float | None = None) -> Tensor:
+    """The mode of every timestep bin by its noise relative to the middle of the schedule.
+
+    σ/σ_mid above 5 is aggressive, below 0.1 precision, the rest balanced (commissioning report, 9.2). A bin that spans
+    a limit takes the more careful mode of the two.
+
+    Args:
+        sigmas: [T], rising, as `compute_sigma_schedule` gives them: entry t belongs to timestep t.
+        bins: how many equal parts of [0, timestep_max) to decide for; at most T.
+        timestep_max: the timestep at which the last bin ends; T when absent.
+    Returns:
+        [bins] int32, values of `Mode`.
+    """
+    if not 1 <= bins <= len(sigmas):
+        raise UserError(
+            "The number of timestep bins does not fit the schedule.",
+            expected=f"1 to {len(sigmas)} bins, so that every bin holds a timestep",
+            got=str(bins),
+            remedy="8 to 16 bins are usual",
+        )
+    ratio = sigmas / sigmas[len(sigmas) // 2]
+    modes = torch.full((len(sigmas),), int(Mode.BALANCED), dtype=torch.int32)
+    modes[ratio > AGGRESSIVE_ABOVE] = int(Mode.AGGRESSIVE)
+    modes[ratio < PRECISION_BELOW] = int(Mode.PRECISION)
+    index = timestep_bin(torch.arange(len(sigmas)), timestep_max or len(sigmas), bins)
+    # Among the three, a smaller value is the more careful mode.
+    return torch.full((bins,), int(Mode.AGGRESSIVE), dtype=torch.int32).scatter_reduce(0, index, modes, "amin")
+
+
+class NoiseSchedule:
+    """A DDPM schedule seen as the continuous map between timesteps and σ, for solvers that work in σ.
+
+    Between two timesteps log σ is linear, as in k-diffusion's DiscreteSchedule.
+
+    Args:
+        betas: [T].
+    """
+
+    def __init__(self, betas: Tensor) -> None:
+        self.sigmas = ddpm_sigmas(alphas_cumprod(betas))
+        self._log_sigmas = self.sigmas.log()
+
+    @property
+    def timesteps(self) -> int:
+        """T: the denoiser is trained on timesteps in [0, T)."""
+        return len(self.sigmas)
+
+    def sigma(self, timestep: Tensor) -> Tensor:
+        """σ of each timestep in [0, T-1], fractions included; outside, the nearest end. Any shape, float64."""
+        log_sigmas = self._log_sigmas.to(timestep.device)
+        t = timestep.double().clamp(0, self.timesteps - 1)
+        low = t.floor().long().clamp_max(self.timesteps - 2)
+        return torch.lerp(log_sigmas[low], log_sigmas[low + 1], t - low).exp()
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The timestep, fractions included, at which the denoiser expects σ; outside, the nearest end. Float64."""
+        log_sigmas = self._log_sigmas.to(sigma.device)
+        wanted = sigma.double().log().clamp(log_sigmas[0], log_sigmas[-1])
+        low = torch.searchsorted(log_sigmas, wanted, right=True).sub(1).clamp(0, self.timesteps - 2)
+        return low + (wanted - log_sigmas[low]) / (log_sigmas[low + 1] - log_sigmas[low])
+
+
+def _check_count(name: str, count: int) -> None:
+    if count < 1:
+        raise UserError(f"A schedule needs a positive number of {name}.", expected="at least 1", got=str(count))
+
+
+def _unknown_kind(kind: str, known: tuple[str, ...]) -> UserError:
+    return UserError("There is no such noise schedule.", expected=f"one of {', '.join(known)}", got=repr(kind))
