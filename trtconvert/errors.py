@@ -18,7 +18,9 @@ class TrtconvertError(Exception):
     def __init__(self, problem: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
         self.problem, self.expected, self.got, self.remedy = problem, expected, got, remedy
         lines = [problem]
-        lines += [f"  {label}: {text}" for label, text in (("expected", expected), ("got", got), ("remedy", remedy)) if text]
+        lines += [
+            f"  {label}: {text}" for label, text in (("expected", expected), ("got", got), ("remedy", remedy)) if text
+        ]
         super().__init__("\n".join(lines))
 
 

@@ -70,14 +70,16 @@ def tables_from_data(q: Tensor, k: Tensor, v: Tensor, mode: Mode, *, layout: str
 
 
 def timestep_bin(timestep: Tensor, timestep_max: float, bins: int) -> Tensor:
-    """Bin of each timestep: floor(t / timestep_max · bins), clamped to the first and the last bin. NaN falls into bin 0.
+    """Bin of each timestep: floor(t · bins / timestep_max) in FP32, clamped to the first and the last bin; NaN gives bin 0.
+
+    The product before the quotient makes the edges exact for integer timesteps, here as in the kernels.
 
     Args:
         timestep: [B] in the denoiser's own units, from low noise (0) up, as diffusers counts.
     Returns:
         [B] int64.
     """
-    scaled = torch.nan_to_num(timestep.double() / timestep_max * bins, nan=0.0)
+    scaled = torch.nan_to_num(timestep.float() * bins / timestep_max, nan=0.0)
     return scaled.floor().clamp(0, bins - 1).long()
 
 

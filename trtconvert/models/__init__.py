@@ -1,0 +1,83 @@
+"""Model sources. `load` turns a recipe's `model` section into a `DiffusionModel`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import torch
+
+from trtconvert.errors import UserError
+from trtconvert.models.base import DiffusionModel
+from trtconvert.recipe import ModelSection
+
+__all__ = ["DiffusionModel", "load"]
+
+DIGITS = "digits-dit"
+
+
+def load(section: ModelSection) -> DiffusionModel:
+    """The model that a recipe names, its weights checked.
+
+    Raises:
+        UserError: unknown source, missing or unfit weights, NaN or Inf among them.
+    """
+    if section.source == DIGITS:
+        from trtconvert.models.digits_dit import digits_model
+
+        if section.weights is None:
+            raise UserError(
+                "model.weights is missing",
+                expected="a safetensors file for the source 'digits-dit'",
+                remedy="add 'weights: digits-dit.safetensors' under 'model'",
+            )
+        return digits_model(section.weights)
+    return _from_function(section)
+
+
+def _from_function(section: ModelSection) -> DiffusionModel:
+    module_name, _, function_name = section.source.partition(":")
+    if not function_name:
+        raise UserError(
+            f"unknown model source '{section.source}'",
+            expected=f"'{DIGITS}' or 'package.module:function'",
+            remedy="correct model.source in the recipe",
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"model.source '{section.source}' cannot be imported",
+            expected="an importable module with that function",
+            got=str(error),
+            remedy="install the module, or set PYTHONPATH to the folder that holds it",
+        ) from error
+    arguments = dict(section.options)
+    if section.weights is not None:
+        arguments["weights"] = section.weights
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{section.source} does not take the recipe's model.options",
+            expected=f"arguments {inspect.signature(function)}",
+            got=", ".join(arguments) or "none",
+            remedy="correct model.options",
+        ) from error
+    model = function(**arguments)
+    if not isinstance(model, DiffusionModel):
+        raise UserError(
+            f"{section.source} does not return a model",
+            expected="a trtconvert.models.DiffusionModel",
+            got=type(model).__name__,
+            remedy="return one; trtconvert/models/digits_dit.py is an example",
+        )
+    for name, tensor in model.denoiser.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"the weight {name} of {model.name} is damaged",
+                expected="finite numbers",
+                got=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} are NaN or Inf",
+                remedy="get the weights again, or load them in a type that holds their range",
+            )
+    return model

@@ -1,0 +1,234 @@
+"""Attention sites: every call of `scaled_dot_product_attention` in a model, named by the module that makes it.
+
+A `TorchFunctionMode` around the forward sees the calls whatever the model's classes are. One handler then decides what
+happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from trtconvert.errors import UserError
+
+HEAD_DIMS = range(32, 257, 8)
+"""Head sizes that the kernels take."""
+
+
+@dataclass(frozen=True)
+class SiteCall:
+    """One call at one site.
+
+    Attributes:
+        name: the calling module's path, with `#2`, `#3`, … for further calls of the same module in one forward.
+        q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D].
+        mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
+        scale: factor of the logits.
+        timestep: [B] FP32, what the denoiser was given.
+        obstacle: why this call cannot become INT8 attention; empty when it can.
+        exact: computes the call as the model wrote it.
+    """
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float
+    timestep: Tensor
+    obstacle: str
+    exact: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is known of a site without running it. `obstacle` as in `SiteCall`."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    masked: bool
+    query_tokens: int
+    key_tokens: int
+    obstacle: str = ""
+
+
+Handler = Callable[[SiteCall], Tensor]
+
+
+class InterceptedDenoiser(nn.Module):
+    """A denoiser whose attention calls go through a handler.
+
+    Takes the denoiser's inputs by position, in the order of `input_names`, or by name, and returns its first output
+    tensor, so that it can be exported as it is and driven by a sampler.
+
+    Args:
+        denoiser: any module; only its calls of `torch.nn.functional.scaled_dot_product_attention` are seen.
+        input_names: names of forward's parameters.
+        timestep_input: which of them is the timestep; a scalar or [B].
+        handler: gets each call and returns its output.
+    """
+
+    def __init__(self, denoiser: nn.Module, input_names: Iterable[str], timestep_input: str, handler: Handler) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self.input_names = tuple(input_names)
+        self.timestep_input = timestep_input
+        self.handler = handler
+
+    def forward(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
+        named = dict(zip(self.input_names, inputs, strict=False)) | by_name
+        batch = next(x for name, x in named.items() if name != self.timestep_input).shape[0]
+        timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
+        with _Interception(self.denoiser, self.handler, timestep):
+            return first_tensor(self.denoiser(**named))
+
+
+class _Interception(TorchFunctionMode):
+    def __init__(self, model: nn.Module, handler: Handler, timestep: Tensor) -> None:
+        super().__init__()
+        self._model, self._handler, self._timestep = model, handler, timestep
+        self._path: list[str] = []
+        self._calls: Counter[str] = Counter()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self):
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
+            self._hooks.append(module.register_forward_hook(lambda *_: (self._path.pop(), None)[1]))
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*exception)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._handler(self._call(*args, **(kwargs or {})))
+
+    def _call(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ) -> SiteCall:
+        module = self._path[-1] if self._path else ""
+        self._calls[module] += 1
+        name = module or "denoiser"
+        if self._calls[module] > 1:
+            name += f"#{self._calls[module]}"
+
+        def exact() -> Tensor:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        return SiteCall(
+            name,
+            query,
+            key,
+            value,
+            attn_mask,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            self._timestep,
+            _obstacle(query, key, value, dropout_p, is_causal),
+            exact,
+        )
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The tensor in what a denoiser returns: itself, the first of a tuple, or diffusers' `.sample`."""
+    if isinstance(output, Tensor):
+        return output
+    return output[0] if isinstance(output, (tuple, list)) else output.sample
+
+
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> str:
+    if q.dim() != 4:
+        return f"its tensors have {q.dim()} dimensions, [batch, heads, tokens, head_dim] is needed"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim {q.shape[-1]} is not a multiple of 8 from 32 to 256"
+    if v.shape[-1] != q.shape[-1]:
+        return f"values have head_dim {v.shape[-1]}, queries {q.shape[-1]}"
+    if q.shape[1] % k.shape[1]:
+        return f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads"
+    if causal:
+        return "it is causal"
+    if dropout:
+        return "it uses dropout"
+    return ""
+
+
+def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input: str) -> list[Site]:
+    """All attention sites of one forward, in the order of their calls.
+
+    Args:
+        inputs: example inputs by name.
+        timestep_input: the name of the timestep among them.
+    """
+    found: dict[str, Site] = {}
+
+    def handler(call: SiteCall) -> Tensor:
+        heads = [x.shape[1] if x.dim() == 4 else 0 for x in (call.q, call.k)]
+        found[call.name] = Site(
+            call.name,
+            heads[0],
+            heads[1],
+            call.q.shape[-1],
+            call.scale,
+            call.mask is not None,
+            call.q.shape[-2],
+            call.k.shape[-2],
+            call.obstacle,
+        )
+        return call.exact()
+
+    with torch.no_grad():
+        InterceptedDenoiser(denoiser, inputs, timestep_input, handler)(*inputs.values())
+    return list(found.values())
+
+
+def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> tuple[list[Site], list[Site]]:
+    """Split sites into those to convert and those to leave, which carry the reason in `obstacle`.
+
+    Raises:
+        UserError: the model has no attention, no site is left to convert, or a pattern matches nothing.
+    """
+    if not sites:
+        raise UserError(
+            "no attention was found in the model",
+            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward",
+            got="none",
+            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a hand-written softmax or another kernel",
+        )
+    names = [site.name for site in sites]
+    for pattern in [*include, *exclude]:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"the site pattern '{pattern}' matches no attention site",
+                expected="a pattern of one of: " + ", ".join(names),
+                remedy="correct attention.include or attention.exclude in the recipe",
+            )
+    chosen, left = [], []
+    for site in sites:
+        if not any(fnmatchcase(site.name, p) for p in include) or any(fnmatchcase(site.name, p) for p in exclude):
+            left.append(replace(site, obstacle="the recipe excludes it"))
+        else:
+            (left if site.obstacle else chosen).append(site)
+    if not chosen:
+        raise UserError(
+            "no attention site can be converted",
+            expected="at least one",
+            got="; ".join(f"{site.name}: {site.obstacle}" for site in left),
+            remedy="change attention.include and attention.exclude in the recipe, or the model",
+        )
+    return chosen, left
