@@ -1,0 +1,231 @@
+// The C API: every check at the boundary, then the two launches. Nothing here throws.
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+#include "launch.h"
+#include "workspace.h"
+
+namespace trtconvert::attention {
+namespace {
+
+// Collects the first failure: a status and its text.
+struct Report {
+  char* message;
+  size_t size;
+  TrtConvertStatus status = TRTCONVERT_OK;
+
+  Report(char* text, size_t bytes) : message(text), size(bytes) {
+    if (message && size) message[0] = '\0';
+  }
+
+  __attribute__((format(printf, 3, 4))) TrtConvertStatus fail(TrtConvertStatus code, const char* format, ...) {
+    status = code;
+    if (message && size) {
+      va_list arguments;
+      va_start(arguments, format);
+      std::vsnprintf(message, size, format, arguments);
+      va_end(arguments);
+    }
+    return code;
+  }
+
+  TrtConvertStatus invalid_int(const char* field, const char* expected, long long got) {
+    return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected %s, got %lld", field, expected, got);
+  }
+};
+
+constexpr long long kMaxTokens = 1LL << 30;   // token indices, rounded up to whole tiles, stay within int32
+constexpr long long kMaxGridYZ = 65535;       // CUDA's limit: heads and batch are grid dimensions
+
+TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report) {
+  if (!p) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
+  if (p->struct_size != sizeof(TrtConvertAttentionParams) || p->version != TRTCONVERT_ATTENTION_VERSION)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT,
+                       "params: expected version %u of %zu bytes, got version %u of %u bytes; rebuild the caller with this "
+                       "library's int8_attention.h",
+                       TRTCONVERT_ATTENTION_VERSION, sizeof(TrtConvertAttentionParams), p->version, p->struct_size);
+  const struct {
+    const char* name;
+    int32_t value;
+    long long limit;
+  } sizes[] = {{"batch", p->batch, kMaxGridYZ},
+               {"num_heads", p->num_heads, kMaxGridYZ},
+               {"num_kv_heads", p->num_kv_heads, kMaxGridYZ},
+               {"num_queries", p->num_queries, kMaxTokens},
+               {"num_keys", p->num_keys, kMaxTokens},
+               {"num_bins", p->num_bins, kMaxTokens}};
+  for (const auto& s : sizes)
+    if (s.value < 1 || s.value > s.limit)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected 1..%lld, got %d", s.name, s.limit, s.value);
+  if (p->num_heads % p->num_kv_heads)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "num_heads: expected a multiple of num_kv_heads (%d), got %d",
+                       p->num_kv_heads, p->num_heads);
+  if (p->head_dim < 32 || p->head_dim > 256 || p->head_dim % 8)
+    return report.invalid_int("head_dim", "32..256 in steps of 8", p->head_dim);
+  if (p->data_type != TRTCONVERT_FLOAT16 && p->data_type != TRTCONVERT_BFLOAT16)
+    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", p->data_type);
+  if (p->scaling != TRTCONVERT_SCALING_CALIBRATED && p->scaling != TRTCONVERT_SCALING_DYNAMIC)
+    return report.invalid_int("scaling", "0 (calibrated) or 1 (dynamic)", p->scaling);
+  if (p->mask_kind < TRTCONVERT_MASK_NONE || p->mask_kind > TRTCONVERT_MASK_ADDITIVE)
+    return report.invalid_int("mask_kind", "0 (none), 1 (bool) or 2 (additive)", p->mask_kind);
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus check_pointer(const char* name, const void* pointer, size_t alignment, Report& report) {
+  if (!pointer) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a device pointer, got null", name);
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a pointer aligned to %zu bytes, got %p", name, alignment,
+                       pointer);
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus check_tensor(const char* name, const void* pointer, const TrtConvertStrides& s, Report& report) {
+  if (check_pointer(name, pointer, 16, report)) return report.status;
+  if (s.batch % 8 || s.token % 8 || s.head % 8)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT,
+                       "%s: expected strides in multiples of 8 elements (16-byte rows), got batch %lld, token %lld, head "
+                       "%lld; make the tensor contiguous",
+                       name, static_cast<long long>(s.batch), static_cast<long long>(s.token),
+                       static_cast<long long>(s.head));
+  return TRTCONVERT_OK;
+}
+
+Params make_params(const TrtConvertAttentionParams& c) {
+  Params p = {};
+  p.batch = c.batch;
+  p.heads = c.num_heads;
+  p.kv_heads = c.num_kv_heads;
+  p.group = c.num_heads / c.num_kv_heads;
+  p.num_queries = c.num_queries;
+  p.num_keys = c.num_keys;
+  p.head_dim = c.head_dim;
+  p.num_bins = c.num_bins;
+  p.query_blocks = ceil_div(c.num_queries, kQueryBlock);
+  p.key_tiles = ceil_div(c.num_keys, kKeyTile);
+  p.dims = padded_dims(c.head_dim);
+  p.bf16 = c.data_type == TRTCONVERT_BFLOAT16;
+  p.dynamic = c.scaling == TRTCONVERT_SCALING_DYNAMIC;
+  p.smooth_k = c.smooth_k != 0;
+  p.mask_kind = static_cast<TrtConvertMaskKind>(c.mask_kind);
+  p.softmax_scale = c.softmax_scale;
+  p.timestep_max = c.timestep_max;
+  p.q = c.q;
+  p.k = c.k;
+  p.v = c.v;
+  p.out = c.out;
+  p.q_strides = c.q_strides;
+  p.k_strides = c.k_strides;
+  p.v_strides = c.v_strides;
+  p.out_strides = c.out_strides;
+  p.timestep = c.timestep;
+  p.q_scale = c.q_scale;
+  p.k_scale = c.k_scale;
+  p.v_scale = c.v_scale;
+  p.k_offset = c.k_offset;
+  p.v_offset = c.v_offset;
+  p.modes = c.modes;
+  p.mask = c.mask;
+  std::memcpy(p.mask_strides, c.mask_strides, sizeof(p.mask_strides));
+  p.key_lengths = c.key_lengths;
+  return p;
+}
+
+TrtConvertStatus check_all(const TrtConvertAttentionParams* c, bool& use_sm90, Report& report) {
+  if (check_shapes(c, report)) return report.status;
+  if (!std::isfinite(c->softmax_scale) || c->softmax_scale <= 0)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "softmax_scale: expected a finite value > 0, got %g", c->softmax_scale);
+  if (!std::isfinite(c->timestep_max) || c->timestep_max <= 0)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "timestep_max: expected a finite value > 0, got %g", c->timestep_max);
+  if (check_tensor("q", c->q, c->q_strides, report) || check_tensor("k", c->k, c->k_strides, report) ||
+      check_tensor("v", c->v, c->v_strides, report) || check_tensor("out", c->out, c->out_strides, report) ||
+      check_pointer("timestep", c->timestep, 4, report) || check_pointer("q_scale", c->q_scale, 4, report) ||
+      check_pointer("k_scale", c->k_scale, 4, report) || check_pointer("v_scale", c->v_scale, 4, report) ||
+      check_pointer("k_offset", c->k_offset, 4, report) || check_pointer("v_offset", c->v_offset, 4, report) ||
+      check_pointer("modes", c->modes, 4, report) || check_pointer("workspace", c->workspace, 256, report))
+    return report.status;
+  if (c->mask_kind == TRTCONVERT_MASK_NONE) {
+    if (c->mask) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "mask: expected null with mask_kind 0, got %p", c->mask);
+  } else if (check_pointer("mask", c->mask, c->mask_kind == TRTCONVERT_MASK_BOOL ? 1 : 2, report)) {
+    return report.status;
+  }
+  if (c->key_lengths && check_pointer("key_lengths", c->key_lengths, 4, report)) return report.status;
+  if (c->target_arch != 0 && c->target_arch != 80)
+    return report.invalid_int("target_arch", "0 (the device's best) or 80 (mma.sync)", c->target_arch);
+
+  Params p = make_params(*c);
+  const size_t needed = lay_out_workspace(p, nullptr);
+  if (c->workspace_size < needed)
+    return report.fail(TRTCONVERT_WORKSPACE_TOO_SMALL, "workspace_size: expected at least %zu bytes, got %zu", needed,
+                       c->workspace_size);
+
+  int device = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess)
+    return report.fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
+  if (major < 8)
+    return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
+                       "device: expected compute capability 8.0 or later, got %d.%d; use the native lowering there", major,
+                       minor);
+#ifdef TRTCONVERT_SM90
+  use_sm90 = major == 9 && minor == 0 && c->target_arch == 0 && c->mask_kind == TRTCONVERT_MASK_NONE;
+#else
+  use_sm90 = false;
+#endif
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus launched(cudaError_t error, const char* kernel, Report& report) {
+  if (error == cudaSuccess) return TRTCONVERT_OK;
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
+    return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
+                       "device: this library was compiled for %s only; rebuild it with TRTCONVERT_CUDA_ARCHITECTURES",
+                       TRTCONVERT_ARCHITECTURES);
+  return report.fail(TRTCONVERT_CUDA_ERROR, "%s: %s: %s", kernel, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+}  // namespace
+}  // namespace trtconvert::attention
+
+using namespace trtconvert::attention;
+
+extern "C" {
+
+TrtConvertStatus trtconvert_attention_workspace_size(const TrtConvertAttentionParams* params, size_t* bytes, char* message,
+                                                     size_t message_size) {
+  Report report(message, message_size);
+  if (!bytes) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "bytes: expected a pointer, got null");
+  if (check_shapes(params, report)) return report.status;
+  Params p = make_params(*params);
+  *bytes = lay_out_workspace(p, nullptr);
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus trtconvert_attention_check(const TrtConvertAttentionParams* params, char* message, size_t message_size) {
+  Report report(message, message_size);
+  bool use_sm90;
+  return check_all(params, use_sm90, report);
+}
+
+TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* params, char* message, size_t message_size) {
+  Report report(message, message_size);
+  bool use_sm90;
+  if (check_all(params, use_sm90, report)) return report.status;
+  Params p = make_params(*params);
+  lay_out_workspace(p, params->workspace);
+  const auto stream = static_cast<cudaStream_t>(params->stream);
+  if (launched(launch_prepass(p, stream), "pre-pass", report)) return report.status;
+#ifdef TRTCONVERT_SM90
+  if (use_sm90) return launched(launch_attention_sm90(p, stream), "attention (sm_90a)", report);
+#endif
+  return launched(launch_attention_mma(p, stream), "attention (mma.sync)", report);
+}
+
+const char* trtconvert_version(void) { return TRTCONVERT_VERSION; }
+
+const char* trtconvert_compiled_architectures(void) { return TRTCONVERT_ARCHITECTURES; }
+
+}  // extern "C"

@@ -1,0 +1,127 @@
+/* C API of the INT8 attention kernels: plain C, no TensorRT, no torch.
+ *
+ * A launch allocates nothing, synchronises nothing and reads no device memory on the host, so CUDA graphs capture it.
+ * Every function is safe to call from several threads and on several streams at once, as long as each launch in flight
+ * has its own workspace.
+ */
+#ifndef TRTCONVERT_INT8_ATTENTION_H_
+#define TRTCONVERT_INT8_ATTENTION_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define TRTCONVERT_API __attribute__((visibility("default")))
+#else
+#define TRTCONVERT_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever the struct below changes meaning. Fields are only ever appended. */
+#define TRTCONVERT_ATTENTION_VERSION 1
+
+typedef enum {
+  TRTCONVERT_OK = 0,
+  TRTCONVERT_INVALID_ARGUMENT = 1,     /* the message names the field, what was expected and what came */
+  TRTCONVERT_UNSUPPORTED_DEVICE = 2,   /* older than sm_80, or not among the compiled architectures */
+  TRTCONVERT_WORKSPACE_TOO_SMALL = 3,
+  TRTCONVERT_CUDA_ERROR = 4,           /* the message carries CUDA's own error name */
+} TrtConvertStatus;
+
+typedef enum { TRTCONVERT_FLOAT16 = 0, TRTCONVERT_BFLOAT16 = 1 } TrtConvertDataType;
+
+typedef enum {
+  TRTCONVERT_SCALING_CALIBRATED = 0,  /* q_scale and k_scale are used as they are */
+  TRTCONVERT_SCALING_DYNAMIC = 1,     /* modes 1 and 2 take Q per token and K per 128 keys from the data */
+} TrtConvertScaling;
+
+typedef enum {
+  TRTCONVERT_MASK_NONE = 0,
+  TRTCONVERT_MASK_BOOL = 1,      /* one byte per element, nonzero = attend */
+  TRTCONVERT_MASK_ADDITIVE = 2,  /* in the data type of q, added to the logits (natural units); -inf = do not attend */
+} TrtConvertMaskKind;
+
+/* Strides in elements of the tensor itself; the last dimension (head_dim) is contiguous. BNHD and BHND differ only here. */
+typedef struct {
+  int64_t batch, token, head;
+} TrtConvertStrides;
+
+typedef struct {
+  uint32_t struct_size; /* sizeof(TrtConvertAttentionParams) of the caller */
+  uint32_t version;     /* TRTCONVERT_ATTENTION_VERSION of the caller */
+
+  /* Shapes. */
+  int32_t batch;       /* B >= 1 */
+  int32_t num_heads;   /* H >= 1, a multiple of num_kv_heads: query head h attends to K/V head h / (H / Hkv) */
+  int32_t num_kv_heads;/* Hkv >= 1 */
+  int32_t num_queries; /* Nq >= 1 */
+  int32_t num_keys;    /* Nk >= 1 */
+  int32_t head_dim;    /* D: 32..256 in steps of 8 */
+  int32_t num_bins;    /* T >= 1: timestep bins of the tables */
+
+  /* Attributes. */
+  int32_t data_type; /* TrtConvertDataType of q, k, v, out */
+  int32_t scaling;   /* TrtConvertScaling */
+  int32_t smooth_k;  /* nonzero: subtract k_offset before K is quantised (softmax ignores it) */
+  int32_t mask_kind; /* TrtConvertMaskKind */
+  int32_t target_arch; /* 0: the device's best kernel; 80: the mma.sync kernel wherever it runs (for tests) */
+  float softmax_scale; /* finite, > 0 */
+  float timestep_max;  /* finite, > 0 */
+
+  /* Tensors, all on the device. 16-byte aligned, strides multiples of 8 elements. */
+  const void* q;   /* [B, Nq, H, D] through q_strides */
+  const void* k;   /* [B, Nk, Hkv, D] */
+  const void* v;   /* [B, Nk, Hkv, D] */
+  void* out;       /* [B, Nq, H, D] */
+  TrtConvertStrides q_strides, k_strides, v_strides, out_strides;
+
+  /* Timestep and tables, on the device, contiguous, FP32 unless said otherwise.
+   * bin = clamp(floor(timestep[b] / timestep_max * T), 0, T - 1). */
+  const float* timestep; /* [B] */
+  const float* q_scale;  /* [T, H]: calibrated amax / 127 */
+  const float* k_scale;  /* [T, Hkv] */
+  const float* v_scale;  /* [T, Hkv, D]: amax / 127 per channel */
+  const float* k_offset; /* [T, Hkv, D] */
+  const float* v_offset; /* [T, Hkv, D] */
+  const int32_t* modes;  /* [T]: 0 fp16, 1 INT8 QK, 2 INT8 with token scales, 3 INT8 with calibrated scales only */
+
+  /* Masks. */
+  const void* mask;            /* broadcastable to [B, H, Nq, Nk], or null when mask_kind is NONE */
+  int64_t mask_strides[4];     /* elements, for B, H, Nq, Nk; 0 broadcasts */
+  const int32_t* key_lengths;  /* [B] on the device, or null: keys at and after key_lengths[b] do not exist */
+
+  /* Scratch memory, 256-byte aligned; what it holds before does not matter. */
+  void* workspace;
+  size_t workspace_size;
+
+  void* stream; /* cudaStream_t */
+} TrtConvertAttentionParams;
+
+/* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
+
+/* Bytes of workspace. Reads shapes and attributes only: no pointer, no device. */
+TRTCONVERT_API TrtConvertStatus trtconvert_attention_workspace_size(const TrtConvertAttentionParams* params,
+                                                                    size_t* bytes, char* message, size_t message_size);
+
+/* Everything that run() checks, without launching. */
+TRTCONVERT_API TrtConvertStatus trtconvert_attention_check(const TrtConvertAttentionParams* params, char* message,
+                                                           size_t message_size);
+
+/* Checks, then enqueues the attention on params->stream of the current device. */
+TRTCONVERT_API TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* params, char* message,
+                                                         size_t message_size);
+
+/* Version of the library, "major.minor.patch". */
+TRTCONVERT_API const char* trtconvert_version(void);
+
+/* Compiled architectures as a comma-separated list, such as "80,86,89,90a,120". */
+TRTCONVERT_API const char* trtconvert_compiled_architectures(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TRTCONVERT_INT8_ATTENTION_H_ */

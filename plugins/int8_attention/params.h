@@ -1,0 +1,115 @@
+// The one plain struct that goes from the checks to every kernel, and the workspace's layout.
+//
+// The pre-pass writes Q, K and V as *tile images*: blocks that are already in the layout the matrix instructions read from
+// shared memory, so that a tile is one contiguous copy. One layout serves every operand: 16-byte chunks, rows innermost,
+//
+//   image[chunk][row][16 bytes]      offset(row, byte) = (byte / 16) * rows * 16 + row * 16 + byte % 16
+//
+// Eight rows of one chunk are 128 contiguous bytes: the "core matrix" of wgmma without swizzle, and one conflict-free
+// ldmatrix row group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "trtconvert/int8_attention.h"
+
+namespace trtconvert::attention {
+
+constexpr int kKeyTile = 128;      // part of the numerics: P is relative to the maximum of 128 consecutive keys
+constexpr int kQueryBlock = 64;    // rows of one Q image
+constexpr int kHalfTile = 64;      // keys of one 16-bit K or V image
+constexpr int kVPermutation = 16;  // keys are permuted within groups of 16, see permuted_key()
+
+// Key (within its group of 16) that is stored at position `slot`. The S accumulator of wgmma and mma.sync gives thread t of
+// a quad the columns 2t, 2t+1 of each group of 8; the 8-bit A operand wants 4 consecutive columns 4t..4t+3. Storing V's
+// keys in this order makes the one the other without any shuffle.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr int permuted_key(int slot) {
+  return ((slot >> 1) & 1) * 8 + (slot >> 2) * 2 + (slot & 1);
+}
+
+constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+
+// head_dim padded for each product. Both kernels are instantiated for these pairs only.
+struct PaddedDims {
+  int qk;  // bytes of an INT8 Q or K row: the depth of the first product, a multiple of 32
+  int pv;  // columns of V and of the output; depth of the first product in 16-bit; a multiple of 16
+};
+
+constexpr PaddedDims padded_dims(int head_dim) {
+  if (head_dim <= 48) return {64, 48};
+  if (head_dim <= 64) return {64, 64};
+  if (head_dim <= 80) return {96, 80};
+  if (head_dim <= 96) return {96, 96};
+  if (head_dim <= 128) return {128, 128};
+  if (head_dim <= 160) return {160, 160};
+  if (head_dim <= 192) return {192, 192};
+  return {256, 256};
+}
+
+// What a key tile carries besides its images. Arrays are in permuted order: slot s of group g is key 16 g + permuted_key(s),
+// so thread t of a quad reads its four keys of a group as one float4 at 16 g + 4 t.
+struct TileScales {
+  float log2_v[kKeyTile];     // mode 2: log2(sv), -inf for keys that do not exist. Not written in other modes.
+  float inverse_v[kKeyTile];  // mode 2: 1 / sv, 0 for keys that do not exist. Not written in other modes.
+  float k;                    // modes 1..3: scale of K in this tile
+  float unused[3];            // keeps the size a multiple of 16 bytes for the bulk copy
+};
+
+// One per batch element, written by the pre-pass.
+struct ElementInfo {
+  int32_t mode;      // 0..3. An invalid timestep or mode becomes mode 1 with NaN row scales
+  int32_t bin;       // row of the tables
+  int32_t num_keys;  // min(Nk, key_lengths[b]), >= 0
+  int32_t unused;
+};
+
+struct Params {
+  int batch, heads, kv_heads, group;  // group = heads / kv_heads
+  int num_queries, num_keys, head_dim, num_bins;
+  int query_blocks;  // ceil(Nq / kQueryBlock)
+  int key_tiles;     // ceil(Nk / kKeyTile)
+  PaddedDims dims;
+
+  bool bf16, dynamic, smooth_k;
+  TrtConvertMaskKind mask_kind;
+  float softmax_scale, timestep_max;
+
+  const void* q;  // [B, Nq, H, D] 16-bit, through strides
+  const void* k;  // [B, Nk, Hkv, D]
+  const void* v;  // [B, Nk, Hkv, D]
+  void* out;      // [B, Nq, H, D]
+  TrtConvertStrides q_strides, k_strides, v_strides, out_strides;
+
+  const float* timestep;  // [B]
+  const float* q_scale;   // [T, H]
+  const float* k_scale;   // [T, Hkv]
+  const float* v_scale;   // [T, Hkv, D]
+  const float* k_offset;  // [T, Hkv, D]
+  const float* v_offset;  // [T, Hkv, D]
+  const int32_t* modes;   // [T]
+
+  const void* mask;  // [B, H, Nq, Nk] through strides, one byte or 16-bit
+  int64_t mask_strides[4];
+  const int32_t* key_lengths;  // [B] or null
+
+  // Workspace, written by the pre-pass. "block" and "tile" are contiguous images of the given size in bytes; a mode uses the
+  // part of it that its element size needs.
+  ElementInfo* elements;   // [B]
+  float* row_scales;       // [B, H, query_blocks * 64]: scale of the row's Q * softmax_scale * log2(e); mode 0: without Q's.
+                           // NaN where a table or timestep that the row needs is not usable: its output is NaN
+  TileScales* tile_scales; // [B, Hkv, key_tiles]
+  uint8_t* q_images;       // [B, H, query_blocks][q_block_bytes]: modes 1..3 INT8 rows of dims.qk bytes, 64 rows;
+                           //   mode 0 16-bit rows of dims.pv elements, 64 rows
+  uint8_t* k_images;       // [B, Hkv, key_tiles][k_tile_bytes]: modes 1..3 INT8 rows of dims.qk bytes, 128 keys;
+                           //   mode 0 two 16-bit images of 64 keys, rows of dims.pv elements
+  uint8_t* v_images;       // [B, Hkv, key_tiles][v_tile_bytes]: modes 2, 3 INT8, transposed: dims.pv rows of 128 permuted keys;
+                           //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted
+  int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
+};
+
+}  // namespace trtconvert::attention

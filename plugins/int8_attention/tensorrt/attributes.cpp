@@ -1,0 +1,210 @@
+#include "attributes.h"
+
+#include <cmath>
+#include <cstring>
+#include <string_view>
+
+#include "logger.h"
+
+namespace trtconvert::plugin {
+namespace {
+
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldCollection;
+using nvinfer1::PluginFieldType;
+using nvinfer1::TensorRTPhase;
+
+// Raised whenever a field is added or changes its meaning.
+constexpr int32_t kSerializationVersion = 1;
+
+constexpr char kVersion[] = "serialization_version";
+constexpr char kLayout[] = "layout";
+constexpr char kSoftmaxScale[] = "softmax_scale";
+constexpr char kTimestepMax[] = "timestep_max";
+constexpr char kScaling[] = "scaling";
+constexpr char kSmoothK[] = "smooth_k";
+constexpr int32_t kTextLengthLimit = 64;
+
+// Text with or without the final zeros that some callers count in.
+bool read_text(PluginField const& field, std::string_view& text) noexcept {
+  if (field.type != PluginFieldType::kCHAR || field.data == nullptr || field.length < 0 ||
+      field.length > kTextLengthLimit) {
+    log(Severity::kERROR, "attribute '%s': expected text of at most %d characters, got field type %d and length %d",
+        field.name, kTextLengthLimit, static_cast<int>(field.type), field.length);
+    return false;
+  }
+  text = std::string_view(static_cast<char const*>(field.data), static_cast<size_t>(field.length));
+  while (!text.empty() && text.back() == '\0') text.remove_suffix(1);
+  return true;
+}
+
+// Attribute data need not be aligned for its type.
+template <typename T>
+T load(void const* data) noexcept {
+  T value;
+  std::memcpy(&value, data, sizeof(value));
+  return value;
+}
+
+bool read_integer(PluginField const& field, int64_t& value) noexcept {
+  if (field.data != nullptr && field.length == 1) {
+    if (field.type == PluginFieldType::kINT32) return value = load<int32_t>(field.data), true;
+    if (field.type == PluginFieldType::kINT64) return value = load<int64_t>(field.data), true;
+  }
+  log(Severity::kERROR, "attribute '%s': expected one integer, got field type %d and length %d", field.name,
+      static_cast<int>(field.type), field.length);
+  return false;
+}
+
+bool read_real(PluginField const& field, float& value) noexcept {
+  if (field.data != nullptr && field.length == 1) {
+    if (field.type == PluginFieldType::kFLOAT32) return value = load<float>(field.data), true;
+    if (field.type == PluginFieldType::kFLOAT64) return value = static_cast<float>(load<double>(field.data)), true;
+  }
+  log(Severity::kERROR, "attribute '%s': expected one floating-point number, got field type %d and length %d",
+      field.name, static_cast<int>(field.type), field.length);
+  return false;
+}
+
+// One of two words; `second` tells which.
+bool read_choice(PluginField const& field, char const* word0, char const* word1, bool& second) noexcept {
+  std::string_view text;
+  if (!read_text(field, text)) return false;
+  if (text != word0 && text != word1) {
+    log(Severity::kERROR, "attribute '%s': expected '%s' or '%s', got '%.*s'", field.name, word0, word1,
+        static_cast<int>(text.size()), text.data());
+    return false;
+  }
+  second = text == word1;
+  return true;
+}
+
+bool read_flag(PluginField const& field, bool& flag) noexcept {
+  int64_t value = 0;
+  if (!read_integer(field, value)) return false;
+  if (value != 0 && value != 1) {
+    log(Severity::kERROR, "attribute '%s': expected 0 or 1, got %lld", field.name, static_cast<long long>(value));
+    return false;
+  }
+  flag = value == 1;
+  return true;
+}
+
+bool read_softmax_scale(PluginField const& field, float& value) noexcept {
+  if (!read_real(field, value)) return false;
+  if (std::isfinite(value) && value >= 0.0f) return true;
+  log(Severity::kERROR, "attribute '%s': expected a positive finite factor, or 0 for 1/sqrt(head_dim), got %g",
+      field.name, static_cast<double>(value));
+  return false;
+}
+
+bool read_timestep_max(PluginField const& field, float& value) noexcept {
+  if (!read_real(field, value)) return false;
+  if (std::isfinite(value) && value > 0.0f) return true;
+  log(Severity::kERROR,
+      "attribute '%s': expected the positive finite timestep at which the schedule ends (diffusers: 1000), got %g",
+      field.name, static_cast<double>(value));
+  return false;
+}
+
+bool read_version(PluginField const& field) noexcept {
+  int64_t version = 0;
+  if (!read_integer(field, version)) return false;
+  if (version == kSerializationVersion) return true;
+  log(Severity::kERROR,
+      "the engine holds serialization version %lld, this plugin reads %d; build the engine again with this plugin, or "
+      "load the plugin that built it",
+      static_cast<long long>(version), kSerializationVersion);
+  return false;
+}
+
+// Which fields were seen, to tell repeated and missing ones.
+enum FieldBit : unsigned {
+  kVersionBit = 1,
+  kLayoutBit = 2,
+  kSoftmaxScaleBit = 4,
+  kTimestepMaxBit = 8,
+  kScalingBit = 16,
+  kSmoothKBit = 32,
+  kAllBits = 63,
+};
+
+// Reads one field; 0 where it is unknown or wrong, after logging why.
+unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
+  std::string_view const name = field.name;
+  if (name == kLayout) {
+    bool tokens_first = false;
+    if (!read_choice(field, "BHND", "BNHD", tokens_first)) return 0;
+    attributes.heads_first = !tokens_first;
+    return kLayoutBit;
+  }
+  if (name == kScaling) return read_choice(field, "calibrated", "dynamic", attributes.dynamic_scaling) ? kScalingBit : 0;
+  if (name == kSoftmaxScale) return read_softmax_scale(field, attributes.softmax_scale) ? kSoftmaxScaleBit : 0;
+  if (name == kTimestepMax) return read_timestep_max(field, attributes.timestep_max) ? kTimestepMaxBit : 0;
+  if (name == kSmoothK) return read_flag(field, attributes.smooth_k) ? kSmoothKBit : 0;
+  if (name == kVersion && phase == TensorRTPhase::kRUNTIME) return read_version(field) ? kVersionBit : 0;
+  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, got '%s'; remove it", kLayout, kSoftmaxScale,
+      kTimestepMax, kScaling, kSmoothK, field.name);
+  return 0;
+}
+
+}  // namespace
+
+PluginFieldCollection const* attribute_names() noexcept {
+  static constexpr PluginField kFields[] = {
+      {kLayout, nullptr, PluginFieldType::kCHAR, 0},          {kSoftmaxScale, nullptr, PluginFieldType::kFLOAT32, 1},
+      {kTimestepMax, nullptr, PluginFieldType::kFLOAT32, 1},  {kScaling, nullptr, PluginFieldType::kCHAR, 0},
+      {kSmoothK, nullptr, PluginFieldType::kINT32, 1},
+  };
+  static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
+  return &kCollection;
+}
+
+bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, Attributes& attributes) noexcept {
+  if (fields == nullptr || fields->nbFields < 0 || (fields->nbFields > 0 && fields->fields == nullptr)) {
+    log(Severity::kERROR, "expected a collection of plugin fields, got %s", fields == nullptr ? "null" : "a broken one");
+    return false;
+  }
+  unsigned seen = 0;
+  for (int32_t i = 0; i < fields->nbFields; ++i) {
+    PluginField const& field = fields->fields[i];
+    if (field.name == nullptr) {
+      log(Severity::kERROR, "expected a name for attribute %d, got null", i);
+      return false;
+    }
+    unsigned const bit = read_field(field, phase, attributes);
+    if (bit == 0) return false;
+    if (seen & bit) {
+      log(Severity::kERROR, "expected attribute '%s' once, got it twice", field.name);
+      return false;
+    }
+    seen |= bit;
+  }
+  if (phase == TensorRTPhase::kRUNTIME && seen != kAllBits) {
+    log(Severity::kERROR, "expected the %zu fields of a serialised plugin, got %d; build the engine again",
+        std::tuple_size_v<std::array<PluginField, 6>>, fields->nbFields);
+    return false;
+  }
+  return true;
+}
+
+SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcept
+    : version_(kSerializationVersion),
+      softmax_scale_(attributes.softmax_scale),
+      timestep_max_(attributes.timestep_max),
+      smooth_k_(attributes.smooth_k) {
+  auto const text = [](char const* name, std::string_view value) {
+    return PluginField{name, value.data(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size())};
+  };
+  fields_ = {
+      PluginField{kVersion, &version_, PluginFieldType::kINT32, 1},
+      text(kLayout, attributes.heads_first ? "BHND" : "BNHD"),
+      PluginField{kSoftmaxScale, &softmax_scale_, PluginFieldType::kFLOAT32, 1},
+      PluginField{kTimestepMax, &timestep_max_, PluginFieldType::kFLOAT32, 1},
+      text(kScaling, attributes.dynamic_scaling ? "dynamic" : "calibrated"),
+      PluginField{kSmoothK, &smooth_k_, PluginFieldType::kINT32, 1},
+  };
+  collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
+}
+
+}  // namespace trtconvert::plugin

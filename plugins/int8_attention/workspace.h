@@ -1,0 +1,33 @@
+// Where each array of Params lies in the workspace.
+#pragma once
+
+#include <algorithm>
+
+#include "params.h"
+
+namespace trtconvert::attention {
+
+// Fills the workspace pointers and sizes of `p` from its shapes; returns the bytes needed. `base` may be null.
+inline size_t lay_out_workspace(Params& p, void* base) {
+  size_t offset = 0;
+  const auto take = [&](size_t bytes) {
+    uint8_t* const start = static_cast<uint8_t*>(base) + offset;
+    offset += (bytes + 255) / 256 * 256;
+    return start;
+  };
+  const size_t rows = size_t(p.batch) * p.heads * p.query_blocks;
+  const size_t tiles = size_t(p.batch) * p.kv_heads * p.key_tiles;
+  // Which mode runs is known on the device only, so every image has room for its largest form.
+  p.q_block_bytes = int64_t(kQueryBlock) * std::max(p.dims.qk, 2 * p.dims.pv);
+  p.k_tile_bytes = int64_t(kKeyTile) * std::max(p.dims.qk, 2 * p.dims.pv);
+  p.v_tile_bytes = int64_t(kKeyTile) * 2 * p.dims.pv;
+  p.elements = reinterpret_cast<ElementInfo*>(take(size_t(p.batch) * sizeof(ElementInfo)));
+  p.row_scales = reinterpret_cast<float*>(take(rows * kQueryBlock * sizeof(float)));
+  p.tile_scales = reinterpret_cast<TileScales*>(take(tiles * sizeof(TileScales)));
+  p.q_images = take(rows * p.q_block_bytes);
+  p.k_images = take(tiles * p.k_tile_bytes);
+  p.v_images = take(tiles * p.v_tile_bytes);
+  return offset;
+}
+
+}  // namespace trtconvert::attention
