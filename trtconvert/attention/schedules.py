@@ -78,9 +78,9 @@ def alphas_cumprod(betas: Tensor) -> Tensor:
     return (1 - betas.double()).cumprod(0)
 
 
-def ddpm_sigmas(alphas_cumprod: Tensor) -> Tensor:
+def ddpm_sigmas(alpha_bar: Tensor) -> Tensor:
     """σ(t) = √((1 - ᾱ)/ᾱ), the noise-to-signal ratio of √ᾱ·x₀ + √(1-ᾱ)·n. [T] → [T] (Karras et al. 2022, appendix C.3)."""
-    return ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
+    return ((1 - alpha_bar) / alpha_bar).sqrt()
 
 
 def flow_noise_fractions(steps: int, shift: float = 1.0) -> Tensor:
@@ -144,7 +144,7 @@ def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> T
     return magnitude / magnitude[len(magnitude) // 2]
 
 
-def sigma_rule_modes(sigmas: Tensor, bins: int, timestep_max: float | None = None) -> Tensor:
+def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     """The mode of every timestep bin by its noise relative to the middle of the schedule.
 
     σ/σ_mid above 5 is aggressive, below 0.1 precision, the rest balanced (commissioning report, 9.2). A bin that spans
@@ -152,8 +152,7 @@ def sigma_rule_modes(sigmas: Tensor, bins: int, timestep_max: float | None = Non
 
     Args:
         sigmas: [T], rising, as `compute_sigma_schedule` gives them: entry t belongs to timestep t.
-        bins: how many equal parts of [0, timestep_max) to decide for; at most T.
-        timestep_max: the timestep at which the last bin ends; T when absent.
+        bins: how many equal parts of [0, T) to decide for; at most T.
     Returns:
         [bins] int32, values of `Mode`.
     """
@@ -168,7 +167,7 @@ def sigma_rule_modes(sigmas: Tensor, bins: int, timestep_max: float | None = Non
     modes = torch.full((len(sigmas),), int(Mode.BALANCED), dtype=torch.int32)
     modes[ratio > AGGRESSIVE_ABOVE] = int(Mode.AGGRESSIVE)
     modes[ratio < PRECISION_BELOW] = int(Mode.PRECISION)
-    index = timestep_bin(torch.arange(len(sigmas)), timestep_max or len(sigmas), bins)
+    index = timestep_bin(torch.arange(len(sigmas)), len(sigmas), bins)
     # Among the three, a smaller value is the more careful mode.
     return torch.full((bins,), int(Mode.AGGRESSIVE), dtype=torch.int32).scatter_reduce(0, index, modes, "amin")
 
@@ -179,10 +178,17 @@ class NoiseSchedule:
     Between two timesteps log σ is linear, as in k-diffusion's DiscreteSchedule.
 
     Args:
-        betas: [T].
+        betas: [T], at least two.
     """
 
     def __init__(self, betas: Tensor) -> None:
+        if len(betas) < 2:
+            raise UserError(
+                "A noise schedule cannot be interpolated.",
+                expected="at least 2 timesteps",
+                got=str(len(betas)),
+                remedy="pass the betas of the schedule that the model was trained with",
+            )
         self.sigmas = ddpm_sigmas(alphas_cumprod(betas))
         self._log_sigmas = self.sigmas.log()
 
@@ -208,8 +214,15 @@ class NoiseSchedule:
 
 def _check_count(name: str, count: int) -> None:
     if count < 1:
-        raise UserError(f"A schedule needs a positive number of {name}.", expected="at least 1", got=str(count))
+        raise UserError(
+            f"A schedule cannot have {count} {name}.", expected="at least 1", got=str(count), remedy=f"raise {name}"
+        )
 
 
 def _unknown_kind(kind: str, known: tuple[str, ...]) -> UserError:
-    return UserError("There is no such noise schedule.", expected=f"one of {', '.join(known)}", got=repr(kind))
+    return UserError(
+        "There is no such noise schedule.",
+        expected=f"one of {', '.join(known)}",
+        got=repr(kind),
+        remedy="take the one that the model was trained with: its scheduler's configuration names it",
+    )

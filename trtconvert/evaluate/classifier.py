@@ -1,0 +1,76 @@
+"""A small classifier of 8 × 8 digits: says whether generated digits are what they were asked to be.
+
+Its features also serve as the embedding for Fréchet distances, where Inception's are meaningless at this size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert.models.checkpoint import load_weights
+
+FEATURES = 64
+
+
+class DigitsClassifier(nn.Module):
+    """Two convolutions and two linear layers; 38 thousand parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, FEATURES),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(FEATURES, 10)
+
+    def features(self, images: Tensor) -> Tensor:
+        """[B, 1, 8, 8] in [0, 1] → [B, FEATURES]."""
+        return self.body(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 1, 8, 8] in [0, 1] → logits [B, 10]."""
+        return self.head(self.features(images))
+
+
+def load_digits_classifier(path: Path) -> DigitsClassifier:
+    """The classifier with trained weights, in evaluation mode, on the CPU.
+
+    Raises:
+        UserError: the file is missing, damaged, or not for this classifier.
+    """
+    classifier = DigitsClassifier()
+    load_weights(classifier, path)
+    return classifier.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def accuracy(classifier: DigitsClassifier, images: Tensor, labels: Tensor) -> float:
+    """Share of images, [B, 1, 8, 8] in [0, 1], that the classifier gives their label, [B]."""
+    return (classifier(images).argmax(1) == labels).double().mean().item()
+
+
+def digits_data(split: str) -> tuple[Tensor, Tensor]:
+    """scikit-learn's digits (UCI Optical Recognition of Handwritten Digits), a fixed fifth of each class held out.
+
+    Args:
+        split: "train" (1437 images, what model and classifier were trained on) or "test" (360 images).
+    Returns:
+        images [N, 1, 8, 8] FP32 in [0, 1], labels [N] INT64.
+    """
+    # Imported here: only training and tests need it, and it takes a second.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    parts = train_test_split(digits.images / 16, digits.target, test_size=0.2, stratify=digits.target, random_state=0)
+    images, labels = (parts[0], parts[2]) if split == "train" else (parts[1], parts[3])
+    return torch.from_numpy(images).float()[:, None], torch.from_numpy(labels).long()
