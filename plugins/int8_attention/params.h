@@ -14,6 +14,12 @@
 
 #include "trtconvert/int8_attention.h"
 
+#ifdef __CUDACC__
+#define TRTCONVERT_HOST_DEVICE __host__ __device__
+#else
+#define TRTCONVERT_HOST_DEVICE
+#endif
+
 namespace trtconvert::attention {
 
 constexpr int kKeyTile = 128;      // part of the numerics: P is relative to the maximum of 128 consecutive keys
@@ -24,15 +30,12 @@ constexpr int kVPermutation = 16;  // keys are permuted within groups of 16, see
 // Key (within its group of 16) that is stored at position `slot`. The S accumulator of wgmma and mma.sync gives thread t of
 // a quad the columns 2t, 2t+1 of each group of 8; the 8-bit A operand wants 4 consecutive columns 4t..4t+3. Storing V's
 // keys in this order makes the one the other without any shuffle.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-constexpr int permuted_key(int slot) {
+TRTCONVERT_HOST_DEVICE constexpr int permuted_key(int slot) {
   return ((slot >> 1) & 1) * 8 + (slot >> 2) * 2 + (slot & 1);
 }
 
-constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
-constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+TRTCONVERT_HOST_DEVICE constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+TRTCONVERT_HOST_DEVICE constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 // head_dim padded for each product. Both kernels are instantiated for these pairs only.
 struct PaddedDims {

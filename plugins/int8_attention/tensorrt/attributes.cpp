@@ -119,15 +119,8 @@ bool read_version(PluginField const& field) noexcept {
 }
 
 // Which fields were seen, to tell repeated and missing ones.
-enum FieldBit : unsigned {
-  kVersionBit = 1,
-  kLayoutBit = 2,
-  kSoftmaxScaleBit = 4,
-  kTimestepMaxBit = 8,
-  kScalingBit = 16,
-  kSmoothKBit = 32,
-  kAllBits = 63,
-};
+constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
+                   kSmoothKBit = 32, kAllBits = 63;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
 unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
@@ -152,8 +145,8 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
 
 PluginFieldCollection const* attribute_names() noexcept {
   static constexpr PluginField kFields[] = {
-      {kLayout, nullptr, PluginFieldType::kCHAR, 0},          {kSoftmaxScale, nullptr, PluginFieldType::kFLOAT32, 1},
-      {kTimestepMax, nullptr, PluginFieldType::kFLOAT32, 1},  {kScaling, nullptr, PluginFieldType::kCHAR, 0},
+      {kLayout, nullptr, PluginFieldType::kCHAR, 1},         {kSoftmaxScale, nullptr, PluginFieldType::kFLOAT32, 1},
+      {kTimestepMax, nullptr, PluginFieldType::kFLOAT32, 1}, {kScaling, nullptr, PluginFieldType::kCHAR, 1},
       {kSmoothK, nullptr, PluginFieldType::kINT32, 1},
   };
   static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
@@ -181,8 +174,8 @@ bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, 
     seen |= bit;
   }
   if (phase == TensorRTPhase::kRUNTIME && seen != kAllBits) {
-    log(Severity::kERROR, "expected the %zu fields of a serialised plugin, got %d; build the engine again",
-        std::tuple_size_v<std::array<PluginField, 6>>, fields->nbFields);
+    log(Severity::kERROR, "expected the 6 fields that this plugin serialises, got %d; build the engine again",
+        fields->nbFields);
     return false;
   }
   return true;

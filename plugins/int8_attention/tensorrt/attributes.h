@@ -24,7 +24,7 @@ nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
 bool parse_attributes(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
                       Attributes& attributes) noexcept;
 
-// Attributes as fixed-width fields. They point into the object, so it must outlive their use and does not move.
+// Attributes as fixed-width fields. They point into the object, which therefore outlives their use and is never copied.
 class SerializedAttributes {
  public:
   explicit SerializedAttributes(Attributes const& attributes) noexcept;

@@ -1,0 +1,193 @@
+#include "node.h"
+
+#include <cmath>
+#include <cstdio>
+#include <limits>
+
+#include "logger.h"
+
+namespace trtconvert::plugin {
+namespace {
+
+using nvinfer1::DataType;
+using nvinfer1::Dims;
+using nvinfer1::PluginTensorDesc;
+using nvinfer1::TensorFormat;
+
+constexpr char const* kInputNames[kMaxInputs] = {"q",       "k",        "v",        "timestep", "q_scale", "k_scale",
+                                                 "v_scale", "k_offset", "v_offset", "modes",    "mask"};
+
+bool is_16bit_float(DataType type) noexcept { return type == DataType::kHALF || type == DataType::kBF16; }
+
+// A shape as text, "[1, 24, 4096, 128]".
+struct ShapeText {
+  char text[160];
+
+  explicit ShapeText(Dims const& dims) noexcept {
+    int used = std::snprintf(text, sizeof(text), "[");
+    for (int32_t i = 0; i < dims.nbDims && i < Dims::MAX_DIMS; ++i) {
+      used += std::snprintf(text + used, sizeof(text) - used, i == 0 ? "%lld" : ", %lld",
+                            static_cast<long long>(dims.d[i]));
+    }
+    std::snprintf(text + used, sizeof(text) - used, "]");
+  }
+};
+
+bool check_shape(Input input, Dims const& got, Dims const& expected) noexcept {
+  bool same = got.nbDims == expected.nbDims;
+  for (int32_t i = 0; same && i < got.nbDims; ++i) same = got.d[i] == expected.d[i];
+  if (!same) {
+    log(Severity::kERROR, "input '%s': expected shape %s from the shapes of q, k and modes, got %s", kInputNames[input],
+        ShapeText(expected).text, ShapeText(got).text);
+  }
+  return same;
+}
+
+bool check_rank(Input input, Dims const& dims, int32_t rank) noexcept {
+  if (dims.nbDims != rank) {
+    log(Severity::kERROR, "input '%s': expected %d dimensions, got shape %s", kInputNames[input], rank,
+        ShapeText(dims).text);
+    return false;
+  }
+  for (int32_t i = 0; i < rank; ++i) {
+    if (dims.d[i] < 1 || dims.d[i] > std::numeric_limits<int32_t>::max()) {
+      log(Severity::kERROR, "input '%s': expected dimensions from 1 to 2^31 - 1, got shape %s", kInputNames[input],
+          ShapeText(dims).text);
+      return false;
+    }
+  }
+  return true;
+}
+
+// [batch, heads, tokens, head_dim] whatever the layout.
+struct HeadsFirst {
+  int64_t batch, heads, tokens, dim;
+};
+
+HeadsFirst heads_first(Dims const& dims, Attributes const& attributes) noexcept {
+  int64_t const heads = dims.d[attributes.heads_first ? 1 : 2];
+  int64_t const tokens = dims.d[attributes.heads_first ? 2 : 1];
+  return {dims.d[0], heads, tokens, dims.d[3]};
+}
+
+TrtConvertStrides contiguous(HeadsFirst const& shape, Attributes const& attributes) noexcept {
+  int64_t const batch = shape.heads * shape.tokens * shape.dim;
+  if (attributes.heads_first) return {batch, shape.dim, shape.tokens * shape.dim};
+  return {batch, shape.heads * shape.dim, shape.dim};
+}
+
+// Strides that broadcast the mask to [B, H, Nq, Nk], dimensions aligned at the right as in ONNX.
+bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& params) noexcept {
+  Dims const full{4, {params.batch, params.num_heads, params.num_queries, params.num_keys}};
+  bool fits = mask.dims.nbDims >= 1 && mask.dims.nbDims <= 4;
+  int64_t stride = 1;
+  for (int32_t i = 3; fits && i >= 0; --i) {
+    int32_t const own = i - (4 - mask.dims.nbDims);
+    int64_t const size = own >= 0 ? mask.dims.d[own] : 1;
+    fits = size == 1 || size == full.d[i];
+    params.mask_strides[i] = size == 1 ? 0 : stride;
+    stride *= size;
+  }
+  if (!fits) {
+    log(Severity::kERROR, "input 'mask': expected a shape that broadcasts to %s, got %s", ShapeText(full).text,
+        ShapeText(mask.dims).text);
+  }
+  params.mask_kind = mask.type == DataType::kBOOL ? TRTCONVERT_MASK_BOOL : TRTCONVERT_MASK_ADDITIVE;
+  return fits;
+}
+
+bool type_fits(int32_t position, DataType type, DataType q_type) noexcept {
+  switch (position) {
+    case kQ:
+      return is_16bit_float(type);
+    case kTimestep:
+    case kQScale:
+    case kKScale:
+    case kVScale:
+    case kKOffset:
+    case kVOffset:
+      return type == DataType::kFLOAT;
+    case kModes:
+      return type == DataType::kINT32;
+    case kMask:
+      return type == DataType::kBOOL || type == q_type;
+    default:  // k, v and the output
+      return type == q_type;
+  }
+}
+
+}  // namespace
+
+bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept {
+  if (num_inputs >= kMinInputs && num_inputs <= kMaxInputs && num_outputs == 1) return true;
+  log(Severity::kERROR,
+      "expected %d or %d inputs (q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes and perhaps "
+      "mask) and 1 output, got %d and %d; export the model again with this version of trtconvert",
+      kMinInputs, kMaxInputs, num_inputs, num_outputs);
+  return false;
+}
+
+bool supports(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t num_inputs) noexcept {
+  PluginTensorDesc const& tensor = tensors[position].desc;
+  // The output's position depends on whether there is a mask; its type follows q's either way.
+  int32_t const role = position == num_inputs ? kV : position;
+  return tensor.format == TensorFormat::kLINEAR && type_fits(role, tensor.type, tensors[kQ].desc.type);
+}
+
+bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int32_t num_inputs,
+              TrtConvertAttentionParams& params) noexcept {
+  for (int32_t i = 0; i < num_inputs; ++i) {
+    if (!type_fits(i, inputs[i].type, inputs[kQ].type) || inputs[i].format != TensorFormat::kLINEAR) {
+      log(Severity::kERROR,
+          "input '%s': expected linear format and FP16 or BF16 for q, k, v, FP32 for timestep and tables, INT32 for "
+          "modes, BOOL or q's type for mask; got type %d and format %d",
+          kInputNames[i], static_cast<int>(inputs[i].type), static_cast<int>(inputs[i].format));
+      return false;
+    }
+  }
+  Dims const& q_dims = inputs[kQ].dims;
+  Dims const& k_dims = inputs[kK].dims;
+  Dims const& modes = inputs[kModes].dims;
+  if (!check_rank(kQ, q_dims, 4) || !check_rank(kK, k_dims, 4) || !check_rank(kModes, modes, 1)) return false;
+
+  HeadsFirst const q = heads_first(q_dims, attributes);
+  HeadsFirst const k = heads_first(k_dims, attributes);
+  int64_t const bins = modes.d[0];
+  if (k.batch != q.batch || k.dim != q.dim) {
+    log(Severity::kERROR, "input 'k': expected the batch and head_dim of q %s, got %s", ShapeText(q_dims).text,
+        ShapeText(k_dims).text);
+    return false;
+  }
+  Dims const per_channel{3, {bins, k.heads, k.dim}};
+  if (!check_shape(kV, inputs[kV].dims, k_dims) || !check_shape(kTimestep, inputs[kTimestep].dims, {1, {q.batch}}) ||
+      !check_shape(kQScale, inputs[kQScale].dims, {2, {bins, q.heads}}) ||
+      !check_shape(kKScale, inputs[kKScale].dims, {2, {bins, k.heads}}) ||
+      !check_shape(kVScale, inputs[kVScale].dims, per_channel) ||
+      !check_shape(kKOffset, inputs[kKOffset].dims, per_channel) ||
+      !check_shape(kVOffset, inputs[kVOffset].dims, per_channel)) {
+    return false;
+  }
+
+  params = {};
+  params.struct_size = sizeof(params);
+  params.version = TRTCONVERT_ATTENTION_VERSION;
+  params.batch = static_cast<int32_t>(q.batch);
+  params.num_heads = static_cast<int32_t>(q.heads);
+  params.num_kv_heads = static_cast<int32_t>(k.heads);
+  params.num_queries = static_cast<int32_t>(q.tokens);
+  params.num_keys = static_cast<int32_t>(k.tokens);
+  params.head_dim = static_cast<int32_t>(q.dim);
+  params.num_bins = static_cast<int32_t>(bins);
+  params.data_type = inputs[kQ].type == DataType::kBF16 ? TRTCONVERT_BFLOAT16 : TRTCONVERT_FLOAT16;
+  params.scaling = attributes.dynamic_scaling ? TRTCONVERT_SCALING_DYNAMIC : TRTCONVERT_SCALING_CALIBRATED;
+  params.smooth_k = attributes.smooth_k ? 1 : 0;
+  params.softmax_scale = attributes.softmax_scale > 0.0f ? attributes.softmax_scale
+                                                         : 1.0f / std::sqrt(static_cast<float>(q.dim));
+  params.timestep_max = attributes.timestep_max;
+  params.q_strides = params.out_strides = contiguous(q, attributes);
+  params.k_strides = params.v_strides = contiguous(k, attributes);
+  params.mask_kind = TRTCONVERT_MASK_NONE;
+  return num_inputs <= kMask || describe_mask(inputs[kMask], params);
+}
+
+}  // namespace trtconvert::plugin

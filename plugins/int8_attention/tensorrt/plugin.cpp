@@ -1,0 +1,164 @@
+#include "plugin.h"
+
+#include <new>
+
+#include "logger.h"
+#include "node.h"
+#include "trtconvert/int8_attention.h"
+
+namespace trtconvert::plugin {
+
+using nvinfer1::DataType;
+using nvinfer1::DimsExprs;
+using nvinfer1::DynamicPluginTensorDesc;
+using nvinfer1::IPluginCapability;
+using nvinfer1::IPluginV3;
+using nvinfer1::PluginCapabilityType;
+using nvinfer1::PluginTensorDesc;
+
+namespace {
+
+constexpr size_t kMessageSize = 512;
+
+// What TensorRT takes for success and failure.
+constexpr int32_t kOk = 0;
+constexpr int32_t kFailed = 1;
+
+int32_t report(TrtConvertStatus status, char const* message) noexcept {
+  if (status == TRTCONVERT_OK) return kOk;
+  log(Severity::kERROR, "%s", message);
+  return kFailed;
+}
+
+// Which end of a dynamic shape's range.
+enum class Bound { kMin, kMax };
+
+// Kernel parameters of one end of the range. False, and a logged reason, where the shapes do not belong together.
+bool describe_bound(Attributes const& attributes, DynamicPluginTensorDesc const* inputs, int32_t num_inputs, Bound bound,
+                    TrtConvertAttentionParams& params) noexcept {
+  PluginTensorDesc descs[kMaxInputs];
+  for (int32_t i = 0; i < num_inputs; ++i) {
+    descs[i] = inputs[i].desc;
+    descs[i].dims = bound == Bound::kMin ? inputs[i].min : inputs[i].max;
+  }
+  return describe(attributes, descs, num_inputs, params);
+}
+
+// Every check that needs no device memory: the C API's own, through the query for the workspace.
+int32_t check_shapes(TrtConvertAttentionParams const& params) noexcept {
+  size_t bytes = 0;
+  char message[kMessageSize];
+  return report(trtconvert_attention_workspace_size(&params, &bytes, message, sizeof(message)), message);
+}
+
+}  // namespace
+
+IPluginCapability* Int8AttentionPlugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
+  switch (type) {
+    case PluginCapabilityType::kCORE:
+      return static_cast<nvinfer1::IPluginV3OneCore*>(this);
+    case PluginCapabilityType::kBUILD:
+      return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
+    case PluginCapabilityType::kRUNTIME:
+      return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+  }
+  log(Severity::kERROR, "expected plugin capability 0, 1 or 2, got %d", static_cast<int>(type));
+  return nullptr;
+}
+
+IPluginV3* Int8AttentionPlugin::clone() noexcept {
+  auto* copy = new (std::nothrow) Int8AttentionPlugin(attributes_);
+  if (copy == nullptr) {
+    log(Severity::kERROR, "expected %zu bytes of host memory for a copy of the plugin, got none", sizeof(*copy));
+    return nullptr;
+  }
+  copy->num_inputs_ = num_inputs_;
+  return copy;
+}
+
+int32_t Int8AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t nbInputs,
+                                             DynamicPluginTensorDesc const*, int32_t nbOutputs) noexcept {
+  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+  for (Bound const bound : {Bound::kMin, Bound::kMax}) {
+    TrtConvertAttentionParams params;
+    if (!describe_bound(attributes_, in, nbInputs, bound, params) || check_shapes(params) != kOk) return kFailed;
+  }
+  return kOk;
+}
+
+int32_t Int8AttentionPlugin::getOutputDataTypes(DataType* outputTypes, int32_t nbOutputs, DataType const* inputTypes,
+                                                int32_t nbInputs) const noexcept {
+  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+  outputTypes[0] = inputTypes[kQ];
+  return kOk;
+}
+
+int32_t Int8AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t,
+                                             DimsExprs* outputs, int32_t nbOutputs, nvinfer1::IExprBuilder&) noexcept {
+  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+  if (inputs[kQ].nbDims != 4) {
+    log(Severity::kERROR, "input 'q': expected 4 dimensions, got %d", inputs[kQ].nbDims);
+    return kFailed;
+  }
+  outputs[0] = inputs[kQ];
+  return kOk;
+}
+
+bool Int8AttentionPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
+                                                    int32_t nbOutputs) noexcept {
+  return check_counts(nbInputs, nbOutputs) && supports(pos, inOut, nbInputs);
+}
+
+size_t Int8AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t nbInputs,
+                                             DynamicPluginTensorDesc const*, int32_t nbOutputs) const noexcept {
+  TrtConvertAttentionParams params;
+  if (!check_counts(nbInputs, nbOutputs) || !describe_bound(attributes_, inputs, nbInputs, Bound::kMax, params)) return 0;
+  size_t bytes = 0;
+  char message[kMessageSize];
+  report(trtconvert_attention_workspace_size(&params, &bytes, message, sizeof(message)), message);
+  return bytes;
+}
+
+int32_t Int8AttentionPlugin::onShapeChange(PluginTensorDesc const* in, int32_t nbInputs, PluginTensorDesc const*,
+                                           int32_t nbOutputs) noexcept {
+  TrtConvertAttentionParams params;
+  if (!check_counts(nbInputs, nbOutputs) || !describe(attributes_, in, nbInputs, params)) return kFailed;
+  if (check_shapes(params) != kOk) return kFailed;
+  num_inputs_ = nbInputs;
+  return kOk;
+}
+
+int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTensorDesc const*,
+                                     void const* const* inputs, void* const* outputs, void* workspace,
+                                     CUstream_st* stream) noexcept {
+  TrtConvertAttentionParams params;
+  if (!check_counts(num_inputs_, 1) || !describe(attributes_, inputDesc, num_inputs_, params)) return kFailed;
+  char message[kMessageSize];
+  // TensorRT allocated getWorkspaceSize() bytes for the largest shapes, at least as many as these need.
+  TrtConvertStatus status =
+      trtconvert_attention_workspace_size(&params, &params.workspace_size, message, sizeof(message));
+  if (status != TRTCONVERT_OK) return report(status, message);
+  params.q = inputs[kQ];
+  params.k = inputs[kK];
+  params.v = inputs[kV];
+  params.out = outputs[0];
+  params.timestep = static_cast<float const*>(inputs[kTimestep]);
+  params.q_scale = static_cast<float const*>(inputs[kQScale]);
+  params.k_scale = static_cast<float const*>(inputs[kKScale]);
+  params.v_scale = static_cast<float const*>(inputs[kVScale]);
+  params.k_offset = static_cast<float const*>(inputs[kKOffset]);
+  params.v_offset = static_cast<float const*>(inputs[kVOffset]);
+  params.modes = static_cast<int32_t const*>(inputs[kModes]);
+  if (num_inputs_ > kMask) params.mask = inputs[kMask];
+  params.workspace = workspace;
+  params.stream = stream;
+  return report(trtconvert_attention_run(&params, message, sizeof(message)), message);
+}
+
+IPluginV3* Int8AttentionPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept { return clone(); }
+
+nvinfer1::PluginFieldCollection const* Int8AttentionPlugin::getFieldsToSerialize() noexcept {
+  return serialized_.fields();
+}
+
+}  // namespace trtconvert::plugin

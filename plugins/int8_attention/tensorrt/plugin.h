@@ -1,0 +1,63 @@
+// Int8Attention as a TensorRT plugin. It knows shapes, types and attributes; the work is done by the C API.
+#pragma once
+
+#include "abi.h"
+#include "attributes.h"
+
+namespace trtconvert::plugin {
+
+constexpr char kPluginName[] = "Int8Attention";
+constexpr char kPluginVersion[] = "1";
+constexpr char kPluginNamespace[] = "";
+
+// Works from its attributes and the shapes that each call is given, so that contexts and streams share nothing they could
+// race for. The four bases are the interfaces TensorRT asks for by PluginCapabilityType.
+class Int8AttentionPlugin final : public nvinfer1::IPluginV3,
+                                  public nvinfer1::IPluginV3OneCore,
+                                  public nvinfer1::IPluginV3OneBuild,
+                                  public nvinfer1::IPluginV3OneRuntime {
+ public:
+  explicit Int8AttentionPlugin(Attributes const& attributes) noexcept
+      : attributes_(attributes), serialized_(attributes) {}
+
+  // IPluginV3
+  nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
+  nvinfer1::IPluginV3* clone() noexcept override;
+
+  // IPluginV3OneCore
+  char const* getPluginName() const noexcept override { return kPluginName; }
+  char const* getPluginVersion() const noexcept override { return kPluginVersion; }
+  char const* getPluginNamespace() const noexcept override { return kPluginNamespace; }
+
+  // IPluginV3OneBuild
+  int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs,
+                          nvinfer1::DynamicPluginTensorDesc const* out, int32_t nbOutputs) noexcept override;
+  int32_t getOutputDataTypes(nvinfer1::DataType* outputTypes, int32_t nbOutputs,
+                             nvinfer1::DataType const* inputTypes, int32_t nbInputs) const noexcept override;
+  int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
+                          int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
+                          nvinfer1::IExprBuilder& exprBuilder) noexcept override;
+  bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
+                                 int32_t nbOutputs) noexcept override;
+  int32_t getNbOutputs() const noexcept override { return 1; }
+  size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t nbInputs,
+                          nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t nbOutputs) const noexcept override;
+
+  // IPluginV3OneRuntime
+  int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t nbInputs, nvinfer1::PluginTensorDesc const* out,
+                        int32_t nbOutputs) noexcept override;
+  int32_t enqueue(nvinfer1::PluginTensorDesc const* inputDesc, nvinfer1::PluginTensorDesc const* outputDesc,
+                  void const* const* inputs, void* const* outputs, void* workspace,
+                  CUstream_st* stream) noexcept override;
+  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
+  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
+
+ private:
+  Attributes const attributes_;
+  SerializedAttributes const serialized_;
+  // enqueue() is not told the number of inputs; it is that of the last shapes. Whether there is a mask is a property of
+  // the node, so every call sets the same value.
+  int32_t num_inputs_ = 0;
+};
+
+}  // namespace trtconvert::plugin
