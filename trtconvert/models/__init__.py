@@ -23,7 +23,7 @@ def load(section: ModelSection) -> DiffusionModel:
         UserError: unknown source, missing or unfit weights, NaN or Inf among them.
     """
     if section.source == DIGITS:
-        from trtconvert.models.digits_dit import digits_model
+        from trtconvert.models.digits import digits_model
 
         if section.weights is None:
             raise UserError(

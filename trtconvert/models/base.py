@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trtconvert.attention.sites import Handler, InterceptedDenoiser
 
 Denoiser = Callable[..., Tensor]
-"""Called with the model's inputs by name, gives its output. A torch module, an ONNX Runtime session, an engine."""
+"""denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
 
 
 class Sampler(Protocol):

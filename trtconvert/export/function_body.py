@@ -1,0 +1,288 @@
+"""The body of `trtconvert::Int8Attention`: the op's arithmetic in standard ONNX operators.
+
+The body is the executable specification. ONNX Runtime runs it anywhere, so the INT8 numerics of a model are seen without a
+GPU; TensorRT never does, because the `plugin` lowering strips it. It follows `trtconvert.attention.reference` line by line;
+a change there belongs here as well. All arithmetic is FP32: an INT8 product of at most 256 elements and a u8·s8 sum over
+128 keys are exact in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx
+import onnx.parser
+
+from trtconvert.attention.reference import MIN_TOKEN_SCALE, TILE, TINY_SCALE
+
+DOMAIN, OP, VERSION = "trtconvert", "Int8Attention", 1
+OPSET = 20
+"""Standard opset of the body and of exported models: the newest that TensorRT 10.6 reads."""
+
+INPUTS = ("q", "k", "v", "timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
+MASK = "mask"
+ATTRIBUTES = ("layout", "softmax_scale", "timestep_max", "scaling", "smooth_k")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What changes the body's structure; numbers stay attributes. Variants share the op type and differ in the overload."""
+
+    layout: Literal["BHND", "BNHD"] = "BHND"
+    scaling: Literal["calibrated", "dynamic"] = "calibrated"
+    smooth_k: bool = True
+    mask: Literal["none", "boolean", "additive"] = "none"
+
+    @property
+    def overload(self) -> str:
+        smooth = "smooth" if self.smooth_k else "plain"
+        return f"{self.layout.lower()}_{self.scaling}_{smooth}_{self.mask}"
+
+
+def function_body(variant: Variant) -> onnx.FunctionProto:
+    """The FunctionProto of one variant."""
+    masked = variant.mask != "none"
+    inputs = ", ".join((*INPUTS, MASK) if masked else INPUTS)
+    text = f"""
+    <opset_import: ["": {OPSET}], domain: "{DOMAIN}">
+    {OP} <{", ".join(ATTRIBUTES)}> ({inputs}) => (out) {{
+        {_CONSTANTS}
+        {_HEADS_FIRST[variant.layout]}
+        {_SHAPES}
+        {_TABLES}
+        k_centred = {"Sub(k_heads, k_offset_row)" if variant.smooth_k else "Identity(k_heads)"}
+        {_SCALES[variant.scaling]}
+        {_FIRST_PRODUCT}
+        {_MASKS[variant.mask]}
+        {_SECOND_PRODUCT}
+        {_LAYOUT_OF_RESULT[variant.layout]}
+        out = CastLike(out_float, q)
+    }}"""
+    function = onnx.parser.parse_function(text)
+    function.overload = variant.overload
+    return function
+
+
+_CONSTANTS = f"""
+        tile = Constant<value = int64[1] {{{TILE}}}>()
+        minus_one = Constant<value = int64[1] {{-1}}>()
+        zero_i = Constant<value = int64[1] {{0}}>()
+        one_i = Constant<value = int64[1] {{1}}>()
+        two_i = Constant<value = int64[1] {{2}}>()
+        zero = Constant<value = float {{0.0}}>()
+        one = Constant<value = float {{1.0}}>()
+        two = Constant<value = float {{2.0}}>()
+        top = Constant<value = float {{127.0}}>()
+        bottom = Constant<value = float {{-127.0}}>()
+        u8_top = Constant<value = float {{255.0}}>()
+        lowest = Constant<value = float {{-1e30}}>()
+        infinite = Reciprocal(zero)
+        hidden = Neg(infinite)
+        nan = Sub(infinite, infinite)
+        token_floor = Constant<value = float {{{MIN_TOKEN_SCALE!r}}}>()
+        tiny = Constant<value = float {{{TINY_SCALE!r}}}>()
+        softmax_factor = Constant<value_float: float = @softmax_scale>()
+        last_timestep = Constant<value_float: float = @timestep_max>()
+"""
+
+_HEADS_FIRST = {
+    "BHND": """
+        q_bhnd = Cast<to = 1>(q)
+        k_bhnd = Cast<to = 1>(k)
+        v_bhnd = Cast<to = 1>(v)
+""",
+    "BNHD": """
+        q_float = Cast<to = 1>(q)
+        k_float = Cast<to = 1>(k)
+        v_float = Cast<to = 1>(v)
+        q_bhnd = Transpose<perm = [0, 2, 1, 3]>(q_float)
+        k_bhnd = Transpose<perm = [0, 2, 1, 3]>(k_float)
+        v_bhnd = Transpose<perm = [0, 2, 1, 3]>(v_float)
+""",
+}
+
+# Heads are seen as [B, Hkv, G, N, D], G query heads to each key and value head.
+_SHAPES = """
+        q_shape = Shape(q_bhnd)
+        batch = Shape<start = 0, end = 1>(q_bhnd)
+        queries = Shape<start = 2, end = 3>(q_bhnd)
+        dim = Shape<start = 3, end = 4>(q_bhnd)
+        kv_heads = Shape<start = 1, end = 2>(k_bhnd)
+        keys = Shape<start = 2, end = 3>(k_bhnd)
+        grouped = Concat<axis = 0>(batch, kv_heads, minus_one, queries, dim)
+        q_heads = Reshape(q_bhnd, grouped)
+        k_heads = Unsqueeze(k_bhnd, two_i)
+        v_heads = Unsqueeze(v_bhnd, two_i)
+        over = Mod(keys, tile)
+        short = Sub(tile, over)
+        missing = Mod(short, tile)
+        padded = Add(keys, missing)
+        no_pads = Constant<value = int64[9] {0, 0, 0, 0, 0, 0, 0, 0, 0}>()
+        last_axis_pads = Concat<axis = 0>(no_pads, missing)
+        token_pads_head = Constant<value = int64[8] {0, 0, 0, 0, 0, 0, 0, 0}>()
+        token_axis_pads = Concat<axis = 0>(token_pads_head, missing, zero_i)
+        tiles = Concat<axis = 0>(zero_i, zero_i, zero_i, zero_i, minus_one, tile)
+        untiled = Concat<axis = 0>(zero_i, zero_i, zero_i, zero_i, minus_one)
+"""
+
+_TABLES = """
+        bins_i = Shape(modes)
+        bins = Cast<to = 1>(bins_i)
+        t = Cast<to = 1>(timestep)
+        t_bins = Mul(t, bins)
+        t_over = Div(t_bins, last_timestep)
+        t_floor = Floor(t_over)
+        last_bin = Sub(bins, one)
+        t_nan = IsNaN(t)
+        t_low = Max(t_floor, zero)
+        t_clamped = Min(t_low, last_bin)
+        t_known = Where(t_nan, zero, t_clamped)
+        bin = Cast<to = 7>(t_known)
+        mode_rows = Gather<axis = 0>(modes, bin)
+        mode_float = Cast<to = 1>(mode_rows)
+        per_batch = Constant<value = int64[5] {-1, 1, 1, 1, 1}>()
+        mode = Reshape(mode_float, per_batch)
+        is_int8 = Greater(mode, zero)
+        int8_values = GreaterOrEqual(mode, two)
+        is_balanced = Equal(mode, two)
+        per_query_head = Concat<axis = 0>(batch, kv_heads, minus_one, one_i, one_i)
+        per_kv_head = Concat<axis = 0>(batch, kv_heads, one_i, one_i, one_i)
+        per_channel = Concat<axis = 0>(batch, kv_heads, one_i, one_i, dim)
+        q_scale_rows = Gather<axis = 0>(q_scale, bin)
+        k_scale_rows = Gather<axis = 0>(k_scale, bin)
+        v_scale_rows = Gather<axis = 0>(v_scale, bin)
+        k_offset_rows = Gather<axis = 0>(k_offset, bin)
+        v_offset_rows = Gather<axis = 0>(v_offset, bin)
+        q_static = Reshape(q_scale_rows, per_query_head)
+        k_static = Reshape(k_scale_rows, per_kv_head)
+        v_scale_row = Reshape(v_scale_rows, per_channel)
+        k_offset_row = Reshape(k_offset_rows, per_channel)
+        v_offset_row = Reshape(v_offset_rows, per_channel)
+"""
+
+_SCALES = {
+    "calibrated": """
+        q_step = Identity(q_static)
+        k_step = Identity(k_static)
+        k_step_t = Identity(k_static)
+""",
+    # Queries per token, keys per tile, in modes 1 and 2.
+    "dynamic": """
+        is_aggressive = Greater(mode, two)
+        careful = Not(is_aggressive)
+        q_abs = Abs(q_heads)
+        q_amax = ReduceMax<keepdims = 1>(q_abs, minus_one)
+        q_measured_raw = Div(q_amax, top)
+        q_measured = Max(q_measured_raw, tiny)
+        q_step = Where(careful, q_measured, q_static)
+        k_abs = Abs(k_centred)
+        k_amax = ReduceMax<keepdims = 0>(k_abs, minus_one)
+        k_amax_pads_head = Constant<value = int64[7] {0, 0, 0, 0, 0, 0, 0}>()
+        k_amax_pads = Concat<axis = 0>(k_amax_pads_head, missing)
+        k_amax_padded = Pad(k_amax, k_amax_pads, zero)
+        k_amax_shape = Concat<axis = 0>(zero_i, zero_i, zero_i, minus_one, tile)
+        k_amax_tiles = Reshape(k_amax_padded, k_amax_shape)
+        k_tile_amax = ReduceMax<keepdims = 1>(k_amax_tiles, minus_one)
+        k_tile_shape = Shape(k_amax_tiles)
+        k_tile_rows = Expand(k_tile_amax, k_tile_shape)
+        k_row_shape = Concat<axis = 0>(zero_i, zero_i, zero_i, minus_one)
+        k_padded_rows = Reshape(k_tile_rows, k_row_shape)
+        three_i = Constant<value = int64[1] {3}>()
+        k_rows = Slice(k_padded_rows, zero_i, keys, three_i)
+        k_column = Unsqueeze(k_rows, minus_one)
+        k_measured_raw = Div(k_column, top)
+        k_measured = Max(k_measured_raw, tiny)
+        k_step = Where(careful, k_measured, k_static)
+        k_step_t = Transpose<perm = [0, 1, 2, 4, 3]>(k_step)
+""",
+}
+
+# Mode 0 multiplies the inputs, the others their INT8 images; one product serves both.
+_FIRST_PRODUCT = """
+        q_over = Div(q_heads, q_step)
+        q_round = Round(q_over)
+        q_int8 = Clip(q_round, bottom, top)
+        q_used = Where(is_int8, q_int8, q_heads)
+        k_over = Div(k_centred, k_step)
+        k_round = Round(k_over)
+        k_int8 = Clip(k_round, bottom, top)
+        k_used = Where(is_int8, k_int8, k_heads)
+        k_used_t = Transpose<perm = [0, 1, 2, 4, 3]>(k_used)
+        products = MatMul(q_used, k_used_t)
+        qk_step = Mul(q_step, k_step_t)
+        step = Where(is_int8, qk_step, one)
+        factor = Mul(step, softmax_factor)
+        logits = Mul(products, factor)
+"""
+
+_MASK_SHAPE = """
+        heads = Shape<start = 1, end = 2>(q_bhnd)
+        mask_full = Concat<axis = 0>(batch, heads, queries, keys)
+        mask_rows = Expand(mask, mask_full)
+        mask_grouped_shape = Concat<axis = 0>(batch, kv_heads, minus_one, queries, keys)
+        mask_grouped = Reshape(mask_rows, mask_grouped_shape)
+"""
+
+_MASKS = {
+    "none": "z = Identity(logits)",
+    "boolean": _MASK_SHAPE + "        z = Where(mask_grouped, logits, hidden)",
+    "additive": _MASK_SHAPE + "        mask_float = Cast<to = 1>(mask_grouped)\n        z = Add(logits, mask_float)",
+}
+
+# Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; the row sum is that of the unquantised weights.
+_SECOND_PRODUCT = """
+        v_moved = Sub(v_heads, v_offset_row)
+        v_equal = Div(v_moved, v_scale_row)
+        v_abs = Abs(v_equal)
+        v_amax = ReduceMax<keepdims = 1>(v_abs, minus_one)
+        v_token_raw = Div(v_amax, top)
+        v_token_floored = Max(v_token_raw, token_floor)
+        v_token = Where(is_balanced, v_token_floored, one)
+        v_over = Div(v_equal, v_token)
+        v_round = Round(v_over)
+        v_int8 = Clip(v_round, bottom, top)
+        v_used_keys = Where(int8_values, v_int8, v_heads)
+        v_used = Pad(v_used_keys, token_axis_pads, zero)
+        v_token_t = Transpose<perm = [0, 1, 2, 4, 3]>(v_token)
+        v_bias = Log(v_token_t)
+        w_keys = Add(z, v_bias)
+        w_row = ReduceMax<keepdims = 1>(w_keys, minus_one)
+        row_max = Max(w_row, lowest)
+        w_less = Sub(w_keys, row_max)
+        p = Exp(w_less)
+        p_unscaled = Div(p, v_token_t)
+        row_sum = ReduceSum<keepdims = 1>(p_unscaled, minus_one)
+        w_padded = Pad(w_keys, last_axis_pads, hidden)
+        w_tiles = Reshape(w_padded, tiles)
+        w_tile_max = ReduceMax<keepdims = 1>(w_tiles, minus_one)
+        tile_max = Max(w_tile_max, lowest)
+        w_tiles_less = Sub(w_tiles, tile_max)
+        p_tiles = Exp(w_tiles_less)
+        p_255 = Mul(p_tiles, u8_top)
+        p_u8 = Round(p_255)
+        row_max_tiles = Unsqueeze(row_max, minus_one)
+        tile_less = Sub(tile_max, row_max_tiles)
+        tile_weight = Exp(tile_less)
+        tile_factor = Div(tile_weight, u8_top)
+        p_weighted = Mul(p_u8, tile_factor)
+        p_int8 = Reshape(p_weighted, untiled)
+        p_padded = Pad(p, last_axis_pads, zero)
+        p_used = Where(int8_values, p_int8, p_padded)
+        weighted = MatMul(p_used, v_used)
+        some = Greater(row_sum, zero)
+        divisor = Where(some, row_sum, one)
+        mean = Div(weighted, divisor)
+        mean_scaled = Mul(mean, v_scale_row)
+        mean_moved = Add(mean_scaled, v_offset_row)
+        mean_used = Where(int8_values, mean_moved, mean)
+        visible = Where(some, mean_used, zero)
+        t_nan_rows = Reshape(t_nan, per_batch)
+        result = Where(t_nan_rows, nan, visible)
+        result_bhnd = Reshape(result, q_shape)
+"""
+
+_LAYOUT_OF_RESULT = {
+    "BHND": "out_float = Identity(result_bhnd)",
+    "BNHD": "out_float = Transpose<perm = [0, 2, 1, 3]>(result_bhnd)",
+}

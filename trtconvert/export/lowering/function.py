@@ -1,0 +1,33 @@
+"""The `function` lowering: every node is computed by the op's own body. Exact INT8 numerics, slow on purpose."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from trtconvert.export.function_body import DOMAIN, OP, VERSION, function_body
+from trtconvert.export.nodes import require_attention_nodes, variant_of
+
+OVERLOADS_SINCE = 10
+"""First IR version in which functions have overloads."""
+
+
+def lower_to_function(model: ir.Model) -> int:
+    """Attach to the model the bodies that its nodes need, and point each node at its own.
+
+    Returns:
+        How many nodes were lowered.
+    Raises:
+        UserError: the model has no `Int8Attention` node.
+    """
+    nodes = require_attention_nodes(model)
+    for node in nodes.values():
+        variant = variant_of(node)
+        node.overload = variant.overload
+        model.functions.setdefault(
+            (DOMAIN, OP, variant.overload), ir.serde.deserialize_function(function_body(variant))
+        )
+        for name in ("plugin_version", "plugin_namespace"):
+            node.attributes.pop(name, None)
+    model.opset_imports[DOMAIN] = VERSION
+    model.ir_version = max(model.ir_version or 0, OVERLOADS_SINCE)
+    return len(nodes)

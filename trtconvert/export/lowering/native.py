@@ -1,0 +1,71 @@
+"""The `native` lowering: plain attention in the model's own precision, for runtimes that fuse it and host no plugin."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.tape import Tape
+
+from trtconvert.export.nodes import mask_of, require_attention_nodes
+
+
+def lower_to_native(model: ir.Model) -> int:
+    """Replace every node by MatMul, Softmax and MatMul; scales, offsets and modes go with it.
+
+    Returns:
+        How many nodes were lowered.
+    Raises:
+        UserError: the model has no `Int8Attention` node.
+    """
+    nodes = require_attention_nodes(model)
+    for node in nodes.values():
+        tape = Tape()
+        out = _attention(tape, node)
+        old = node.outputs[0]
+        out.name, out.shape, out.type = old.name, old.shape, old.type
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [old], [out])
+    for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
+        clean(model)
+    return len(nodes)
+
+
+def _attention(tape: Tape, node: ir.Node) -> ir.Value:
+    q, k, v = (node.inputs[i] for i in range(3))
+    dtype = q.dtype.numpy()
+    heads_last = node.attributes["layout"].as_string() == "BNHD"
+
+    def constant(array: np.ndarray) -> ir.Value:
+        return tape.op("Constant", [], {"value": ir.tensor(array)})
+
+    if heads_last:
+        q, k, v = (tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]}) for x in (q, k, v))
+    # √scale on either side keeps FP16 logits in range, as torch does.
+    scale = node.attributes["softmax_scale"].as_float()
+    root = constant(np.array(abs(scale) ** 0.5, dtype))
+    signed = constant(np.array(np.copysign(abs(scale) ** 0.5, scale), dtype))
+
+    # [B, Hkv, G, N, D]: G query heads share a key and value head.
+    query_shape = tape.op("Shape", [q])
+    batch_kv_heads = tape.op("Shape", [k], {"start": 0, "end": 2})
+    queries_dim = tape.op("Shape", [q], {"start": 2, "end": 4})
+    grouped_shape = tape.op("Concat", [batch_kv_heads, constant(np.array([-1])), queries_dim], {"axis": 0})
+    grouped = tape.op("Reshape", [tape.op("Mul", [q, signed]), grouped_shape])
+    axis = constant(np.array([2]))
+    keys = tape.op("Unsqueeze", [tape.op("Mul", [k, root]), axis])
+    values = tape.op("Unsqueeze", [v, axis])
+    logits = tape.op("MatMul", [grouped, tape.op("Transpose", [keys], {"perm": [0, 1, 2, 4, 3]})])
+
+    mask = mask_of(node)
+    if mask is not None:
+        head_shape = tape.op(
+            "Concat", [tape.op("Shape", [q], {"end": 3}), tape.op("Shape", [k], {"start": 2, "end": 3})], {"axis": 0}
+        )
+        full = tape.op("Reshape", [tape.op("Expand", [mask, head_shape]), tape.op("Shape", [logits])])
+        if mask.dtype == ir.DataType.BOOL:
+            logits = tape.op("Where", [full, logits, constant(np.array(-np.inf, dtype))])
+        else:
+            logits = tape.op("Add", [logits, tape.op("CastLike", [full, logits])])
+    weights = tape.op("Softmax", [logits], {"axis": -1})
+    out = tape.op("Reshape", [tape.op("MatMul", [weights, values]), query_shape])
+    return tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}) if heads_last else out

@@ -1,0 +1,50 @@
+"""The `Int8Attention` nodes of a graph, as the lowerings see them."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from trtconvert.errors import UserError
+from trtconvert.export.function_body import DOMAIN, INPUTS, OP, Variant
+
+SITE_METADATA = "trtconvert.site"
+"""Metadata key of a node: the name of the attention site it stands for."""
+
+
+def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
+    """The nodes by the name of their site, in graph order."""
+    return {
+        node.metadata_props.get(SITE_METADATA) or node.name or f"node {index}": node
+        for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))
+        if node.domain == DOMAIN and node.op_type == OP
+    }
+
+
+def require_attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
+    """As `attention_nodes`, at least one.
+
+    Raises:
+        UserError: the graph holds none.
+    """
+    nodes = attention_nodes(model)
+    if not nodes:
+        raise UserError(
+            f"the ONNX model holds no {DOMAIN}::{OP} node",
+            expected="a model that trtconvert exported, not lowered to native attention",
+            got=f"{sum(1 for _ in model.graph)} other nodes",
+            remedy="build it with `trtconvert build`, and take the denoiser.onnx of the bundle",
+        )
+    return nodes
+
+
+def mask_of(node: ir.Node) -> ir.Value | None:
+    """The node's mask input, if it has one."""
+    return node.inputs[len(INPUTS)] if len(node.inputs) > len(INPUTS) else None
+
+
+def variant_of(node: ir.Node) -> Variant:
+    """The variant of the body that a node needs, from its attributes and its mask."""
+    mask = mask_of(node)
+    kind = "none" if mask is None else "boolean" if mask.dtype == ir.DataType.BOOL else "additive"
+    layout, scaling = (node.attributes[name].as_string() for name in ("layout", "scaling"))
+    return Variant(layout, scaling, bool(node.attributes["smooth_k"].as_int()), kind)  # type: ignore[arg-type]

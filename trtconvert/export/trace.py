@@ -1,0 +1,169 @@
+"""Tracing a denoiser to ONNX with an `Int8Attention` node at every converted site."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
+from trtconvert.errors import UserError
+from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
+from trtconvert.export.lowering import lower_to_function
+from trtconvert.export.nodes import SITE_METADATA, attention_nodes
+from trtconvert.models.base import DiffusionModel
+
+
+@dataclass(frozen=True)
+class SiteOptions:
+    """What the node's attributes hold beside the logits' factor.
+
+    Attributes:
+        timestep_max: see `DiffusionModel`.
+        scaling, smooth_k: see the recipe's attention section.
+    """
+
+    timestep_max: float
+    scaling: str
+    smooth_k: bool
+
+
+def trace(
+    model: DiffusionModel,
+    tables: Mapping[str, AttentionTables],
+    options: SiteOptions,
+    *,
+    dims: Mapping[str, tuple[int, int, int]],
+    dtype: torch.dtype = torch.float32,
+) -> ir.Model:
+    """The denoiser as an ONNX model whose converted sites are `Int8Attention` nodes with their function bodies.
+
+    Args:
+        tables: per site to convert; others stay what they are in the model.
+        dims: symbolic dimension: (min, opt, max). Dimensions with min < max are dynamic.
+        dtype: type of weights and floating-point inputs; the timestep stays FP32.
+    Raises:
+        UserError: the model cannot be exported, a site was lost on the way, or a table cannot be used.
+    """
+    for site, site_tables in tables.items():
+        _check_tables(site, site_tables)
+    denoiser = model.denoiser if dtype == torch.float32 else copy.deepcopy(model.denoiser).to(dtype)
+    traced = _TracedDenoiser(denoiser, model, tables, options)
+    sizes = {name: _trace_size(size) for name, size in dims.items()}
+    inputs = {
+        name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
+        for name, x in model.example(0, sizes).items()
+    }
+    symbols = {name: torch.export.Dim(name, min=low, max=high) for name, (low, _, high) in dims.items() if low < high}
+    shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in model.inputs)
+    try:
+        with torch.no_grad():
+            program = torch.onnx.export(
+                traced,
+                tuple(inputs.values()),
+                input_names=list(inputs),
+                output_names=[model.output.name],
+                opset_version=OPSET,
+                dynamo=True,
+                dynamic_shapes=(shapes,),
+                optimize=True,
+                verbose=False,
+            )
+    except (
+        torch.onnx.errors.OnnxExporterError,
+        torch.fx.experimental.symbolic_shapes.ConstraintViolationError,
+    ) as error:
+        raise UserError(
+            f"{model.name} cannot be exported to ONNX",
+            expected="a forward that torch.export can trace, with " + ", ".join(symbols) + " dynamic",
+            got=str(error).strip().splitlines()[0],
+            remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward",
+        ) from error
+    exported = program.model
+    nodes = attention_nodes(exported)
+    if nodes.keys() != tables.keys():
+        raise UserError(
+            "the exported model does not hold the attention that was calibrated",
+            expected=", ".join(sorted(tables)),
+            got=", ".join(sorted(nodes)) or "no attention node",
+            remedy="exclude the sites whose calls depend on the shape of the input",
+        )
+    lower_to_function(exported)
+    return exported
+
+
+class _TracedDenoiser(nn.Module):
+    """Forward emits a node at each site. The tables are buffers, so that they become initialisers."""
+
+    def __init__(
+        self, denoiser: nn.Module, model: DiffusionModel, tables: Mapping[str, AttentionTables], options: SiteOptions
+    ) -> None:
+        super().__init__()
+        self.buffers_of: dict[str, dict[str, str]] = {}
+        for site, site_tables in tables.items():
+            self.buffers_of[site] = {}
+            for field in fields(site_tables):
+                # Dots would nest the buffer in submodules that do not exist.
+                buffer = f"{site.replace('.', '_').replace('#', '_')}_{field.name}"
+                self.register_buffer(buffer, getattr(site_tables, field.name).clone())
+                self.buffers_of[site][field.name] = buffer
+        names = [spec.name for spec in model.inputs]
+        self.intercepted = InterceptedDenoiser(denoiser, names, model.timestep_input, self._handler(options))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.intercepted(*inputs)
+
+    def _handler(self, options: SiteOptions) -> Handler:
+        def handler(call: SiteCall) -> Tensor:
+            if call.name not in self.buffers_of:
+                return call.exact()
+            buffers = [getattr(self, self.buffers_of[call.name][field.name]) for field in fields(AttentionTables)]
+            mask = [] if call.mask is None else [call.mask]
+            return torch.onnx.ops.symbolic(
+                f"{DOMAIN}::{OP}",
+                (call.q, call.k, call.v, call.timestep, *buffers, *mask),
+                {
+                    "layout": "BHND",
+                    "softmax_scale": float(call.scale),
+                    "timestep_max": float(options.timestep_max),
+                    "scaling": options.scaling,
+                    "smooth_k": int(options.smooth_k),
+                },
+                dtype=call.q.dtype,
+                shape=call.q.shape,
+                version=VERSION,
+                metadata_props={SITE_METADATA: call.name},
+            )
+
+        return handler
+
+
+def _trace_size(size: tuple[int, int, int]) -> int:
+    low, opt, high = size
+    # torch.export takes a size of 1 for a constant.
+    return opt if low == high or opt > 1 else max(2, low)
+
+
+def _check_tables(site: str, tables: AttentionTables) -> None:
+    for field in fields(tables):
+        table = getattr(tables, field.name)
+        problem = ""
+        if field.name == "modes":
+            problem = "" if all(int(m) in iter(Mode) for m in table) else "a mode outside 0 to 3"
+        elif not torch.isfinite(table).all():
+            problem = "NaN or Inf"
+        elif field.name.endswith("scale") and not (table > 0).all():
+            problem = "a scale that is not positive"
+        if problem:
+            raise UserError(
+                f"the table {field.name} of {site} cannot be used",
+                expected="finite numbers, positive scales, modes 0 to 3",
+                got=problem,
+                remedy="calibrate again",
+            )

@@ -1,0 +1,58 @@
+"""The digits DiT as a `DiffusionModel`: the model that ships with the project and that the demo converts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
+from trtconvert.evaluate.samplers import initial_noise, sample
+from trtconvert.models.base import Denoiser, DiffusionModel, InputSpec
+from trtconvert.models.digits_dit import (
+    BETA_SCHEDULE,
+    CLASSES,
+    IMAGE_SHAPE,
+    PREDICTION,
+    TIMESTEPS,
+    load_digits_dit,
+)
+
+
+def digits_model(weights: Path) -> DiffusionModel:
+    """The trained model and its sampler; sample i shows the digit i mod 10.
+
+    Raises:
+        UserError: see `load_digits_dit`.
+    """
+    schedule = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
+
+    def draw(denoiser: Denoiser, seeds: Sequence[int], *, steps: int, solver: str) -> Tensor:
+        return sample(
+            denoiser,
+            initial_noise(seeds, IMAGE_SHAPE),
+            schedule,
+            prediction=PREDICTION,
+            solver=solver,
+            steps=steps,
+            conditions={"label": torch.tensor([seed % CLASSES for seed in seeds])},
+        )
+
+    image = ("batch", IMAGE_SHAPE[0], "height", "width")
+    return DiffusionModel(
+        name="digits-dit",
+        denoiser=load_digits_dit(weights),
+        inputs=(
+            InputSpec("x", "float32", image),
+            InputSpec("timestep", "float32", ("batch",)),
+            InputSpec("label", "int64", ("batch",)),
+        ),
+        output=InputSpec("prediction", "float32", image),
+        timestep_input="timestep",
+        timestep_max=float(TIMESTEPS),
+        sigmas=schedule.sigmas,
+        dims={"batch": (1, 16, 64), "height": (4, 8, 16), "width": (4, 8, 16)},
+        sample=draw,
+    )
