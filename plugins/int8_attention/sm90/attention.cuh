@@ -1,0 +1,593 @@
+// The attention kernel for sm_90a (Hopper): bulk copies into a ring of key tiles, wgmma for both products.
+//
+// A thread block takes one or more query blocks of 64 rows of one head, one consumer warpgroup each, and a producer
+// warpgroup of which one thread feeds the ring. Nothing but the ring couples the consumers: while one is in its softmax, the
+// others keep the tensor cores busy, and each issues its next QK^T before it promotes the integer sums of this tile.
+//
+// Registers are named after the accumulator layout of wgmma: thread t = lane % 4 of a quad holds, for its rows g = lane / 4
+// and g + 8 of its warp's 16, the columns 8 c + 2 t and 8 c + 2 t + 1 of every group c of eight:
+//   x[4 c + 0], x[4 c + 1]: row g        x[4 c + 2], x[4 c + 3]: row g + 8
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+
+#include "launch.h"
+#include "sm90/ptx.cuh"
+
+namespace trtconvert::attention::sm90 {
+
+constexpr int kWarpgroup = 128;
+constexpr int kSharedLimit = 227 * 1024;
+constexpr int kBarrierBytes = 256;
+constexpr int kMaxStages = 4;
+constexpr float kLog2Of255 = 7.99435343685885f;
+constexpr float kRoundMagic = 12582912.f;  // 1.5 * 2^23: adding it leaves rne(x) in the low bits
+constexpr float kRescaleThreshold = 8.f;   // O is rescaled when a maximum grows by more than 2^8: FP32 sums have the room
+
+// Sizes that follow from the mode and the padded head dims.
+template <int kMode, int kDimQk, int kDimPv>
+struct Shape {
+  static constexpr bool kInt8Qk = kMode >= 1, kInt8Pv = kMode >= 2;
+  // Mode 0 may take half tiles: the key tile is part of the numerics in the INT8 modes only.
+  static constexpr int kKeys = kMode == 0 && kDimPv > 128 ? kHalfTile : kKeyTile;
+  static constexpr int kQueryBytes = kQueryBlock * (kInt8Qk ? kDimQk : 2 * kDimPv);
+  static constexpr int kKeyBytes = kKeys * (kInt8Qk ? kDimQk : 2 * kDimPv);
+  static constexpr int kValueBytes = kKeys * (kInt8Pv ? kDimPv : 2 * kDimPv);
+  // What the tile needs of TileScales: everything in mode 2, the scale of K in modes 1 and 3.
+  static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, k);
+  static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
+  static constexpr int kStageBytes = kKeyBytes + int(sizeof(TileScales)) + kValueBytes;
+  TRTCONVERT_HOST_DEVICE static constexpr int stages(int consumers) {
+    const int fit = (kSharedLimit - kBarrierBytes - consumers * kQueryBytes) / kStageBytes;
+    return fit < kMaxStages ? fit : kMaxStages;
+  }
+  TRTCONVERT_HOST_DEVICE static constexpr int shared_bytes(int consumers) {
+    return kBarrierBytes + consumers * kQueryBytes + stages(consumers) * kStageBytes;
+  }
+};
+
+template <int kDimQk, int kDimPv>
+struct Config {
+  // Three consumers have 160 registers each, two have 240: S (64), O, the integer sums of PV and P have to fit.
+  static constexpr int kConsumers = kDimPv <= 64 ? 3 : 2;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  // Columns of one integer PV product; O is the concatenation of these chunks.
+  static constexpr int kChunk = kDimPv <= 128 ? kDimPv : kDimPv == 160 ? 80 : 64;
+  static constexpr int kChunks = kDimPv / kChunk;
+  // Whether S of the next tile fits beside the sums of this one.
+  static constexpr bool kOverlap = kDimPv <= 192;
+
+  static constexpr int max_shared_bytes() {
+    int bytes = Shape<0, kDimQk, kDimPv>::shared_bytes(kConsumers);
+    const int others[3] = {Shape<1, kDimQk, kDimPv>::shared_bytes(kConsumers),
+                           Shape<2, kDimQk, kDimPv>::shared_bytes(kConsumers),
+                           Shape<3, kDimQk, kDimPv>::shared_bytes(kConsumers)};
+    for (int other : others) bytes = other > bytes ? other : bytes;
+    return bytes;
+  }
+};
+
+struct Barriers {
+  uint64_t query[4];
+  uint64_t key_full[kMaxStages], key_empty[kMaxStages];
+  uint64_t value_full[kMaxStages], value_empty[kMaxStages];
+};
+static_assert(sizeof(Barriers) <= kBarrierBytes);
+
+// Position in the ring.
+template <int kStages>
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where this thread block's tiles lie in the workspace.
+struct Task {
+  const uint8_t* q_images;  // of the first query block
+  const uint8_t* k_images;
+  const uint8_t* v_images;
+  const TileScales* tile_scales;
+  const float* row_scales;  // of the first query block
+  int first_block, active;  // query blocks of this thread block
+  int head, batch;
+  ElementInfo element;
+};
+
+// One thread: feeds queries, then keys and values tile by tile.
+template <int kMode, int kDimQk, int kDimPv>
+__device__ void produce(const Params& p, const Task& task, uint8_t* shared) {
+  using S = Shape<kMode, kDimQk, kDimPv>;
+  constexpr int kConsumers = Config<kDimQk, kDimPv>::kConsumers;
+  constexpr int kStages = S::stages(kConsumers);
+  static_assert(kStages >= 2);
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
+  uint8_t* const queries = shared + kBarrierBytes;
+  uint8_t* const ring = queries + kConsumers * S::kQueryBytes;
+
+  for (int w = 0; w < task.active; ++w) {
+    mbarrier_arrive_expect(&barriers.query[w], S::kQueryBytes);
+    bulk_copy(queries + w * S::kQueryBytes, task.q_images + w * p.q_block_bytes, S::kQueryBytes, &barriers.query[w]);
+  }
+  const int steps = ceil_div(task.element.num_keys, S::kKeys);
+  Cursor<kStages> at;
+  for (int step = 0; step < steps; ++step) {
+    uint8_t* const key = ring + at.stage * S::kStageBytes;
+    uint8_t* const scales = key + S::kKeyBytes;
+    uint8_t* const value = scales + sizeof(TileScales);
+    // Half tiles: the two 16-bit images of a tile follow each other.
+    constexpr int kParts = kKeyTile / S::kKeys;
+    const int64_t tile = step / kParts;
+    const int part = step % kParts;
+
+    mbarrier_wait(&barriers.key_empty[at.stage], at.parity ^ 1);
+    mbarrier_arrive_expect(&barriers.key_full[at.stage], S::kKeyBytes + S::kScaleBytes);
+    bulk_copy(key, task.k_images + tile * p.k_tile_bytes + part * S::kKeyBytes, S::kKeyBytes,
+              &barriers.key_full[at.stage]);
+    if constexpr (S::kScaleBytes > 0)
+      bulk_copy(scales + S::kScaleOffset, reinterpret_cast<const uint8_t*>(task.tile_scales + tile) + S::kScaleOffset,
+                S::kScaleBytes, &barriers.key_full[at.stage]);
+
+    mbarrier_wait(&barriers.value_empty[at.stage], at.parity ^ 1);
+    mbarrier_arrive_expect(&barriers.value_full[at.stage], S::kValueBytes);
+    bulk_copy(value, task.v_images + tile * p.v_tile_bytes + part * S::kValueBytes, S::kValueBytes,
+              &barriers.value_full[at.stage]);
+    at.advance();
+  }
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Four rounded values (in the low bytes) to one word.
+__device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) {
+  const uint32_t ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
+  const uint32_t cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
+  return __byte_perm(ab, cd, 0x5410);
+}
+
+template <bool kBf16>
+__device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
+  uint32_t result;
+  if constexpr (kBf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  }
+  return result;
+}
+
+// The running state of a thread's two rows. `reference` is the exponent (base 2) that O and the sum are relative to: the
+// maximum of the tiles so far, except that small growth is left in the factors.
+struct Rows {
+  float reference[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.f, 0.f};
+};
+
+// Takes a tile's row maxima; rescales O and the sums where a maximum grew past the threshold.
+template <int kChunks, int kHalf>
+__device__ __forceinline__ void take_maxima(Rows& rows, const float (&maximum)[2], float (&o)[kChunks][kHalf]) {
+  const bool grew = maximum[0] > rows.reference[0] + kRescaleThreshold || maximum[1] > rows.reference[1] + kRescaleThreshold;
+  if (!__any_sync(0xffffffffu, grew)) return;
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float reference = fmaxf(rows.reference[r], maximum[r]);
+    factor[r] = rows.reference[r] == -INFINITY ? 0.f : exp2_approx(rows.reference[r] - reference);
+    rows.reference[r] = reference;
+    rows.sum[r] *= factor[r];
+  }
+#pragma unroll
+  for (int n = 0; n < kChunks; ++n)
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) o[n][i] *= factor[i / 2 % 2];
+}
+
+// -inf for the columns of a partial tile that do not exist.
+template <int N>
+__device__ __forceinline__ void mask_columns(float (&x)[N], int columns) {
+  const int first = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i / 4 * 8 + first + i % 2 >= columns) x[i] = -INFINITY;
+}
+
+template <int N>
+__device__ __forceinline__ void row_maxima(const float (&x)[N], float (&maximum)[2]) {
+  float partial[4] = {x[0], x[1], x[2], x[3]};  // two chains per row
+#pragma unroll
+  for (int i = 4; i < N; ++i) partial[i % 4] = fmaxf(partial[i % 4], x[i]);
+  maximum[0] = quad_max(fmaxf(partial[0], partial[1]));
+  maximum[1] = quad_max(fmaxf(partial[2], partial[3]));
+}
+
+// out = (o * scale[row]) * channel_scale + channel_offset for the rows and columns that exist.
+template <bool kBf16, bool kChannels, int kChunks, int kHalf>
+__device__ __forceinline__ void store(const Params& p, const Task& task, int block, const Rows& rows,
+                                      const float (&o)[kChunks][kHalf]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int64_t table =
+      (int64_t(task.element.bin) * p.kv_heads + task.head / p.group) * p.head_dim;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(rows.sum[r]);
+    const int row = block * kQueryBlock + warp * 16 + lane / 4 + 8 * r;
+    if (row >= p.num_queries) continue;
+    const bool empty = sum == 0.f;  // no visible key: zeros
+    const float inverse = empty ? 0.f : __frcp_rn(sum);
+    uint16_t* const out = static_cast<uint16_t*>(p.out) + task.batch * p.out_strides.batch +
+                          row * p.out_strides.token + task.head * p.out_strides.head;
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n)
+#pragma unroll
+      for (int c = 0; c < kHalf / 4; ++c) {
+        const int column = n * kHalf * 2 + c * 8 + lane % 4 * 2;
+        if (column >= p.head_dim) continue;
+        float low = o[n][4 * c + 2 * r] * inverse, high = o[n][4 * c + 2 * r + 1] * inverse;
+        if constexpr (kChannels) {
+          if (!empty) {
+            low = fmaf(low, __ldg(p.v_scale + table + column), __ldg(p.v_offset + table + column));
+            high = fmaf(high, __ldg(p.v_scale + table + column + 1), __ldg(p.v_offset + table + column + 1));
+          }
+        }
+        *reinterpret_cast<uint32_t*>(out + column) = pack_16bit<kBf16>(low, high);
+      }
+  }
+}
+
+// Modes 1 to 3: S = Q8 K8^T for the tile in `key`.
+template <int kDimQk>
+__device__ __forceinline__ void issue_qk_int8(int32_t (&s)[64], uint64_t query, uint32_t key) {
+  const uint64_t b = matrix_descriptor(key, kKeyTile * 16, 128);
+#pragma unroll
+  for (int k = 0; k < kDimQk / 32; ++k)
+    wgmma_s8(s, advance(query, k * 2 * kQueryBlock * 16), advance(b, k * 2 * kKeyTile * 16), k > 0);
+  wgmma_commit();
+}
+
+// Modes 2 and 3: u8 P times s8 V, in tiles of 128 keys whose integer sums are promoted with the tile's row factor.
+template <int kMode, int kDimQk, int kDimPv>
+__device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared, int consumer) {
+  using S = Shape<kMode, kDimQk, kDimPv>;
+  using C = Config<kDimQk, kDimPv>;
+  constexpr int kStages = S::stages(C::kConsumers);
+  constexpr int kChunk = C::kChunk, kChunks = C::kChunks;
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
+  const uint32_t queries = shared_address(shared) + kBarrierBytes;
+  uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kQueryBytes;
+  const uint64_t query = matrix_descriptor(queries + consumer * S::kQueryBytes, kQueryBlock * 16, 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = lane % 4;
+  const float row_scale[2] = {task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4],
+                              task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4 + 8]};
+  const int tiles = ceil_div(task.element.num_keys, kKeyTile);
+  const int last_columns = task.element.num_keys - (tiles - 1) * kKeyTile;
+
+  Rows rows;
+  float o[kChunks][kChunk / 2] = {};
+  int32_t s[64];
+  Cursor<kStages> key_at, value_at;
+
+  mbarrier_wait(&barriers.query[consumer], 0);
+  if (tiles > 0) mbarrier_wait(&barriers.key_full[0], 0);
+  pin(s);
+  wgmma_fence();
+  issue_qk_int8<kDimQk>(s, query, shared_address(ring));
+  for (int tile = 0; tile < tiles; ++tile) {
+    const TileScales& scales = *reinterpret_cast<const TileScales*>(ring + key_at.stage * S::kStageBytes + S::kKeyBytes);
+    wgmma_wait<0>();
+    pin(s);
+
+    // Exponents (base 2) of the weights: x * c, or x itself in mode 2 where the token scale is added.
+    const float c[2] = {row_scale[0] * scales.k, row_scale[1] * scales.k};
+    float x[64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] = __int2float_rn(s[i]);
+    float maximum[2];
+    if constexpr (kMode == 2) {
+#pragma unroll
+      for (int g = 0; g < kKeyTile / 16; ++g) {
+        const float4 bias = *reinterpret_cast<const float4*>(&scales.log2_v[16 * g + 4 * t]);
+        const float b[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[8 * g + i] = fmaf(x[8 * g + i], c[i / 2 % 2], b[i / 4 * 2 + i % 2]);
+      }
+      row_maxima(x, maximum);
+    } else {
+      if (tile == tiles - 1 && last_columns < kKeyTile) mask_columns(x, last_columns);
+      row_maxima(x, maximum);
+      maximum[0] *= c[0];
+      maximum[1] *= c[1];
+    }
+    take_maxima(rows, maximum, o);
+    const float factor[2] = {exp2_approx(maximum[0] - rows.reference[0]), exp2_approx(maximum[1] - rows.reference[1])};
+    const float shift[2] = {kLog2Of255 - maximum[0], kLog2Of255 - maximum[1]};
+
+    // P = 255 * exp(w - tile maximum): summed unrounded, then rounded into the A operand of the second product.
+    uint32_t probability[4][4];
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int g = 0; g < kKeyTile / 16; ++g) {
+      float inverse[4] = {1.f, 1.f, 1.f, 1.f};
+      if constexpr (kMode == 2) {
+        const float4 v = *reinterpret_cast<const float4*>(&scales.inverse_v[16 * g + 4 * t]);
+        inverse[0] = v.x, inverse[1] = v.y, inverse[2] = v.z, inverse[3] = v.w;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float e[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float xi = x[8 * g + i / 2 * 4 + 2 * r + i % 2];
+          e[i] = exp2_approx(kMode == 2 ? xi + shift[r] : fmaf(xi, c[r], shift[r]));
+          sum[r] = kMode == 2 ? fmaf(e[i], inverse[i], sum[r]) : sum[r] + e[i];
+        }
+        probability[g / 2][g % 2 * 2 + r] =
+            pack_u8(e[0] + kRoundMagic, e[1] + kRoundMagic, e[2] + kRoundMagic, e[3] + kRoundMagic);
+      }
+    }
+    rows.sum[0] = fmaf(sum[0], factor[0], rows.sum[0]);
+    rows.sum[1] = fmaf(sum[1], factor[1], rows.sum[1]);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&barriers.key_empty[key_at.stage]);
+    key_at.advance();
+
+    // Second product, chunk by chunk; the next tile's first product runs under the promotion of the last chunk.
+    const uint32_t value =
+        shared_address(ring) + value_at.stage * S::kStageBytes + S::kKeyBytes + int(sizeof(TileScales));
+    mbarrier_wait(&barriers.value_full[value_at.stage], value_at.parity);
+    const bool more = tile + 1 < tiles;
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n) {
+      const uint64_t b = matrix_descriptor(value + n * kChunk * 16, kDimPv * 16, 128);
+      int32_t product[kChunk / 2];
+      pin(product);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) pin(probability[k]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma_u8s8<kChunk>(product, probability[k], advance(b, k * 2 * kDimPv * 16), k > 0);
+      wgmma_commit();
+      if constexpr (C::kOverlap) {
+        if (n == kChunks - 1) {
+          // After the last tile this multiplies stale keys and nobody looks: a branch around wgmma would serialise it.
+          if (more) mbarrier_wait(&barriers.key_full[key_at.stage], key_at.parity);
+          pin(s);
+          wgmma_fence();
+          issue_qk_int8<kDimQk>(s, query, shared_address(ring) + key_at.stage * S::kStageBytes);
+        }
+      }
+      if (C::kOverlap && n == kChunks - 1) {
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      pin(product);
+#pragma unroll
+      for (int i = 0; i < kChunk / 2; ++i) o[n][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[n][i]);
+    }
+    if (lane == 0) mbarrier_arrive(&barriers.value_empty[value_at.stage]);
+    value_at.advance();
+    if constexpr (!C::kOverlap) {
+      if (more) mbarrier_wait(&barriers.key_full[key_at.stage], key_at.parity);
+      pin(s);
+      wgmma_fence();
+      issue_qk_int8<kDimQk>(s, query, shared_address(ring) + key_at.stage * S::kStageBytes);
+    }
+  }
+  wgmma_wait<0>();
+  pin(s);
+  const int block = task.first_block + consumer;
+  if (p.bf16) {
+    store<true, true>(p, task, block, rows, o);
+  } else {
+    store<false, true>(p, task, block, rows, o);
+  }
+}
+
+// Modes 0 and 1: P and V in 16 bits, O in the tensor cores' FP32 accumulators.
+template <int kMode, bool kBf16, int kDimQk, int kDimPv>
+__device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared, int consumer) {
+  using S = Shape<kMode, kDimQk, kDimPv>;
+  using C = Config<kDimQk, kDimPv>;
+  constexpr int kStages = S::stages(C::kConsumers);
+  constexpr int kChunk = C::kChunk, kChunks = C::kChunks, kKeys = S::kKeys;
+  constexpr int kRegisters = kKeys / 2;  // of S per thread
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
+  const uint32_t queries = shared_address(shared) + kBarrierBytes;
+  uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kQueryBytes;
+  const uint64_t query = matrix_descriptor(queries + consumer * S::kQueryBytes, kQueryBlock * 16, 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const float row_scale[2] = {task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4],
+                              task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4 + 8]};
+  const int steps = ceil_div(task.element.num_keys, kKeys);
+  const int last_columns = task.element.num_keys - (steps - 1) * kKeys;
+
+  Rows rows;
+  float o[kChunks][kChunk / 2] = {};
+  Cursor<kStages> at;
+
+  mbarrier_wait(&barriers.query[consumer], 0);
+  for (int step = 0; step < steps; ++step) {
+    uint8_t* const key = ring + at.stage * S::kStageBytes;
+    mbarrier_wait(&barriers.key_full[at.stage], at.parity);
+    float x[kRegisters];
+    float c[2] = {row_scale[0], row_scale[1]};
+    if constexpr (kMode == 0) {
+#pragma unroll
+      for (int half = 0; half < kKeys / kHalfTile; ++half) {
+        const uint64_t b =
+            matrix_descriptor(shared_address(key) + half * kHalfTile * 2 * kDimPv, kHalfTile * 16, 128);
+        float(&part)[32] = *reinterpret_cast<float(*)[32]>(x + half * 32);
+        pin(part);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDimPv / 16; ++k)
+          wgmma_16bit<kBf16>(part, advance(query, k * 2 * kQueryBlock * 16), advance(b, k * 2 * kHalfTile * 16), k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(x);
+    } else {
+      int32_t s[64];
+      pin(s);
+      wgmma_fence();
+      issue_qk_int8<kDimQk>(s, query, shared_address(key));
+      wgmma_wait<0>();
+      pin(s);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) x[i] = __int2float_rn(s[i]);
+      const float scale = reinterpret_cast<const TileScales*>(key + S::kKeyBytes)->k;
+      c[0] *= scale;
+      c[1] *= scale;
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&barriers.key_empty[at.stage]);
+
+    if (step == steps - 1 && last_columns < kKeys) mask_columns(x, last_columns);
+    float maximum[2];
+    row_maxima(x, maximum);
+    maximum[0] *= c[0];
+    maximum[1] *= c[1];
+    take_maxima(rows, maximum, o);
+
+    uint32_t probability[kKeys / 16][4];
+#pragma unroll
+    for (int i = 0; i < kRegisters; i += 2) {
+      const int r = i / 2 % 2;
+      const float low = exp2_approx(fmaf(x[i], c[r], -rows.reference[r]));
+      const float high = exp2_approx(fmaf(x[i + 1], c[r], -rows.reference[r]));
+      rows.sum[r] += low + high;
+      probability[i / 8][i % 8 / 4 * 2 + r] = pack_16bit<kBf16>(low, high);
+    }
+
+    mbarrier_wait(&barriers.value_full[at.stage], at.parity);
+    const uint32_t value = shared_address(key) + S::kKeyBytes + int(sizeof(TileScales));
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n) pin(o[n]);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) pin(probability[k]);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n)
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        const uint32_t image = value + k / 4 * kHalfTile * 2 * kDimPv + n * kChunk / 8 * kHalfTile * 16 + k % 4 * 256;
+        wgmma_16bit_pv<kBf16, kChunk>(o[n], probability[k], matrix_descriptor(image, 128, kHalfTile * 16), 1);
+      }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n) pin(o[n]);
+    if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
+    at.advance();
+  }
+  store<kBf16, false>(p, task, task.first_block + consumer, rows, o);
+}
+
+// Grid: (query blocks / consumers, heads, batch).
+template <int kDimQk, int kDimPv>
+__global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1) attention_kernel(const __grid_constant__ Params p) {
+  using C = Config<kDimQk, kDimPv>;
+  extern __shared__ __align__(128) uint8_t shared[];
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
+  Task task;
+  task.head = blockIdx.y;
+  task.batch = blockIdx.z;
+  task.first_block = blockIdx.x * C::kConsumers;
+  task.active = min(C::kConsumers, p.query_blocks - task.first_block);
+
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < C::kConsumers; ++w) mbarrier_init(&barriers.query[w], 1);
+    for (int s = 0; s < kMaxStages; ++s) {
+      mbarrier_init(&barriers.key_full[s], 1);
+      mbarrier_init(&barriers.value_full[s], 1);
+      mbarrier_init(&barriers.key_empty[s], task.active * 4);  // one arrival per warp
+      mbarrier_init(&barriers.value_empty[s], task.active * 4);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
+
+  const int64_t q_block = (int64_t(task.batch) * p.heads + task.head) * p.query_blocks + task.first_block;
+  const int64_t kv_tile = (int64_t(task.batch) * p.kv_heads + task.head / p.group) * p.key_tiles;
+  task.q_images = p.q_images + q_block * p.q_block_bytes;
+  task.row_scales = p.row_scales + q_block * kQueryBlock;
+  task.k_images = p.k_images + kv_tile * p.k_tile_bytes;
+  task.v_images = p.v_images + kv_tile * p.v_tile_bytes;
+  task.tile_scales = p.tile_scales + kv_tile;
+  task.element = p.elements[task.batch];
+  // The same in every lane, and through the shuffle the compiler knows: wgmma wants provably uniform control flow.
+  task.element.mode = __shfl_sync(0xffffffffu, task.element.mode, 0);
+  task.element.num_keys = __shfl_sync(0xffffffffu, task.element.num_keys, 0);
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    lower_registers<C::kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      switch (task.element.mode) {
+        case 0: produce<0, kDimQk, kDimPv>(p, task, shared); break;
+        case 1: produce<1, kDimQk, kDimPv>(p, task, shared); break;
+        case 2: produce<2, kDimQk, kDimPv>(p, task, shared); break;
+        default: produce<3, kDimQk, kDimPv>(p, task, shared); break;
+      }
+    }
+  } else {
+    raise_registers<C::kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    if (consumer >= task.active) return;
+    switch (task.element.mode) {
+      case 0:
+        p.bf16 ? consume_16bit<0, true, kDimQk, kDimPv>(p, task, shared, consumer)
+               : consume_16bit<0, false, kDimQk, kDimPv>(p, task, shared, consumer);
+        break;
+      case 1:
+        p.bf16 ? consume_16bit<1, true, kDimQk, kDimPv>(p, task, shared, consumer)
+               : consume_16bit<1, false, kDimQk, kDimPv>(p, task, shared, consumer);
+        break;
+      case 2: consume_int8<2, kDimQk, kDimPv>(p, task, shared, consumer); break;
+      default: consume_int8<3, kDimQk, kDimPv>(p, task, shared, consumer); break;
+    }
+  }
+#endif
+}
+
+template <int kDimQk, int kDimPv>
+cudaError_t launch(const Params& p, cudaStream_t stream) {
+  using C = Config<kDimQk, kDimPv>;
+  constexpr int kSharedBytes = C::max_shared_bytes();
+  const auto kernel = attention_kernel<kDimQk, kDimPv>;
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
+    return error;
+  cudaLaunchAttribute beside_prepass = {};
+  beside_prepass.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside_prepass.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ceil_div(p.query_blocks, C::kConsumers), p.heads, p.batch);
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &beside_prepass;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace trtconvert::attention::sm90
