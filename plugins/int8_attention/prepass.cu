@@ -75,7 +75,8 @@ struct Element {
 __device__ __forceinline__ Element element_of(const Params& p, int b) {
   const float t = p.timestep[b];
   Element e;
-  const float position = floorf(__fmul_rn(__fdiv_rn(t, p.timestep_max), float(p.num_bins)));
+  // The product before the quotient: the edges are exact for integer timesteps, as in the reference.
+  const float position = floorf(__fdiv_rn(__fmul_rn(t, float(p.num_bins)), p.timestep_max));
   // The clamp in floating point first: a huge timestep must not overflow the conversion.
   e.bin = min(int(fminf(fmaxf(position, 0.f), float(p.num_bins - 1))), p.num_bins - 1);
   e.mode = p.modes[e.bin];

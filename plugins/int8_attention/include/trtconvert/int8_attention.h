@@ -79,7 +79,7 @@ typedef struct {
   TrtConvertStrides q_strides, k_strides, v_strides, out_strides;
 
   /* Timestep and tables, on the device, contiguous, FP32 unless said otherwise.
-   * bin = clamp(floor(timestep[b] / timestep_max * T), 0, T - 1). */
+   * bin = clamp(floor(timestep[b] * T / timestep_max), 0, T - 1) in FP32. */
   const float* timestep; /* [B] */
   const float* q_scale;  /* [T, H]: calibrated amax / 127 */
   const float* k_scale;  /* [T, Hkv] */
