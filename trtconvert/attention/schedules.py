@@ -29,9 +29,7 @@ BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
 SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")
 
 
-def karras_sigmas(
-    steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = RHO
-) -> Tensor:
+def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = RHO) -> Tensor:
     """EDM's noise levels, in sampling order: from `sigma_max` down to `sigma_min`.
 
     Returns:
