@@ -70,7 +70,8 @@ def digits_data(split: str) -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    digits = load_digits()
-    parts = train_test_split(digits.images / 16, digits.target, test_size=0.2, stratify=digits.target, random_state=0)
-    images, labels = (parts[0], parts[2]) if split == "train" else (parts[1], parts[3])
-    return torch.from_numpy(images).float()[:, None], torch.from_numpy(labels).long()
+    pixels, digits = load_digits(return_X_y=True)
+    parts = train_test_split(pixels, digits, test_size=0.2, stratify=digits, random_state=0)
+    pixels, digits = parts[:3:2] if split == "train" else parts[1::2]
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    return images, torch.tensor(digits, dtype=torch.int64)

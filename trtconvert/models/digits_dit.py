@@ -54,9 +54,9 @@ class DigitsDiT(nn.Module):
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.embed_label.weight, std=0.02)
         # adaLN-Zero: every block starts as the identity, the whole as zero.
-        zeroed = [block.modulation for block in self.blocks] + [self.modulation, self.project_out]
-        for linear in zeroed:
-            nn.init.zeros_(linear.weight)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("modulation.weight", "project_out.weight")):
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, timestep: Tensor, label: Tensor) -> Tensor:
         """
