@@ -1,0 +1,392 @@
+"""The TensorRT plugin without TensorRT: tests/plugin_driver.cpp calls it the way TensorRT does. No GPU is needed.
+
+tests/test_plugin_registry.py loads the same library into the real TensorRT versions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from trtconvert.attention.kernel import library_path
+
+FLOAT, HALF, INT32, BOOL, BF16 = 0, 1, 3, 4, 7
+FIELD_FLOAT32, FIELD_FLOAT64, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 2, 5, 6, 10
+BUILD, RUNTIME = 0, 1
+LINEAR, CHW2 = 0, 1
+
+
+class Dims(ctypes.Structure):
+    _fields_ = [("nb", ctypes.c_int32), ("d", ctypes.c_int64 * 8)]
+
+    def __init__(self, shape: Sequence[int] = ()) -> None:
+        super().__init__(len(shape), (ctypes.c_int64 * 8)(*shape))
+
+
+class Desc(ctypes.Structure):
+    _fields_ = [("dims", Dims), ("type", ctypes.c_int32), ("format", ctypes.c_int32), ("scale", ctypes.c_float)]
+
+
+class DynamicDesc(ctypes.Structure):
+    _fields_ = [("desc", Desc), ("min", Dims), ("max", Dims), ("opt", Dims)]
+
+
+class DimsExprs(ctypes.Structure):
+    _fields_ = [("nb", ctypes.c_int32), ("d", ctypes.c_void_p * 8)]
+
+
+class Field(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+    ]
+
+
+class Fields(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int32), ("fields", ctypes.POINTER(Field))]
+
+
+class Driver:
+    """The compiled driver with a loaded plugin. Keeps the memory of fields alive for as long as it lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.lib = ctypes.CDLL(str(path))
+        for name in ("open", "create", "clone", "attach"):
+            getattr(self.lib, f"driver_{name}").restype = ctypes.c_void_p
+        self.lib.driver_take_messages.restype = ctypes.c_char_p
+        self.lib.driver_fields.restype = ctypes.POINTER(Fields)
+        self.lib.driver_supports.restype = ctypes.c_bool
+        self.lib.driver_workspace.restype = ctypes.c_size_t
+        self.creator = ctypes.c_void_p(self.lib.driver_open(str(library_path()).encode()))
+        assert self.creator, self.messages()
+        self.kept: list[object] = []
+
+    def messages(self) -> str:
+        return self.lib.driver_take_messages().decode()
+
+    def create(self, phase: int = BUILD, **attributes: object) -> ctypes.c_void_p:
+        fields = [self.field(name, value) for name, value in attributes.items()]
+        return self.create_from(Fields(len(fields), (Field * len(fields))(*fields)), phase)
+
+    def create_from(self, fields: Fields, phase: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.lib.driver_create(self.creator, ctypes.byref(fields), phase))
+
+    def field(self, name: str, value: object) -> Field:
+        """A plugin field as TensorRT's ONNX parser makes it; a tuple (type, length, data) makes any other."""
+        if isinstance(value, tuple):
+            kind, length, data = value
+        elif isinstance(value, str):
+            kind, length, data = FIELD_CHAR, len(value), ctypes.create_string_buffer(value.encode())
+        elif isinstance(value, float):
+            kind, length, data = FIELD_FLOAT32, 1, ctypes.c_float(value)
+        else:
+            kind, length, data = FIELD_INT32, 1, ctypes.c_int32(value)
+        self.kept.append(data)
+        address = None if data is None else ctypes.cast(ctypes.byref(data), ctypes.c_void_p)
+        return Field(name.encode(), address, kind, length)
+
+    def serialised(self, plugin: ctypes.c_void_p) -> dict[str, object]:
+        """The fields of a plugin, read back."""
+        collection = self.lib.driver_fields(plugin).contents
+        values: dict[str, object] = {}
+        for field in collection.fields[: collection.count]:
+            pointer = ctypes.c_void_p(field.data)
+            if field.type == FIELD_CHAR:
+                value: object = ctypes.string_at(pointer, field.length).decode()
+            elif field.type == FIELD_FLOAT32:
+                value = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))[0]
+            else:
+                assert field.type == FIELD_INT32
+                value = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int32))[0]
+            values[field.name.decode()] = value
+        return values
+
+
+def tensors(
+    batch: int = 2,
+    heads: int = 6,
+    kv_heads: int = 3,
+    queries: int = 100,
+    keys: int = 77,
+    dim: int = 64,
+    bins: int = 4,
+    dtype: int = HALF,
+    layout: str = "BHND",
+    mask: tuple[int, ...] | None = None,
+    mask_type: int = BOOL,
+) -> list[Desc]:
+    """Descriptions of the node's inputs and output for one shape."""
+
+    def tokens(heads: int, count: int) -> tuple[int, ...]:
+        return (batch, heads, count, dim) if layout == "BHND" else (batch, count, heads, dim)
+
+    q, k = tokens(heads, queries), tokens(kv_heads, keys)
+    shapes = [(q, dtype), (k, dtype), (k, dtype), ((batch,), FLOAT), ((bins, heads), FLOAT), ((bins, kv_heads), FLOAT)]
+    shapes += [((bins, kv_heads, dim), FLOAT)] * 3 + [((bins,), INT32)]
+    if mask is not None:
+        shapes.append((mask, mask_type))
+    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, (q, dtype)]]
+
+
+def dynamic(smallest: list[Desc], largest: list[Desc]) -> ctypes.Array[DynamicDesc]:
+    array = (DynamicDesc * len(smallest))()
+    for slot, low, high in zip(array, smallest, largest, strict=True):
+        slot.desc, slot.min, slot.max, slot.opt = low, low.dims, high.dims, low.dims
+    return array
+
+
+@pytest.fixture(scope="module", params=[10, 11], ids=["logger-of-10", "logger-of-11"])
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    header = Path(__file__).parents[1] / "plugins" / "int8_attention" / "tensorrt"
+    source = Path(__file__).with_name("plugin_driver.cpp")
+    target = tmp_path_factory.mktemp("driver") / f"libdriver{request.param}.so"
+    # fmt: off
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility-inlines-hidden", f"-I{header}",
+         f"-DTENSORRT_MAJOR={request.param}", source, "-o", target, "-ldl"],
+        check=True,
+    )
+    # fmt: on
+    return Driver(target)
+
+
+@pytest.fixture
+def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
+    driver.messages()
+    made = driver.create()
+    yield made
+    driver.lib.driver_destroy(made)
+
+
+def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
+    given = {"layout": "BNHD", "softmax_scale": 0.125, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
+    plugin = driver.create(**given)
+    expected = given | {"serialization_version": 1}
+    assert driver.serialised(plugin) == expected
+    again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
+    driver.lib.driver_destroy(plugin)  # what the copy serialises must be its own
+    clone = ctypes.c_void_p(driver.lib.driver_clone(again))
+    attached = ctypes.c_void_p(driver.lib.driver_attach(again))
+    driver.lib.driver_destroy(again)
+    assert driver.serialised(clone) == driver.serialised(attached) == expected
+
+
+def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    assert driver.serialised(plugin) == {
+        "serialization_version": 1,
+        "layout": "BHND",
+        "softmax_scale": 0.0,
+        "timestep_max": 1000.0,
+        "scaling": "calibrated",
+        "smooth_k": 1,
+    }
+
+
+def test_other_widths_and_terminated_text_are_accepted(driver: Driver) -> None:
+    plugin = driver.create(
+        layout=(FIELD_CHAR, 5, ctypes.create_string_buffer(b"BNHD")),  # counts the final zero
+        softmax_scale=(FIELD_FLOAT64, 1, ctypes.c_double(0.5)),
+        smooth_k=(FIELD_INT64, 1, ctypes.c_int64(0)),
+    )
+    values = driver.serialised(plugin)
+    assert (values["layout"], values["softmax_scale"], values["smooth_k"]) == ("BNHD", 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"layout": "BDNH"}, "expected 'BHND' or 'BNHD', got 'BDNH'"),
+        ({"layout": 3}, "expected text"),
+        ({"layout": (FIELD_CHAR, -1, ctypes.create_string_buffer(4))}, "expected text"),
+        ({"layout": (FIELD_CHAR, 1 << 30, ctypes.create_string_buffer(4))}, "expected text"),
+        ({"layout": (FIELD_CHAR, 4, None)}, "expected text"),
+        ({"scaling": ""}, "expected 'calibrated' or 'dynamic', got ''"),
+        ({"softmax_scale": -1.0}, "expected a positive finite factor"),
+        ({"softmax_scale": float("nan")}, "got nan"),
+        ({"softmax_scale": (FIELD_FLOAT32, 2, (ctypes.c_float * 2)())}, "expected one floating-point number"),
+        ({"timestep_max": 0.0}, "expected the positive finite timestep"),
+        ({"timestep_max": float("inf")}, "got inf"),
+        ({"timestep_max": (FIELD_FLOAT64, 1, ctypes.c_double(1e300))}, "got inf"),
+        ({"smooth_k": 2}, "expected 0 or 1, got 2"),
+        ({"smooth_k": 1.0}, "expected one integer"),
+        ({"smooth_k": (FIELD_INT32, 1, None)}, "expected one integer"),
+        ({"colour": 1}, "got 'colour'"),
+        ({"serialization_version": 1}, "got 'serialization_version'"),
+    ],
+    ids=str,
+)
+def test_bad_attributes_are_refused_with_a_reason(driver: Driver, attributes: dict[str, object], said: str) -> None:
+    driver.messages()
+    assert not driver.create(**attributes)
+    messages = driver.messages()
+    assert said in messages
+    assert all(line.startswith("1 Int8Attention: ") for line in messages.splitlines())  # severity 1: an error
+
+
+def test_broken_collections_are_refused(driver: Driver) -> None:
+    layout = driver.field("layout", "BHND")
+    nameless = Field(None, layout.data, layout.type, layout.length)
+    twice = (Field * 2)(layout, layout)
+    for broken, said in [
+        (Fields(1, None), "a broken one"),
+        (Fields(-1, None), "a broken one"),
+        (Fields(1, (Field * 1)(nameless)), "got null"),
+        (Fields(2, twice), "got it twice"),
+    ]:
+        assert not driver.create_from(broken, BUILD)
+        assert said in driver.messages()
+    assert not driver.lib.driver_create(driver.creator, None, BUILD)
+    assert "got null" in driver.messages()
+
+
+def test_engines_of_other_versions_are_refused(driver: Driver) -> None:
+    whole = {"layout": "BHND", "softmax_scale": 0.0, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
+    assert not driver.create(RUNTIME, serialization_version=2, **whole)
+    assert "build the engine again" in driver.messages()
+    assert not driver.create(RUNTIME, **whole)  # no version at all
+    assert "expected the 6 fields" in driver.messages()
+    assert driver.create(RUNTIME, serialization_version=1, **whole)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("mask_type", [None, BOOL, HALF, BF16, FLOAT])
+def test_format_combinations(driver: Driver, plugin: ctypes.c_void_p, dtype: int, mask_type: int | None) -> None:
+    mask = None if mask_type is None else (1, 1, 1, 77)
+    descs = tensors(dtype=dtype, mask=mask, mask_type=mask_type or 0)
+    inputs, mask_fits = len(descs) - 1, mask_type in (BOOL, dtype)
+    answers = [driver.lib.driver_supports(plugin, i, dynamic(descs, descs), inputs) for i in range(len(descs))]
+    assert answers == [True] * 10 + ([mask_fits] if mask is not None else []) + [True]
+    # One tensor at a time gets a type that it cannot have (FP32 for the tables' INT32 and so on), or another format.
+    for position, (kind, form) in itertools.product(range(len(descs)), [(2, LINEAR), (None, CHW2)]):
+        changed = dynamic(descs, descs)
+        changed[position].desc.type = changed[position].desc.type if kind is None else kind
+        changed[position].desc.format = form
+        assert not driver.lib.driver_supports(plugin, position, changed, inputs)
+
+
+def test_output_follows_q(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    descs = tensors(dtype=BF16)
+    types = (ctypes.c_int32 * 10)(*(d.type for d in descs[:10]))
+    out_type = ctypes.c_int32(-1)
+    assert driver.lib.driver_output_type(plugin, types, 10, ctypes.byref(out_type)) == 0
+    assert out_type.value == BF16
+    exprs = (DimsExprs * 10)(*(DimsExprs(d.dims.nb, (ctypes.c_void_p * 8)(*range(1, 9))) for d in descs[:10]))
+    exprs[0].d[2] = 0x1234
+    out = DimsExprs()
+    assert driver.lib.driver_output_shape(plugin, exprs, 10, ctypes.byref(out)) == 0
+    assert (out.nb, list(out.d[:4])) == (4, [1, 2, 0x1234, 4])
+
+
+def test_workspace_is_that_of_the_largest_shapes(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    small, large = tensors(batch=1, queries=1, keys=1), tensors(batch=4, queries=4096, keys=8192)
+    size = driver.lib.driver_workspace(plugin, dynamic(small, large), 10)
+    assert size == driver.lib.driver_workspace(plugin, dynamic(large, large), 10)
+    # Each of q, k and v needs at least a byte an element.
+    assert size > 4 * 64 * (6 * 4096 + 2 * 3 * 8192)
+    assert driver.messages() == ""
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("mask", [None, (77,), (100, 77), (2, 1, 1, 77), (6, 1, 77), (2, 6, 100, 1)])
+def test_good_shapes_are_taken(driver: Driver, layout: str, mask: tuple[int, ...] | None) -> None:
+    plugin = driver.create(layout=layout)
+    descs = tensors(layout=layout, mask=mask)
+    inputs = len(descs) - 1
+    assert driver.lib.driver_configure(plugin, dynamic(descs, descs), inputs) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(plugin, (Desc * len(descs))(*descs), inputs) == 0, driver.messages()
+
+
+def replaced(position: int, shape: tuple[int, ...]) -> list[Desc]:
+    descs = tensors()
+    descs[position].dims = Dims(shape)
+    return descs
+
+
+@pytest.mark.parametrize(
+    ("descs", "said"),
+    [
+        (tensors(dim=28), "head_dim"),
+        (tensors(dim=264), "head_dim"),
+        (tensors(heads=5), "num_heads"),
+        (tensors(queries=0), "expected dimensions from 1"),
+        (tensors(keys=1 << 31), "expected dimensions from 1"),
+        (tensors(dtype=FLOAT), "input 'q': expected linear format and FP16 or BF16"),
+        (tensors(mask=(2, 6, 99, 77)), "input 'mask': expected a shape that broadcasts to [2, 6, 100, 77]"),
+        (tensors(mask=(1, 2, 6, 100, 77)), "input 'mask'"),
+        (tensors(mask=()), "input 'mask'"),
+        (replaced(0, (2, 6, 100)), "input 'q': expected 4 dimensions, got shape [2, 6, 100]"),
+        (replaced(1, (1, 3, 77, 64)), "input 'k': expected the batch and head_dim of q"),
+        (replaced(2, (2, 3, 78, 64)), "input 'v': expected shape [2, 3, 77, 64]"),
+        (replaced(3, (1,)), "input 'timestep': expected shape [2]"),
+        (replaced(4, (4, 3)), "input 'q_scale': expected shape [4, 6]"),
+        (replaced(5, (4, 6)), "input 'k_scale': expected shape [4, 3]"),
+        (replaced(6, (4, 3)), "input 'v_scale': expected shape [4, 3, 64]"),
+        (replaced(7, (4, 6, 64)), "input 'k_offset': expected shape [4, 3, 64]"),
+        (replaced(8, (1, 3, 64)), "input 'v_offset': expected shape [4, 3, 64]"),
+        (replaced(9, (3,)), "expected shape [3, 6]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_shapes_are_refused_with_a_reason(
+    driver: Driver, plugin: ctypes.c_void_p, descs: list[Desc], said: str
+) -> None:
+    inputs = len(descs) - 1
+    array = dynamic(descs, descs)
+    static = (Desc * len(descs))(*descs)
+    refusals = [
+        lambda: driver.lib.driver_configure(plugin, array, inputs) != 0,
+        lambda: driver.lib.driver_shape_change(plugin, static, inputs) != 0,
+        lambda: driver.lib.driver_workspace(plugin, array, inputs) == 0,
+    ]
+    for refused in refusals:
+        assert refused()
+        assert said in driver.messages()
+
+
+def test_wrong_counts_are_refused(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    descs = tensors(mask=(77,))
+    for inputs in (0, 9, 12):
+        many = (descs * 2)[: inputs + 1]
+        assert driver.lib.driver_configure(plugin, dynamic(many, many), inputs) != 0
+        assert f"got {inputs} and 1" in driver.messages()
+
+
+def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    descs = (Desc * 11)(*tensors())
+    nothing = (ctypes.c_void_p * 11)()
+    assert driver.lib.driver_enqueue(plugin, descs, 10, nothing, nothing, None) != 0  # before any shapes are known
+    assert "got 0 and 1" in driver.messages()
+    assert driver.lib.driver_shape_change(plugin, descs, 10) == 0
+    assert driver.lib.driver_enqueue(plugin, descs, 10, nothing, nothing, None) != 0
+    assert driver.messages()
+
+
+def test_threads_share_nothing(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    """Contexts attach, change shapes and go away at once, each on a copy of its own."""
+    descs = (Desc * 11)(*tensors())
+    failures: list[str] = []
+
+    def context() -> None:
+        for _ in range(200):
+            copy = ctypes.c_void_p(driver.lib.driver_attach(plugin))
+            if driver.lib.driver_shape_change(copy, descs, 10) != 0 or not driver.serialised(copy):
+                failures.append("a context failed")
+            driver.lib.driver_destroy(copy)
+
+    threads = [threading.Thread(target=context) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

@@ -1,0 +1,235 @@
+"""`torch.ops.trtconvert.int8_attention`: the operator on a CPU, where it runs the reference, and on a GPU.
+
+The kernels' own numerics are tests/test_kernels.py's; here, what torch does with the operator: schema, shape inference,
+gradients, compilation, graphs, errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trtconvert.attention import kernel, reference
+from trtconvert.attention.modes import Mode
+
+OP = torch.ops.trtconvert.int8_attention.default
+LIBRARY = kernel.library_path()
+SEED = 20
+
+
+def inputs(
+    *,
+    layout: str = "BHND",
+    mode: Mode = Mode.BALANCED,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    grad: bool = False,
+    queries: int = 40,
+    keys: int = 150,
+    dim: int = 64,
+) -> list[Tensor]:
+    """q, k, v, timestep and the tables for batch 2, 4 query heads and 2 key heads."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def normal(heads: int, tokens: int) -> Tensor:
+        shape = (2, heads, tokens, dim) if layout == "BHND" else (2, tokens, heads, dim)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q, k, v = normal(4, queries), normal(2, keys), normal(2, keys)
+    tables = reference.tables_from_data(q, k, v, mode, layout=layout)
+    for x in (q, k, v):
+        x.requires_grad_(grad)
+    return [q, k, v, torch.tensor([10.0, 900.0], device=device), *_tables(tables)]
+
+
+def _tables(tables: reference.AttentionTables) -> list[Tensor]:
+    return [tables.q_scale, tables.k_scale, tables.v_scale, tables.k_offset, tables.v_offset, tables.modes]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, layout: str = "BHND", mask: Tensor | None = None) -> Tensor:
+    if layout == "BNHD":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out if layout == "BHND" else out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_opcheck(layout: str, masked: bool) -> None:
+    """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes, as torch itself checks them."""
+    mask = torch.ones(40, 150, dtype=torch.bool).tril(30) if masked else None
+    lengths = torch.tensor([150, 90], dtype=torch.int32) if masked else None
+    torch.library.opcheck(OP, (*inputs(layout=layout, grad=True), mask, lengths, layout))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+def test_cpu_runs_the_reference(mode: Mode, layout: str) -> None:
+    args = inputs(mode=mode, layout=layout)
+    out = OP(*args, layout=layout, scaling="dynamic", smooth_k=False, timestep_max=500.0, softmax_scale=0.2)
+    q, k, v, timestep, *tables = args
+    expected = reference.attention(
+        q, k, v, timestep, reference.AttentionTables(*tables), layout=layout, scaling="dynamic", smooth_k=False,
+        timestep_max=500.0, softmax_scale=0.2,
+    )  # fmt: skip
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    # Not by being nothing: it is attention, up to quantisation.
+    plain = sdpa(q * (0.2 * 8), k, v, layout)
+    assert (out - plain).norm() < 0.05 * plain.norm()
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("kind", ["none", "bool", "additive", "lengths", "bool and lengths"])
+def test_gradients_are_those_of_unquantised_attention(layout: str, kind: str) -> None:
+    args = inputs(layout=layout, grad=True)
+    lengths = torch.tensor([150, 90], dtype=torch.int32) if "lengths" in kind else None
+    visible = torch.ones(2, 1, 40, 150, dtype=torch.bool)
+    mask: Tensor | None = None
+    if "bool" in kind:
+        mask = torch.ones(40, 150, dtype=torch.bool).tril(30)
+        visible = visible & mask
+    if lengths is not None:
+        visible = visible & (torch.arange(150) < lengths[:, None])[:, None, None]
+    full = visible
+    if kind == "additive":
+        full = mask = torch.randn(2, 1, 1, 150, generator=torch.Generator().manual_seed(SEED))
+    weights = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(SEED))
+    got = torch.autograd.grad((OP(*args, mask, lengths, layout) * weights).sum(), args[:3])
+    expected = torch.autograd.grad((sdpa(*args[:3], layout, full) * weights).sum(), args[:3])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_lies_behind_the_key_length_has_no_gradient_and_no_effect() -> None:
+    args = inputs(grad=True)
+    lengths = torch.tensor([100, 128], dtype=torch.int32)
+    clean = OP(*args, None, lengths)
+    with torch.no_grad():
+        args[1][0, :, 100:] = torch.nan
+        args[2][1, :, 128:] = torch.inf
+    out = OP(*args, None, lengths)
+    torch.testing.assert_close(out, clean, rtol=0, atol=0)
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in args[:3])
+    assert args[1].grad is not None and not args[1].grad[0, :, 100:].any()
+
+
+def test_compiles_whole_and_keeps_dynamic_shapes() -> None:
+    compiled = torch.compile(lambda *args: OP(*args) * 2, backend="aot_eager", fullgraph=True, dynamic=True)
+    for queries in (40, 33):
+        args = inputs(queries=queries)
+        torch.testing.assert_close(compiled(*args), OP(*args) * 2, rtol=0, atol=0)
+
+
+def test_exports() -> None:
+    class Site(torch.nn.Module):
+        def forward(self, *args: Tensor) -> Tensor:
+            return OP(*args)
+
+    args = tuple(inputs())
+    program = torch.export.export(Site(), args)
+    assert any(node.target is OP for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*args), OP(*args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("position", "change", "said"),
+    [
+        (0, lambda x: x[0], "q: expected 4 dimensions"),
+        (0, lambda x: x[:, :3], "k: expected a number of heads that divides q's 3, got 2"),
+        (1, lambda x: x[:1], "k: expected shape [2, 2, 150, 64], got [1, 2, 150, 64]"),
+        (1, lambda x: x[..., :32], "k: expected shape [2, 2, 150, 64]"),
+        (2, lambda x: x[:, :, :9], "v: expected shape [2, 2, 150, 64], got [2, 2, 9, 64]"),
+        (2, lambda x: x.half(), "expected one floating-point type"),
+        (3, lambda x: x[:1], "timestep: expected shape [2]"),
+        (4, lambda x: x[:, :2], "q_scale: expected shape [1, 4], got [1, 2]"),
+        (5, lambda x: x.expand(3, 2), "k_scale: expected shape [1, 2]"),
+        (6, lambda x: x[..., 0], "v_scale: expected shape [1, 2, 64]"),
+        (9, lambda x: x[:0], "modes: expected one mode per timestep bin"),
+        (
+            10,
+            lambda _: torch.ones(3, 150, dtype=torch.bool),
+            "mask: expected a shape that broadcasts to [2, 4, 40, 150]",
+        ),
+        (10, lambda _: torch.ones(1, 2, 4, 40, 150), "mask: expected a shape"),
+        (10, lambda _: torch.ones(40, 150, dtype=torch.int32), "mask: expected bool or a floating-point type"),
+        (11, lambda _: torch.ones(1, dtype=torch.int32), "key_lengths: expected shape [2]"),
+        (12, lambda _: "NHBD", "layout: expected one of BHND, BNHD, got 'NHBD'"),
+        (15, lambda _: "static", "scaling: expected one of calibrated, dynamic, got 'static'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_refused_with_a_reason(position: int, change, said: str) -> None:
+    args = [*inputs(), None, None, "BHND", None, 1000.0, "calibrated", True]
+    args[position] = change(args[position])
+    with pytest.raises(ValueError, match=said.replace("[", r"\[").replace("]", r"\]")):
+        OP(*args)
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="no kernel library in this checkout; 'pip install .' builds it")
+def test_the_library_and_this_file_agree_on_the_struct() -> None:
+    """The C API refuses a struct of another size, so a workspace query tells that the two declarations match."""
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    for name in ("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "num_bins"):
+        setattr(params, name, 1)
+    params.head_dim, params.softmax_scale, params.timestep_max = 64, 0.125, 1000.0
+    size, message = ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    assert kernel._library().trtconvert_attention_workspace_size(params, size, message, 256) == 0, message.value
+    assert size.value >= 3 * 64
+    params.head_dim = 60
+    assert kernel._library().trtconvert_attention_workspace_size(params, size, message, 256) == 1
+    assert b"head_dim" in message.value
+    assert kernel.library_version().count(".") == 2
+    assert kernel.compiled_architectures()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+def test_opcheck_on_a_gpu(dtype: torch.dtype, layout: str) -> None:
+    torch.library.opcheck(OP, (*inputs(layout=layout, dtype=dtype, device="cuda", grad=True), None, None, layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", list(Mode))
+def test_cuda_graphs_replay_with_new_inputs(mode: Mode) -> None:
+    """Neither the launch nor the workspace depends on the host: a replay follows the data, the timestep included."""
+    args = inputs(mode=mode, dtype=torch.float16, device="cuda")
+    OP(*args)  # loads the kernels outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = OP(*args)
+    fresh = [x.clone() for x in args]
+    fresh[0] = torch.randn_like(fresh[0])
+    fresh[3] = fresh[3].flip(0)
+    for old, new in zip(args, fresh, strict=True):
+        old.copy_(new)
+    graph.replay()
+    torch.testing.assert_close(out, OP(*fresh), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_compiles_on_a_gpu() -> None:
+    compiled = torch.compile(lambda *args: OP(*args) * 2, fullgraph=True, mode="reduce-overhead")
+    args = inputs(dtype=torch.float16, device="cuda")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(*args), OP(*args) * 2, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_misaligned_views_and_single_precision() -> None:
+    args = inputs(dtype=torch.float16, device="cuda")
+    expected = OP(*args)
+    padded = torch.empty(2, 4, 40, 67, dtype=torch.float16, device="cuda")
+    view = padded[..., 3:]
+    view.copy_(args[0])
+    torch.testing.assert_close(OP(view, *args[1:]), expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="expected float16 or bfloat16 on a GPU"):
+        OP(*(x.float() for x in args[:3]), *args[3:])
+    with pytest.raises(ValueError, match="on q's device"):
+        OP(args[0], args[1], args[2], args[3].cpu(), *args[4:])

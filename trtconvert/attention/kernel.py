@@ -1,0 +1,394 @@
+"""`torch.ops.trtconvert.int8_attention`: the CUDA kernels as a torch operator, through the C API and ctypes.
+
+The shared library knows neither torch nor Python, so one build serves every version of both. On a CPU the operator runs
+the specification, `trtconvert.attention.reference`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trtconvert.attention import reference
+from trtconvert.errors import BackendUnavailable
+
+_PARAMS_VERSION = 1  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
+_MESSAGE_BYTES = 512
+_INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
+
+_DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
+_SCALINGS = {"calibrated": 0, "dynamic": 1}
+_LAYOUTS = ("BHND", "BNHD")
+_NO_MASK, _BOOL_MASK, _ADDITIVE_MASK = 0, 1, 2
+
+
+class _Strides(ctypes.Structure):
+    """TrtConvertStrides."""
+
+    _fields_ = [("batch", ctypes.c_int64), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+
+class _Params(ctypes.Structure):
+    """TrtConvertAttentionParams, field by field; int8_attention.h says what each means."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        *[
+            (name, ctypes.c_int32)
+            for name in (
+                *("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "head_dim", "num_bins"),
+                *("data_type", "scaling", "smooth_k", "mask_kind", "target_arch"),
+            )
+        ],
+        ("softmax_scale", ctypes.c_float),
+        ("timestep_max", ctypes.c_float),
+        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out")],
+        *[(f"{name}_strides", _Strides) for name in ("q", "k", "v", "out")],
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes", "mask")
+        ],
+        ("mask_strides", ctypes.c_int64 * 4),
+        ("key_lengths", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_size", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+def library_path() -> Path:
+    """The shared library of this installation: kernels, C API and TensorRT plugin."""
+    return Path(__file__).parents[1] / "lib" / "libtrtconvert.so"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(
+            "the kernel library does not load",
+            expected=f"a shared library at {path}",
+            got=str(error),
+            remedy="install with 'pip install .', which builds it",
+        ) from error
+    text = [ctypes.c_char_p, ctypes.c_size_t]
+    params = ctypes.POINTER(_Params)
+    library.trtconvert_attention_workspace_size.argtypes = [params, ctypes.POINTER(ctypes.c_size_t), *text]
+    library.trtconvert_attention_run.argtypes = [params, *text]
+    library.trtconvert_version.restype = ctypes.c_char_p
+    library.trtconvert_compiled_architectures.restype = ctypes.c_char_p
+    return library
+
+
+def library_version() -> str:
+    """Version of the shared library. Raises BackendUnavailable where there is none."""
+    return _library().trtconvert_version().decode()
+
+
+def compiled_architectures() -> tuple[str, ...]:
+    """Architectures that the shared library holds kernels for, such as ("80", "86", "89", "90a", "120")."""
+    return tuple(_library().trtconvert_compiled_architectures().decode().split(","))
+
+
+@torch.library.custom_op("trtconvert::int8_attention", mutates_args=())
+def int8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_offset: Tensor,
+    v_offset: Tensor,
+    modes: Tensor,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    layout: str = "BHND",
+    softmax_scale: float | None = None,
+    timestep_max: float = 1000.0,
+    scaling: str = "calibrated",
+    smooth_k: bool = True,
+) -> Tensor:
+    """Attention whose precision follows the timestep; `reference.attention` specifies what it computes.
+
+    Args:
+        q: [B, H, Nq, D] (`layout` "BHND") or [B, Nq, H, D] ("BNHD"). On a GPU FP16 or BF16 and D in 32…256 in steps of 8,
+            on a CPU any.
+        k, v: as q, with Hkv heads (Hkv divides H) and Nk tokens.
+        timestep: [B] FP32, what the denoiser is given; read on the device, so that no host waits for it.
+        q_scale, k_scale, v_scale, k_offset, v_offset, modes: the fields of `reference.AttentionTables`.
+        mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive.
+        key_lengths: [B] INT32; keys at and after the length do not exist.
+        layout, softmax_scale, timestep_max, scaling, smooth_k: as in `reference.attention`.
+    Returns:
+        The output in q's shape and type, contiguous.
+    Raises:
+        ValueError: shapes, types or attributes that do not belong together.
+        BackendUnavailable: a GPU tensor, and no library was built.
+        RuntimeError: the GPU is older than sm_80, or CUDA failed.
+
+    Differentiable in q, k and v, straight through: the backward is that of unquantised attention at the same q, k and v in
+    their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432).
+    """
+    _check(q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, mask, key_lengths, layout, scaling)
+    run = _run_cuda if q.is_cuda else _run_reference
+    return run(
+        q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, mask, key_lengths,
+        layout, softmax_scale, timestep_max, scaling, smooth_k,
+    )  # fmt: skip
+
+
+@int8_attention.register_fake
+def _(q: Tensor, *_: object, **__: object) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output: Tensor) -> None:
+    q, k, v = inputs[:3]
+    mask, key_lengths, layout, softmax_scale = inputs[10:14]
+    ctx.save_for_backward(q, k, v, mask, key_lengths)
+    ctx.layout, ctx.softmax_scale = layout, softmax_scale
+
+
+def _backward(ctx, grad: Tensor):
+    q, k, v, mask, key_lengths = ctx.saved_tensors
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = _unquantised(q, k, v, mask, key_lengths, ctx.layout, ctx.softmax_scale)
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+    return *grads, *[None] * 14
+
+
+int8_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _unquantised(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    layout: str,
+    softmax_scale: float | None,
+) -> Tensor:
+    if layout == "BNHD":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if key_lengths is not None:
+        exists = (torch.arange(k.shape[2], device=q.device) < key_lengths[:, None])[:, None, None]
+        # What lies behind the length may be NaN, which no mask hides from a product with zero.
+        k, v = (x.masked_fill(~exists.transpose(2, 3), 0) for x in (k, v))
+        if mask is None:
+            mask = exists
+        elif mask.dtype == torch.bool:
+            mask = mask & exists
+        else:
+            mask = mask.masked_fill(~exists, float("-inf"))
+    if mask is not None:
+        mask = _typed_mask(mask, q.dtype)
+        mask = mask.view(*[1] * (4 - mask.dim()), *mask.shape)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+    return out if layout == "BHND" else out.transpose(1, 2)
+
+
+def _run_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_offset: Tensor,
+    v_offset: Tensor,
+    modes: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    layout: str,
+    softmax_scale: float | None,
+    timestep_max: float,
+    scaling: str,
+    smooth_k: bool,
+) -> Tensor:
+    tables = reference.AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
+    return reference.attention(
+        q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
+        scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths,
+    )  # fmt: skip
+
+
+def _run_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_offset: Tensor,
+    v_offset: Tensor,
+    modes: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    layout: str,
+    softmax_scale: float | None,
+    timestep_max: float,
+    scaling: str,
+    smooth_k: bool,
+    target_arch: int = 0,
+) -> Tensor:
+    """`target_arch` 80 runs the portable kernel on a GPU that has a better one; tests compare the two."""
+    library = _library()
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = _heads_first(q, layout), _heads_first(k, layout)
+    # Held until the launch is enqueued. After that the caching allocator keeps their memory for this stream's later work.
+    tables = [x.contiguous().float() for x in (timestep, q_scale, k_scale, v_scale, k_offset, v_offset)]
+    modes = modes.contiguous().int()
+    params = _Params(
+        struct_size=ctypes.sizeof(_Params),
+        version=_PARAMS_VERSION,
+        batch=batch,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        num_queries=queries,
+        num_keys=keys,
+        head_dim=dim,
+        num_bins=modes.shape[0],
+        data_type=_DATA_TYPES[q.dtype],
+        scaling=_SCALINGS[scaling],
+        smooth_k=int(smooth_k),
+        mask_kind=_NO_MASK,
+        target_arch=target_arch,
+        softmax_scale=dim**-0.5 if softmax_scale is None else softmax_scale,
+        timestep_max=timestep_max,
+        **{name: x.data_ptr() for name, x in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True)},
+        q_strides=_strides(q, layout),
+        k_strides=_strides(k, layout),
+        v_strides=_strides(v, layout),
+        out_strides=_strides(out, layout),
+        **{name: x.data_ptr() for name, x in zip(_TABLES, tables, strict=True)},
+        modes=modes.data_ptr(),
+    )
+    full_mask = None if mask is None else _typed_mask(mask, q.dtype).expand(batch, heads, queries, keys)
+    if full_mask is not None:
+        params.mask_kind = _BOOL_MASK if full_mask.dtype == torch.bool else _ADDITIVE_MASK
+        params.mask = full_mask.data_ptr()
+        params.mask_strides[:] = full_mask.stride()
+    lengths = None if key_lengths is None else key_lengths.contiguous().int()
+    if lengths is not None:
+        params.key_lengths = lengths.data_ptr()
+
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    size = ctypes.c_size_t()
+    with torch.cuda.device(q.device):
+        _raise(library.trtconvert_attention_workspace_size(params, size, message, _MESSAGE_BYTES), message)
+        workspace = torch.empty(size.value, dtype=torch.uint8, device=q.device)
+        params.workspace, params.workspace_size = workspace.data_ptr(), size.value
+        params.stream = torch.cuda.current_stream().cuda_stream
+        _raise(library.trtconvert_attention_run(params, message, _MESSAGE_BYTES), message)
+    return out
+
+
+_TABLES = ("timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset")
+
+
+def _raise(status: int, message: ctypes.Array[ctypes.c_char]) -> None:
+    if status != 0:
+        error = ValueError if status == _INVALID_ARGUMENT else RuntimeError
+        raise error(f"int8_attention: {message.value.decode(errors='replace')}")
+
+
+def _heads_first(x: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """(batch, heads, tokens, head_dim) of either layout."""
+    batch, first, second, dim = x.shape
+    return (batch, first, second, dim) if layout == "BHND" else (batch, second, first, dim)
+
+
+def _strides(x: Tensor, layout: str) -> _Strides:
+    batch, first, second, _ = x.stride()
+    head, token = (first, second) if layout == "BHND" else (second, first)
+    return _Strides(batch=batch, token=token, head=head)
+
+
+def _typed_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask in one of the two types that the kernels read: bool, or that of q."""
+    return mask if mask.dtype == torch.bool else mask.to(dtype)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself where its rows start at multiples of 16 bytes, as the kernels load them, a copy elsewhere."""
+    rows_aligned = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    return x if rows_aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_offset: Tensor,
+    v_offset: Tensor,
+    modes: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    layout: str,
+    scaling: str,
+) -> None:
+    """Everything that would otherwise become a read outside a tensor. Raises ValueError."""
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)}, got '{layout}'")
+    if scaling not in _SCALINGS:
+        raise ValueError(f"scaling: expected one of {', '.join(_SCALINGS)}, got '{scaling}'")
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {list(x.shape)}")
+    batch, heads, queries, dim = _heads_first(q, layout)
+    _, kv_heads, keys, _ = _heads_first(k, layout)
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
+    if modes.dim() != 1 or modes.shape[0] == 0:
+        raise ValueError(f"modes: expected one mode per timestep bin, got shape {list(modes.shape)}")
+    bins = modes.shape[0]
+    shapes = {
+        "k": (k, (batch, kv_heads, keys, dim) if layout == "BHND" else (batch, keys, kv_heads, dim)),
+        "v": (v, tuple(k.shape)),
+        "timestep": (timestep, (batch,)),
+        "q_scale": (q_scale, (bins, heads)),
+        "k_scale": (k_scale, (bins, kv_heads)),
+        "v_scale": (v_scale, (bins, kv_heads, dim)),
+        "k_offset": (k_offset, (bins, kv_heads, dim)),
+        "v_offset": (v_offset, (bins, kv_heads, dim)),
+        "modes": (modes, (bins,)),
+    }
+    if key_lengths is not None:
+        shapes["key_lengths"] = (key_lengths, (batch,))
+    for name, (x, shape) in shapes.items():
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
+    if mask is not None:
+        full = (batch, heads, queries, keys)
+        tail = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
+        if len(tail) != mask.dim() or any(size not in (1, whole) for size, whole in zip(mask.shape, tail, strict=True)):
+            raise ValueError(f"mask: expected a shape that broadcasts to {list(full)}, got {list(mask.shape)}")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"mask: expected bool or a floating-point type, got {mask.dtype}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k, v: expected one floating-point type, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.is_cuda and q.dtype not in _DATA_TYPES:
+        raise ValueError(f"q, k, v: expected float16 or bfloat16 on a GPU, got {q.dtype}; convert them with .half()")
+    others = [x for x, _ in shapes.values()] + ([mask] if mask is not None else [])
+    if any(x.device != q.device for x in others):
+        found = ", ".join(sorted({str(x.device) for x in others}))
+        raise ValueError(f"expected every tensor on q's device {q.device}, got {found}; move them with .to()")
