@@ -8,10 +8,10 @@ import inspect
 import torch
 
 from trtconvert.errors import UserError
-from trtconvert.models.base import DiffusionModel
+from trtconvert.models.base import DiffusionModel, Sampler
 from trtconvert.recipe import ModelSection
 
-__all__ = ["DiffusionModel", "load"]
+__all__ = ["DiffusionModel", "load", "load_sampler"]
 
 DIGITS = "digits-dit"
 
@@ -33,6 +33,15 @@ def load(section: ModelSection) -> DiffusionModel:
             )
         return digits_model(section.weights)
     return _from_function(section)
+
+
+def load_sampler(section: ModelSection) -> Sampler:
+    """What samples with a bundle's denoiser. The shipped model's needs no weights; others are loaded for it."""
+    if section.source == DIGITS:
+        from trtconvert.models.digits import draw_digits
+
+        return draw_digits
+    return load(section).sample
 
 
 def _from_function(section: ModelSection) -> DiffusionModel:

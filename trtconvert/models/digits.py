@@ -20,26 +20,28 @@ from trtconvert.models.digits_dit import (
     load_digits_dit,
 )
 
+_SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
+
+
+def draw_digits(denoiser: Denoiser, seeds: Sequence[int], *, steps: int, solver: str) -> Tensor:
+    """The model's `Sampler`: seed i draws the digit i mod 10."""
+    return sample(
+        denoiser,
+        initial_noise(seeds, IMAGE_SHAPE),
+        _SCHEDULE,
+        prediction=PREDICTION,
+        solver=solver,
+        steps=steps,
+        conditions={"label": torch.tensor([seed % CLASSES for seed in seeds])},
+    )
+
 
 def digits_model(weights: Path) -> DiffusionModel:
-    """The trained model and its sampler; sample i shows the digit i mod 10.
+    """The trained model.
 
     Raises:
         UserError: see `load_digits_dit`.
     """
-    schedule = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
-
-    def draw(denoiser: Denoiser, seeds: Sequence[int], *, steps: int, solver: str) -> Tensor:
-        return sample(
-            denoiser,
-            initial_noise(seeds, IMAGE_SHAPE),
-            schedule,
-            prediction=PREDICTION,
-            solver=solver,
-            steps=steps,
-            conditions={"label": torch.tensor([seed % CLASSES for seed in seeds])},
-        )
-
     image = ("batch", IMAGE_SHAPE[0], "height", "width")
     return DiffusionModel(
         name="digits-dit",
@@ -52,7 +54,7 @@ def digits_model(weights: Path) -> DiffusionModel:
         output=InputSpec("prediction", "float32", image),
         timestep_input="timestep",
         timestep_max=float(TIMESTEPS),
-        sigmas=schedule.sigmas,
+        sigmas=_SCHEDULE.sigmas,
         dims={"batch": (1, 16, 64), "height": (4, 8, 16), "width": (4, 8, 16)},
-        sample=draw,
+        sample=draw_digits,
     )

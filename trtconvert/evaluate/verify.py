@@ -1,0 +1,169 @@
+"""The gates of a build: is the exported arithmetic right, is each site close to exact attention, are the images right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention import reference
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables, timestep_bin
+from trtconvert.attention.sites import Handler, SiteCall
+from trtconvert.bundle import QualityRecord
+from trtconvert.calib.data import Progress, batches_of
+from trtconvert.errors import GateError
+from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
+from trtconvert.recipe import VerifySection
+
+BATCH = 16
+"""Samples drawn at once; a sample does not depend on it."""
+
+SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
+"""Samples, and denoising steps per timestep bin, over which the sites' errors are measured."""
+
+
+@dataclass(frozen=True)
+class Int8Sites:
+    """How converted sites compute, for running a model's INT8 attention in torch."""
+
+    tables: Mapping[str, AttentionTables]
+    timestep_max: float
+    scaling: str
+    smooth_k: bool
+
+    def attention(self, call: SiteCall) -> Tensor:
+        """The call's output as the `Int8Attention` op defines it."""
+        return reference.attention(
+            call.q,
+            call.k,
+            call.v,
+            call.timestep,
+            self.tables[call.name],
+            softmax_scale=call.scale,
+            timestep_max=self.timestep_max,
+            scaling=self.scaling,
+            smooth_k=self.smooth_k,
+            mask=call.mask,
+        )
+
+    def handler(self) -> Handler:
+        """Runs INT8 attention at converted sites and the model's own elsewhere."""
+        return lambda call: self.attention(call) if call.name in self.tables else call.exact()
+
+
+def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, done: Progress) -> Tensor:
+    """The samples of the recipe's verify section. [samples, C, H, W] in [0, 1]."""
+    images = []
+    for batch in batches_of(section.samples, BATCH):
+        seeds = [section.seed + i for i in batch]
+        images.append(model.sample(denoiser, seeds, steps=section.steps, solver=section.sampler))
+        done()
+    return torch.cat(images)
+
+
+def psnr(images: Tensor, expected: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB of images in [0, 1]. [N, C, H, W] twice → [N]."""
+    return -10 * (images - expected).square().flatten(1).mean(1).clamp_min(1e-12).log10()
+
+
+def site_sqnr(
+    model: DiffusionModel, sites: Int8Sites, bins: int, seed: int, done: Progress
+) -> dict[str, list[float | None]]:
+    """Signal to quantisation noise of each site in dB, per timestep bin, on the full-precision model's own activations.
+
+    The error is the site's alone: every site sees exact inputs. None for bins that no step falls into.
+    """
+    signal = {name: torch.zeros(bins, dtype=torch.float64) for name in sites.tables}
+    noise = {name: torch.zeros(bins, dtype=torch.float64) for name in sites.tables}
+
+    def handler(call: SiteCall) -> Tensor:
+        exact = call.exact()
+        if call.name in sites.tables:
+            index = timestep_bin(call.timestep, sites.timestep_max, bins)
+            error = (sites.attention(call).double() - exact.double()).square().flatten(1).sum(1)
+            noise[call.name].index_add_(0, index, error)
+            signal[call.name].index_add_(0, index, exact.double().square().flatten(1).sum(1))
+        return exact
+
+    with torch.no_grad():
+        for batch in batches_of(SITE_SAMPLES, BATCH):
+            seeds = [seed + i for i in batch]
+            model.sample(intercepted(model, handler), seeds, steps=SITE_STEPS_PER_BIN * bins, solver="ddim")
+            done()
+    return {
+        name: [
+            10 * math.log10(s / max(n, s * 1e-12)) if s > 0 else None
+            for s, n in zip(signal[name].tolist(), noise[name].tolist(), strict=True)
+        ]
+        for name in sites.tables
+    }
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """‖got - expected‖ / ‖expected‖."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def lowering_difference(
+    function: Path, native: Path, inputs: Mapping[str, Tensor], min_sqnr: float
+) -> tuple[float, float]:
+    """Polygraphy's comparison of two lowerings of one model on ONNX Runtime.
+
+    Returns:
+        The mean absolute difference of the outputs, and the limit that keeps `min_sqnr` dB below the output's own mean.
+    """
+    import onnxruntime
+    from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
+    from polygraphy.comparator import Comparator, CompareFunc
+    from polygraphy.logger import G_LOGGER
+
+    onnxruntime.set_default_logger_severity(3)  # polygraphy's sessions would warn of what they cannot fold
+    feed = {name: x.numpy() for name, x in inputs.items()}
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        results = Comparator.run(
+            [OnnxrtRunner(SessionFromOnnx(str(path)), name=path.stem) for path in (function, native)],
+            data_loader=[feed],
+        )
+        output = next(iter(results[1][1][0].values()))
+        limit = float(abs(output.astype("float64")).mean()) * 10 ** (-min_sqnr / 20)
+        compared = Comparator.compare_accuracy(
+            results, compare_func=CompareFunc.simple(atol=limit, rtol=0, check_error_stat="mean")
+        )
+    (pairs,) = compared
+    ((per_output,),) = pairs.values()
+    (outcome,) = per_output.values()
+    return float(outcome.mean_absdiff), limit
+
+
+def check_gates(quality: QualityRecord, modes: Mapping[str, list[int]], section: VerifySection) -> None:
+    """
+    Raises:
+        GateError: a gate is missed; names the worst site and timestep bin.
+    """
+    db, site, index = quality.worst_site()
+    worst = (
+        f"the worst site is {site} in timestep bin {index}, mode {Mode(modes[site][index]).name.lower()}, {db:.1f} dB"
+    )
+    remedy = f"exclude {site}, give bin {index} a more careful mode in attention.modes, or use scaling: dynamic"
+    checks = (
+        ("PSNR of the samples, dB", quality.psnr, ">=", section.min_psnr),
+        ("signal to quantisation noise of the worst site, dB", db, ">=", section.min_site_sqnr),
+        ("error of the exported denoiser against the torch reference", quality.error, "<=", section.max_error),
+        (
+            "difference between the function and the native lowering",
+            quality.lowering_difference,
+            "<=",
+            quality.lowering_limit,
+        ),
+    )
+    for what, got, relation, limit in checks:
+        # Written so that NaN fails.
+        if not (got >= limit if relation == ">=" else got <= limit):
+            raise GateError(
+                f"gate missed: {what}", expected=f"{relation} {limit:.4g}", got=f"{got:.4g}; {worst}", remedy=remedy
+            )

@@ -1,0 +1,417 @@
+"""From a recipe to a bundle.
+
+    recipe ─► models.load ─► calibrate ─► export ─► engines ─► verify ─► bundle
+
+Each stage is a folder in the cache, filed under the hash of what the stage reads: a second build redoes what changed and
+nothing else, and loads neither the model nor torch when nothing did.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert import bundle
+from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, QualityRecord, SiteRecord, TensorRecord
+from trtconvert.cache import Cache, Stage, versions
+from trtconvert.engine import BackendStatus, choose_backend
+from trtconvert.errors import UserError
+from trtconvert.files import sha256, whole_folder
+from trtconvert.models.identity import identity
+from trtconvert.progress import Bar, Reporter
+from trtconvert.recipe import Recipe
+
+if TYPE_CHECKING:
+    from trtconvert.models import DiffusionModel
+
+COMPONENT = "denoiser"
+CALIBRATION, SITES = "calibration.safetensors", "sites.json"
+ONNX, SIGNATURE = "denoiser.onnx", "signature.json"
+QUALITY, SAMPLES = "quality.json", "samples.png"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished build: its manifest, and where it is."""
+
+    manifest: Manifest
+    folder: Path
+
+
+def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter) -> Outcome:
+    """Run the whole conversion and leave a bundle at `output`.
+
+    Raises:
+        UserError: the recipe asks for something that the model or this machine does not have.
+        GateError: the quality gates are missed; no bundle is left.
+    """
+    refuse_foreign(output)
+    backend, reason = choose_backend(recipe.engine.backend)
+    weights = identity(recipe.model)
+
+    @functools.cache
+    def model() -> DiffusionModel:
+        from trtconvert import models
+
+        return models.load(recipe.model)
+
+    with whole_folder(output) as folder, report.live():
+        calibration = calibrate_stage(recipe, weights, model, cache, report)
+        exported = export_stage(recipe, calibration, model, cache, report)
+        engines = engine_stages(recipe, exported, backend, cache, report)
+        verified = verify_stage(recipe, calibration, exported, model, cache, report)
+        with report.stage("bundle"):
+            manifest = _assemble(folder, recipe, weights, backend, reason, calibration, exported, engines, verified)
+    return Outcome(manifest, output)
+
+
+def refuse_foreign(output: Path) -> None:
+    """
+    Raises:
+        UserError: something that is not a bundle stands where the bundle should go.
+    """
+    if (
+        output.exists()
+        and not (output / bundle.MANIFEST).is_file()
+        and not (output.is_dir() and not any(output.iterdir()))
+    ):
+        raise UserError(
+            f"{output} exists and is not a bundle",
+            expected="a new folder, an empty one, or a bundle to replace",
+            got="a folder with other files" if output.is_dir() else "a file",
+            remedy="give another folder with -o",
+        )
+
+
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+
+def calibrate_stage(
+    recipe: Recipe, weights: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Find the attention sites and observe their ranges. Leaves the calibration, the sites and the plan of modes."""
+    section, data = recipe.calibration, recipe.calibration.data
+    data_hash = "" if data == "denoise" else _data_hash(Path(data))
+    reads = {
+        "weights": weights,
+        "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights"}),
+        "calibration": section.model_dump(mode="json", exclude={"data"}) | {"data": data_hash or "denoise"},
+        "attention": recipe.attention.model_dump(mode="json"),
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.attention.sites import find_sites, select_sites
+        from trtconvert.calib.calibration import Calibration, Provenance, scales
+        from trtconvert.calib.data import batches_of, calibration_drive
+        from trtconvert.calib.observer import observe, observe_histograms
+        from trtconvert.calib.plan import make_plan
+
+        source = model()
+        sizes = {name: opt for name, (_, opt, _) in source.dims.items()}
+        found = find_sites(source.denoiser, source.example(0, sizes), source.timestep_input)
+        chosen, left = select_sites(found, recipe.attention.include, recipe.attention.exclude)
+        passes = 1 if section.statistic == "batch-max" else 2
+        bar.total(passes * len(batches_of(section.samples, section.batch)))
+        drive = calibration_drive(source, section, bar.step)
+        records = observe(source, drive, sites=[site.name for site in chosen], bins=section.bins)
+        histograms = observe_histograms(source, drive, records) if passes == 2 else None
+        observed = next(iter(records.values()))
+        Calibration(
+            scales(records, section.percentile, histograms),
+            Provenance(
+                model=source.name,
+                weights=weights,
+                data="denoise" if data == "denoise" else Path(data).name,
+                data_hash=data_hash,
+                timestep_max=source.timestep_max,
+                observed=[len(record.tokens) for record in observed],
+                versions={name: v for name, v in versions().items() if name in ("trtconvert", "torch")},
+                **section.model_dump(exclude={"data"}),
+            ),
+        ).save(folder / CALIBRATION)
+        plan = make_plan(recipe.attention, [site.name for site in chosen], source.sigmas, section.bins)
+        sites = [
+            SiteRecord(name=s.name, heads=s.heads, head_dim=s.head_dim, modes=plan[s.name].tolist() if s.name in plan else [],
+                       reason=s.obstacle)
+            for s in (*chosen, *left)
+        ]  # fmt: skip
+        (folder / SITES).write_text(json.dumps([site.model_dump() for site in sites], indent=1))
+
+    return _run("calibrate", reads, make, cache, report)
+
+
+def export_stage(
+    recipe: Recipe, calibration: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Trace the denoiser to ONNX, and lower it to native attention beside."""
+    reads = {
+        "calibration": calibration.key,
+        "dtype": recipe.model.dtype,
+        "shapes": {name: r.model_dump() for name, r in recipe.engine.shapes.items()},
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        import onnx
+        import onnx_ir as ir
+        import torch
+
+        from trtconvert.export.lowering import lower_to_native
+        from trtconvert.export.trace import SiteOptions, trace
+
+        source = model()
+        dims = _dims(recipe, source)
+        options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
+        dtype = getattr(torch, recipe.model.dtype)
+        exported = trace(source, _tables(calibration), options, dims=dims, dtype=dtype)
+        ir.save(exported, folder / ONNX)
+        onnx.checker.check_model(folder / ONNX, full_check=True)
+        native = ir.load(folder / ONNX)
+        lower_to_native(native)
+        ir.save(native, folder / "native.onnx")
+        onnx.checker.check_model(folder / "native.onnx", full_check=True)
+        component = ComponentRecord(
+            onnx=ONNX,
+            inputs=[
+                TensorRecord(name=i.name, dtype=_engine_dtype(recipe, source, i.name, i.dtype), shape=list(i.shape))
+                for i in source.inputs
+            ],
+            outputs=[TensorRecord(name=source.output.name, dtype=recipe.model.dtype, shape=list(source.output.shape))],
+            timestep_input=source.timestep_input,
+            timestep_max=source.timestep_max,
+            dims=dims,
+            sites=_sites(calibration),
+            engines=[],
+        )
+        (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
+
+    return _run("export", reads, make, cache, report)
+
+
+def engine_stages(
+    recipe: Recipe, exported: Stage, backend: BackendStatus, cache: Cache, report: Reporter
+) -> list[tuple[EngineRecord, Stage]]:
+    """One serialized engine per target of the chosen backend; none for ONNX Runtime, which builds nothing."""
+    from trtconvert.engine import tensorrt, tensorrt_rtx
+    from trtconvert.engine.builder import PlanInput
+
+    component = _component(exported)
+    inputs = [PlanInput(spec.name, spec.shape) for spec in component.inputs]
+    built = []
+    targets = {"tensorrt_rtx": recipe.engine.targets, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
+    for target in targets[backend.name]:
+        record = EngineRecord(
+            backend=backend.name,  # type: ignore[arg-type]
+            library=backend.detail,
+            target=str(target),
+            attention="plugin" if backend.name == "tensorrt" else "native",
+            file=f"engines/{COMPONENT}-{backend.name}-{target}.plan",
+        )
+
+        def make(folder: Path, bar: Bar, record: EngineRecord = record) -> None:
+            if record.backend == "tensorrt_rtx":
+                onnx = exported.folder / "native.onnx"
+                plan = tensorrt_rtx.build(onnx, inputs, component.dims, record.target, bar.share)
+            else:
+                plan = tensorrt.build(_plugin_onnx(exported, folder), inputs, component.dims, bar.share)
+                (folder / "plugin.onnx").unlink()
+            (folder / "engine.plan").write_bytes(plan)
+
+        reads = {"onnx": exported.key, "engine": record.model_dump()}
+        built.append((record, _run(f"engine {target}", reads, make, cache, report)))
+    return built
+
+
+def verify_stage(
+    recipe: Recipe,
+    calibration: Stage,
+    exported: Stage,
+    model: Callable[[], DiffusionModel],
+    cache: Cache,
+    report: Reporter,
+) -> Stage:
+    """Measure what the gates need, and fail the build when one is missed. Leaves the figures and the sample grid."""
+    section = recipe.verify
+    reads = {
+        "calibration": calibration.key,
+        "onnx": exported.key,
+        "verify": section.model_dump(mode="json"),
+        "output": recipe.output.model_dump(mode="json"),
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        import copy
+
+        import torch
+
+        from trtconvert.calib.data import batches_of
+        from trtconvert.evaluate import verify
+        from trtconvert.evaluate.grid import save_comparison
+        from trtconvert.models.base import intercepted
+        from trtconvert.runtime.session import OnnxRuntimeDenoiser
+
+        source, component, dtype = model(), _component(exported), getattr(torch, recipe.model.dtype)
+        denoiser = OnnxRuntimeDenoiser(exported.folder / ONNX, component)
+        attention = recipe.attention
+        sites = verify.Int8Sites(_tables(calibration), source.timestep_max, attention.scaling, attention.smooth_k)
+        batches = len(batches_of(section.samples, verify.BATCH))
+        bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
+
+        # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
+        inputs = source.example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
+        typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
+        reference = intercepted(source, sites.handler())
+        reference = reference if dtype == torch.float32 else copy.deepcopy(reference).to(dtype)
+        with torch.no_grad():
+            error = verify.relative_error(denoiser(**typed), reference(**typed))
+        bar.step()
+        difference, limit = verify.lowering_difference(
+            exported.folder / ONNX, exported.folder / "native.onnx", typed, section.min_site_sqnr
+        )
+        bar.step()
+        sqnr = verify.site_sqnr(source, sites, recipe.calibration.bins, section.seed, bar.step)
+        full = verify.draw(source, source.denoiser, section, bar.step)
+        int8 = verify.draw(source, denoiser, section, bar.step)
+        per_sample = verify.psnr(int8, full)
+        quality = QualityRecord(
+            samples=section.samples,
+            steps=section.steps,
+            sampler=section.sampler,
+            psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
+            psnr_worst=float(per_sample.min()),
+            psnr_worst_seed=section.seed + int(per_sample.argmin()),
+            site_sqnr=sqnr,
+            error=error,
+            lowering_difference=difference,
+            lowering_limit=limit,
+        )
+        verify.check_gates(quality, {site: t.modes.tolist() for site, t in sites.tables.items()}, section)
+        (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
+        shown = min(recipe.output.grid, section.samples)
+        save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
+
+    return _run("verify", reads, make, cache, report)
+
+
+# What stages leave ----------------------------------------------------------------------------------------------------
+
+
+def _run(name: str, reads: dict[str, Any], make: Callable[[Path, Bar], None], cache: Cache, report: Reporter) -> Stage:
+    with report.stage(name) as bar:
+        stage = cache.stage(name.replace(" ", "-"), reads, lambda folder: make(folder, bar))
+        bar.reused = stage.reused
+    return stage
+
+
+def _data_hash(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the calibration data {path}",
+            expected="a .safetensors or .npz file",
+            got=error.strerror or type(error).__name__,
+            remedy="correct calibration.data in the recipe",
+        ) from error
+
+
+def _sites(calibration: Stage) -> list[SiteRecord]:
+    return [SiteRecord.model_validate(s) for s in json.loads((calibration.folder / SITES).read_text())]
+
+
+def _tables(calibration: Stage):
+    import torch
+
+    from trtconvert.calib.calibration import Calibration
+
+    modes = {s.name: torch.tensor(s.modes, dtype=torch.int32) for s in _sites(calibration) if s.modes}
+    return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
+
+
+def _component(exported: Stage) -> ComponentRecord:
+    return ComponentRecord.model_validate_json((exported.folder / SIGNATURE).read_text())
+
+
+def _dims(recipe: Recipe, model: DiffusionModel) -> dict[str, tuple[int, int, int]]:
+    """The model's ranges, narrowed by the recipe's."""
+    dims = dict(model.dims)
+    for name, wanted in recipe.engine.shapes.items():
+        if name not in dims:
+            raise UserError(
+                f"engine.shapes names the dimension '{name}', which {model.name} does not have",
+                expected=", ".join(dims),
+                got=name,
+                remedy="correct engine.shapes in the recipe",
+            )
+        low, _, high = dims[name]
+        if wanted.min < low or wanted.max > high:
+            raise UserError(
+                f"engine.shapes asks for more of '{name}' than {model.name} supports",
+                expected=f"{low} to {high}",
+                got=f"{wanted.min} to {wanted.max}",
+                remedy="narrow the range in the recipe",
+            )
+        dims[name] = (wanted.min, wanted.opt, wanted.max)
+    return dims
+
+
+def _engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:
+    return recipe.model.dtype if dtype == "float32" and name != model.timestep_input else dtype
+
+
+def _plugin_onnx(exported: Stage, folder: Path) -> Path:
+    import onnx_ir as ir
+
+    from trtconvert.export.lowering import lower_to_plugin
+
+    lowered = ir.load(exported.folder / ONNX)
+    lower_to_plugin(lowered)
+    ir.save(lowered, folder / "plugin.onnx")
+    return folder / "plugin.onnx"
+
+
+def _portable(recipe: Recipe) -> Recipe:
+    """The recipe without the folders of the machine that built the bundle."""
+    model, calibration = recipe.model, recipe.calibration
+    if model.weights is not None:
+        model = model.model_copy(update={"weights": Path(model.weights.name)})
+    if isinstance(calibration.data, Path):
+        calibration = calibration.model_copy(update={"data": Path(calibration.data.name)})
+    return recipe.model_copy(update={"model": model, "calibration": calibration})
+
+
+def _assemble(
+    folder: Path,
+    recipe: Recipe,
+    weights: str,
+    backend: BackendStatus,
+    reason: str,
+    calibration: Stage,
+    exported: Stage,
+    engines: list[tuple[EngineRecord, Stage]],
+    verified: Stage,
+) -> Manifest:
+    """Copy what the stages left into the bundle's folder, and write the manifest last."""
+    shutil.copyfile(calibration.folder / CALIBRATION, folder / CALIBRATION)
+    shutil.copyfile(exported.folder / ONNX, folder / ONNX)
+    shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
+    for record, stage in engines:
+        (folder / record.file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(stage.folder / "engine.plan", folder / record.file)
+    manifest = Manifest(
+        model=recipe.model.source,
+        weights=weights,
+        versions=versions(),
+        backend=backend.name,
+        backend_reason=reason,
+        recipe=_portable(recipe),
+        calibration=CALIBRATION,
+        components={COMPONENT: _component(exported).model_copy(update={"engines": [record for record, _ in engines]})},
+        quality=QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()),
+    )
+    bundle.write_manifest(folder, manifest)
+    return bundle.read_manifest(folder)

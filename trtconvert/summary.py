@@ -1,0 +1,103 @@
+"""What a build and a bundle look like on the terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import ComponentRecord, Manifest
+from trtconvert.pipeline import Outcome
+from trtconvert.progress import Reporter
+
+ATTENTION = {
+    "plugin": "INT8, our plugin",
+    "native": "native, the model's precision: INT8 needs the tensorrt backend",
+}
+
+
+def print_build(outcome: Outcome, report: Reporter) -> None:
+    """The table at the end of `trtconvert build`."""
+    table = _table(f"built {outcome.folder}")
+    _manifest_rows(table, outcome.manifest)
+    for stage, seconds in report.seconds.items():
+        table.add_row(f"time, {stage}", "from the cache" if stage in report.reused else f"{seconds:.1f} s")
+    table.add_row("time, all", f"{sum(report.seconds.values()):.1f} s")
+    report.console.print(table)
+    report.console.print(f"look at {outcome.folder / 'samples.png'}: the same seeds in full precision and in INT8")
+
+
+def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
+    """The table of `trtconvert inspect`."""
+    table = _table(str(folder))
+    _manifest_rows(table, manifest)
+    table.add_row("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    table.add_row("weights", manifest.weights[:16] + "…")
+    table.add_row(
+        "files", f"{len(manifest.files)}, {_size(sum(f.size for f in manifest.files.values()))}, all as built"
+    )
+    console.print(table)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _manifest_rows(table: Table, manifest: Manifest) -> None:
+    table.add_row("model", manifest.model)
+    for name, component in manifest.components.items():
+        table.add_row(name, ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs))
+        table.add_row("", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
+        table.add_row("attention sites", _sites(component))
+        for modes, sites in _plans(component).items():
+            table.add_row("modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
+    quality = manifest.quality
+    db, site, index = quality.worst_site()
+    drawn = f"{quality.samples} samples, {quality.sampler} {quality.steps} steps"
+    table.add_row(
+        "PSNR against FP32",
+        f"{quality.psnr:.1f} dB over {drawn}; worst {quality.psnr_worst:.1f} dB, seed {quality.psnr_worst_seed}",
+    )
+    table.add_row("worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
+    table.add_row("exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
+    table.add_row("backend", f"{manifest.backend}: {manifest.backend_reason}")
+    for component in manifest.components.values():
+        for engine in component.engines:
+            size = _size(manifest.files[engine.file].size)
+            table.add_row(
+                f"engine, {engine.target}",
+                f"{size}, {engine.backend} {engine.library}, attention: {ATTENTION[engine.attention]}",
+            )
+        size = _size(manifest.files[component.onnx].size)
+        table.add_row(
+            "ONNX", f"{size}, any ONNX Runtime, attention: INT8, the op's function body (exact numerics, slow)"
+        )
+
+
+def _sites(component: ComponentRecord) -> str:
+    converted = [site for site in component.sites if site.modes]
+    left = [f"{site.name}: {site.reason}" for site in component.sites if not site.modes]
+    return f"{len(component.sites)} found, {len(converted)} in INT8" + (f"; left: {'; '.join(left)}" if left else "")
+
+
+def _plans(component: ComponentRecord) -> dict[tuple[int, ...], int]:
+    """How many sites follow each row of modes."""
+    plans: dict[tuple[int, ...], int] = {}
+    for site in component.sites:
+        if site.modes:
+            plans[tuple(site.modes)] = plans.get(tuple(site.modes), 0) + 1
+    return plans
+
+
+def _runs(modes: tuple[int, ...]) -> str:
+    return ", ".join(f"{len(list(run))} × {Mode(mode).name.lower()}" for mode, run in groupby(modes))
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
