@@ -1,0 +1,590 @@
+// The portable kernel: cp.async and mma.sync, for sm_80 and later.
+//
+// A warp owns 16 query rows, from the first product to the output. Keys come in tiles of 128 (INT8 second product) or steps
+// of 64 (16-bit second product); the tile images of K and V travel through a ring in shared memory, in the order
+// K0 V0 K1 V1 …, with one thread-block barrier per image. The mode is the batch element's, read on the device, so one
+// launch serves a batch of mixed modes.
+//
+// Names: g is a lane's row in a fragment (and g + 8 its second row), t its place in the quad that shares the row.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "launch.h"
+
+namespace trtconvert::attention::mma {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2Of255 = 7.994353436858858f;
+
+// An INT32 accumulator that starts here is, read as FP32, 1.5 * 2^23 + the sum, exact while |sum| < 2^22: 127 * 127 * 256
+// for a dot product, 255 * 127 * 128 for a tile of the second product. One subtraction replaces the conversion.
+constexpr int32_t kMagicBits = 0x4B400000;
+constexpr float kMagic = 12582912.f;
+// Adding 2^23 to 0 <= x <= 255 leaves x, rounded to nearest even, in the low byte.
+constexpr float kRoundToByte = 8388608.f;
+
+constexpr int kRowsPerWarp = 16;
+constexpr int kScaleBytes = 2 * kKeyTile * sizeof(float);  // log2_v and inverse_v of one tile
+
+static_assert(offsetof(TileScales, inverse_v) == kKeyTile * sizeof(float) && offsetof(TileScales, k) == kScaleBytes);
+
+template <int kDimQk, int kDimPv>
+struct Config {
+  static constexpr int kWarps = kDimPv <= 192 ? 8 : 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = kWarps * kRowsPerWarp;
+  // Images in flight and in use. As many as fit into the 99 KiB that sm_86, sm_89 and sm_120 give one thread block.
+  static constexpr int kSlots = kDimPv <= 160 ? 4 : kDimPv <= 192 ? 3 : 2;
+  // An INT8 image of 128 keys and a 16-bit image of 64 keys have the same size.
+  static constexpr int kImageBytes = kKeyTile * (kDimQk > kDimPv ? kDimQk : kDimPv);
+  static constexpr int kSlotBytes = kImageBytes + kScaleBytes;
+  static constexpr int kSharedBytes = kSlots * kSlotBytes;
+  static_assert(kSharedBytes <= 99 * 1024);
+};
+
+// ---- PTX ----
+
+__device__ __forceinline__ void copy_async(uint32_t s_target, const void* g_source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t s_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(s_row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t s_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(s_row)
+               : "memory");
+}
+
+// d = a * b + c, 16 x 8 x 32 bytes.
+__device__ __forceinline__ void multiply_s8(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                            const int32_t (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+__device__ __forceinline__ void multiply_u8s8(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                              const int32_t (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+// d += a * b, 16 x 8 x 16 elements of T.
+template <typename T>
+__device__ __forceinline__ void multiply_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// ---- What a thread block works on ----
+
+struct Work {
+  int b, head, kv_head;
+  int mode, bin, num_keys;
+  int row;  // this thread's first query row; the second is row + 8. Rows at and beyond num_queries are not stored
+  int64_t kv_tile0;  // index of the head's first key tile
+  const uint8_t* q_rows;   // this thread's bytes of its first row in chunk 0 of the warp's Q image
+  float row_scale[2];      // scale of the row's logits * log2(e)
+};
+
+__device__ __forceinline__ Work find_work(const Params& p, int rows) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  Work w;
+  w.b = blockIdx.z;
+  w.head = blockIdx.y;
+  w.kv_head = w.head / p.group;
+  const ElementInfo element = p.elements[w.b];
+  w.mode = element.mode;
+  w.bin = element.bin;
+  w.num_keys = element.num_keys;
+  w.row = blockIdx.x * rows + threadIdx.x / 32 * kRowsPerWarp + g;
+  w.kv_tile0 = (int64_t(w.b) * p.kv_heads + w.kv_head) * p.key_tiles;
+  // The last thread block may reach beyond the last Q image. Its idle warps repeat that image and store nothing.
+  const int block = min(w.row / kQueryBlock, p.query_blocks - 1);
+  const int64_t image = (int64_t(w.b) * p.heads + w.head) * p.query_blocks + block;
+  const int image_row = w.row % kQueryBlock;
+  w.q_rows = p.q_images + image * p.q_block_bytes + image_row * 16 + t * 4;
+  w.row_scale[0] = p.row_scales[image * kQueryBlock + image_row];
+  w.row_scale[1] = p.row_scales[image * kQueryBlock + image_row + 8];
+  return w;
+}
+
+// A fragments of the warp's 16 rows, kSteps steps of 32 bytes.
+template <int kSteps>
+__device__ __forceinline__ void load_queries(uint32_t (&q)[kSteps][4], const Work& w) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // rows g, g + 8 of chunk 2s, then of chunk 2s + 1
+      q[s][i] = *reinterpret_cast<const uint32_t*>(w.q_rows + ((2 * s + i / 2) * kQueryBlock + i % 2 * 8) * 16);
+}
+
+// Byte offset, within an image of kRows rows, that this lane hands to ldmatrix.x4 for two groups of 8 rows by two chunks:
+// registers 0, 1 are the B fragment of the first group, 2, 3 that of the second.
+template <int kRows>
+__device__ __forceinline__ int fragment_offset() {
+  const int lane = threadIdx.x % 32;
+  return (lane / 8 % 2 * kRows + lane / 16 * 8 + lane % 8) * 16;
+}
+
+template <int kThreads, int kBytes>
+__device__ __forceinline__ void copy_image(uint32_t s_target, const uint8_t* g_source) {
+  static_assert(kBytes % 16 == 0);
+  for (int i = threadIdx.x * 16; i < kBytes; i += kThreads * 16) copy_async(s_target + i, g_source + i);
+}
+
+// ---- Masks ----
+
+// Hides keys that do not exist and applies the mask to logits in units of log2. Column c of fragment n is key
+// first_key + 8 n + 2 t + c % 2, row c / 2. Loads one element at a time: masks may have any strides.
+template <int kFragments>
+__device__ __forceinline__ void apply_mask(float (&z)[kFragments][4], const Params& p, const Work& w, int first_key) {
+  const int key0 = first_key + threadIdx.x % 4 * 2;
+  if (first_key + kFragments * 8 > w.num_keys) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (key0 + n * 8 + c % 2 >= w.num_keys) z[n][c] = -INFINITY;
+  }
+  if (p.mask_kind == TRTCONVERT_MASK_NONE) return;
+  int64_t base[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    base[r] = w.b * p.mask_strides[0] + w.head * p.mask_strides[1] +
+              int64_t(min(w.row + r * 8, p.num_queries - 1)) * p.mask_strides[2];
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int64_t at = base[c / 2] + int64_t(min(key0 + n * 8 + c % 2, w.num_keys - 1)) * p.mask_strides[3];
+      if (p.mask_kind == TRTCONVERT_MASK_BOOL) {
+        if (static_cast<const uint8_t*>(p.mask)[at] == 0) z[n][c] = -INFINITY;
+      } else {
+        const float bias = p.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.mask)[at])
+                                  : __half2float(static_cast<const __half*>(p.mask)[at]);
+        z[n][c] += bias * kLog2e;
+      }
+    }
+}
+
+// ---- Softmax ----
+
+// Maximum of a row over the quad that shares it.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+template <int kFragments>
+__device__ __forceinline__ void row_maxima(float (&maximum)[2], const float (&z)[kFragments][4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float m = fmaxf(z[0][2 * r], z[0][2 * r + 1]);
+#pragma unroll
+    for (int n = 1; n < kFragments; ++n) m = fmaxf(m, fmaxf(z[n][2 * r], z[n][2 * r + 1]));
+    maximum[r] = quad_max(m);
+  }
+}
+
+// A maximum that can be subtracted: minus infinity, of a row with no visible key yet, would make NaN of its weights.
+__device__ __forceinline__ float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
+// Running maximum and sum of the two rows of a thread. The sum is this thread's share until the end.
+struct RowState {
+  float maximum[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.f, 0.f};
+};
+
+// ---- Output ----
+
+// Stores the two rows: value(r, d, accumulator) gives an output element.
+template <typename T, int kDimPv, typename Value>
+__device__ __forceinline__ void store_rows(const Params& p, const Work& w, const float (&o)[kDimPv / 8][4],
+                                           const Value& value) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = w.row + r * 8;
+    if (row >= p.num_queries) continue;
+    T* const out = static_cast<T*>(p.out) + w.b * p.out_strides.batch + w.head * p.out_strides.head +
+                   int64_t(row) * p.out_strides.token;
+#pragma unroll
+    for (int n = 0; n < kDimPv / 8; ++n) {
+      if (n * 8 >= p.head_dim) continue;
+      const int d = n * 8 + threadIdx.x % 4 * 2;
+      *reinterpret_cast<uint32_t*>(out + d) = pack_pair<T>(value(r, d, o[n][2 * r]), value(r, d + 1, o[n][2 * r + 1]));
+    }
+  }
+}
+
+// 1 / sum of a row; NaN where the pre-pass found the row's tables unusable, 0 where no key is visible.
+__device__ __forceinline__ float inverse_sum(float sum, float row_scale) {
+  if (isnan(row_scale)) return row_scale;
+  return sum == 0.f ? 0.f : 1.f / sum;
+}
+
+// ---- Modes 2 and 3: INT8 second product ----
+
+// D = dims of one instance. Scales of mode 3 are the calibrated ones alone, so its token scales are one.
+template <int kDimQk, int kDimPv>
+__device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint32_t s_ring) {
+  using C = Config<kDimQk, kDimPv>;
+  constexpr int kFragments = kKeyTile / 8;
+  const int t = threadIdx.x % 4;
+  const int num_tiles = ceil_div(w.num_keys, kKeyTile);
+
+  // Image 2 j is tile j of K (with the token scales of V), image 2 j + 1 is tile j of V.
+  const auto fetch = [&](int image) {
+    if (image < 2 * num_tiles) {
+      const uint32_t slot = s_ring + image % C::kSlots * C::kSlotBytes;
+      const int64_t tile = w.kv_tile0 + image / 2;
+      if (image % 2 == 0) {
+        copy_image<C::kThreads, kKeyTile * kDimQk>(slot, p.k_images + tile * p.k_tile_bytes);
+        if (w.mode == 2)
+          copy_image<C::kThreads, kScaleBytes>(slot + C::kImageBytes,
+                                               reinterpret_cast<const uint8_t*>(p.tile_scales + tile));
+      } else {
+        copy_image<C::kThreads, kKeyTile * kDimPv>(slot, p.v_images + tile * p.v_tile_bytes);
+      }
+    }
+    commit_copies();
+  };
+  // Waits for an image, lets every warp finish with the one before, and fetches into the slot that this frees.
+  const auto advance = [&](int image) {
+    wait_copies<C::kSlots - 2>();
+    __syncthreads();
+    fetch(image + C::kSlots - 1);
+    return s_ring + image % C::kSlots * C::kSlotBytes;
+  };
+
+  uint32_t q[kDimQk / 32][4];
+  load_queries(q, w);
+#pragma unroll
+  for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
+
+  int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+  float o[kDimPv / 8][4] = {};
+  RowState state;
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const uint32_t s_k = advance(2 * tile);
+    const float k_scale = p.tile_scales[w.kv_tile0 + tile].k;
+
+    int32_t s[kFragments][4];
+#pragma unroll
+    for (int step = 0; step < kDimQk / 32; ++step)
+#pragma unroll
+      for (int n = 0; n < kFragments; n += 2) {
+        uint32_t k[4];
+        load_matrices(k, s_k + fragment_offset<kKeyTile>() + (2 * step * kKeyTile + n * 8) * 16);
+        multiply_s8(s[n], q[step], k[0], k[1], step == 0 ? zero : s[n]);
+        multiply_s8(s[n + 1], q[step], k[2], k[3], step == 0 ? zero : s[n + 1]);
+      }
+
+    // Logits in units of log2. Those of mode 2 carry log2 of the value token's scale.
+    const float scale[2] = {w.row_scale[0] * k_scale, w.row_scale[1] * k_scale};
+    const float* const s_log2_v = static_cast<const float*>(__cvta_shared_to_generic(s_k + C::kImageBytes)) + 4 * t;
+    float z[kFragments][4];
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      float4 log2_v = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (w.mode == 2) log2_v = *reinterpret_cast<const float4*>(s_log2_v + n * 8);
+      const float bias[4] = {log2_v.x, log2_v.y, log2_v.z, log2_v.w};
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          z[n + i][c] = fmaf(__int_as_float(s[n + i][c]) - kMagic, scale[c / 2], bias[2 * i + c % 2]);
+    }
+    if (p.mask_kind != TRTCONVERT_MASK_NONE || (tile + 1) * kKeyTile > w.num_keys) apply_mask(z, p, w, tile * kKeyTile);
+
+    // Weights relative to the tile's maximum, times 255; the factors below relate tiles to each other.
+    float tile_maximum[2];
+    row_maxima(tile_maximum, z);
+    float kept[2], added[2], subtracted[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float maximum = fmaxf(state.maximum[r], tile_maximum[r]);
+      kept[r] = exp2_approx(state.maximum[r] - finite_or_zero(maximum));
+      added[r] = exp2_approx(tile_maximum[r] - finite_or_zero(maximum));
+      subtracted[r] = finite_or_zero(tile_maximum[r]) - kLog2Of255;
+      state.maximum[r] = maximum;
+    }
+    uint32_t p8[kFragments / 4][4];
+    float tile_sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      float4 inverse_v = make_float4(1.f, 1.f, 1.f, 1.f);
+      if (w.mode == 2) inverse_v = *reinterpret_cast<const float4*>(s_log2_v + kKeyTile + n * 8);
+      const float inverse[4] = {inverse_v.x, inverse_v.y, inverse_v.z, inverse_v.w};
+      uint32_t bytes[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float weight = exp2_approx(z[n + i][c] - subtracted[c / 2]);
+          tile_sum[c / 2] = fmaf(weight, inverse[2 * i + c % 2], tile_sum[c / 2]);
+          bytes[i][c] = __float_as_uint(weight + kRoundToByte);
+        }
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        p8[n / 4][n % 4 + r] = __byte_perm(__byte_perm(bytes[0][2 * r], bytes[0][2 * r + 1], 0x0040),
+                                           __byte_perm(bytes[1][2 * r], bytes[1][2 * r + 1], 0x0040), 0x5410);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] = state.sum[r] * kept[r] + tile_sum[r] * added[r];
+
+    const uint32_t s_v = advance(2 * tile + 1);
+#pragma unroll
+    for (int n = 0; n < kDimPv / 8; n += 2) {
+      int32_t product[2][4];
+#pragma unroll
+      for (int step = 0; step < kKeyTile / 32; ++step) {
+        uint32_t v[4];
+        load_matrices(v, s_v + fragment_offset<kDimPv>() + (2 * step * kDimPv + n * 8) * 16);
+        multiply_u8s8(product[0], p8[step], v[0], v[1], step == 0 ? zero : product[0]);
+        multiply_u8s8(product[1], p8[step], v[2], v[3], step == 0 ? zero : product[1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          o[n + i][c] = fmaf(__int_as_float(product[i][c]) - kMagic, added[c / 2], o[n + i][c] * kept[c / 2]);
+    }
+  }
+
+  float inverse[2], offset_factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(state.sum[r]);
+    inverse[r] = inverse_sum(sum, w.row_scale[r]);
+    offset_factor[r] = sum == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
+  }
+  const int64_t channel0 = (int64_t(w.bin) * p.kv_heads + w.kv_head) * p.head_dim;
+  const auto value = [&](int r, int d, float x) {
+    return fmaf(x * inverse[r], p.v_scale[channel0 + d], p.v_offset[channel0 + d] * offset_factor[r]);
+  };
+  if (p.bf16) {
+    store_rows<__nv_bfloat16, kDimPv>(p, w, o, value);
+  } else {
+    store_rows<__half, kDimPv>(p, w, o, value);
+  }
+}
+
+// ---- Modes 0 and 1: 16-bit second product ----
+
+template <int kDimQk, int kDimPv, typename T, bool kInt8Logits>
+__device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uint32_t s_ring) {
+  using C = Config<kDimQk, kDimPv>;
+  constexpr int kFragments = kHalfTile / 8;
+  constexpr int kQkSteps = (kInt8Logits ? kDimQk : 2 * kDimPv) / 32;
+  constexpr int kHalfImageBytes = kHalfTile * 2 * kDimPv;
+  const int num_steps = ceil_div(w.num_keys, kHalfTile);
+
+  // Image 2 j is 64 keys of K, image 2 j + 1 the same keys' V.
+  const auto fetch = [&](int image) {
+    if (image < 2 * num_steps) {
+      const uint32_t slot = s_ring + image % C::kSlots * C::kSlotBytes;
+      const int half = image / 2 % 2;
+      const int64_t tile = w.kv_tile0 + image / 4;
+      if (image % 2 == 1) {
+        copy_image<C::kThreads, kHalfImageBytes>(slot, p.v_images + tile * p.v_tile_bytes + half * kHalfImageBytes);
+      } else if constexpr (kInt8Logits) {
+        // Half the rows of each chunk of a 128-key image.
+        constexpr int kPiece = kHalfTile * 16;
+        const uint8_t* const source = p.k_images + tile * p.k_tile_bytes + half * kPiece;
+        for (int i = threadIdx.x * 16; i < kHalfTile * kDimQk; i += C::kThreads * 16)
+          copy_async(slot + i, source + i / kPiece * (2 * kPiece) + i % kPiece);
+      } else {
+        copy_image<C::kThreads, kHalfImageBytes>(slot, p.k_images + tile * p.k_tile_bytes + half * kHalfImageBytes);
+      }
+    }
+    commit_copies();
+  };
+  const auto advance = [&](int image) {
+    wait_copies<C::kSlots - 2>();
+    __syncthreads();
+    fetch(image + C::kSlots - 1);
+    return s_ring + image % C::kSlots * C::kSlotBytes;
+  };
+
+  uint32_t q[kQkSteps][4];
+  load_queries(q, w);
+#pragma unroll
+  for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
+
+  // Where this lane reads V's transposed fragments: 16 keys by two chunks of 8 channels.
+  const int lane = threadIdx.x % 32;
+  const int v_offset = (lane / 16 * kHalfTile + lane / 8 % 2 * 8 + lane % 8) * 16;
+  float o[kDimPv / 8][4] = {};
+  RowState state;
+  for (int step64 = 0; step64 < num_steps; ++step64) {
+    const uint32_t s_k = advance(2 * step64) + fragment_offset<kHalfTile>();
+    float z[kFragments][4];
+    if constexpr (kInt8Logits) {
+      int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+      const float k_scale = p.tile_scales[w.kv_tile0 + step64 / 2].k;
+      int32_t s[kFragments][4];
+#pragma unroll
+      for (int step = 0; step < kQkSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kFragments; n += 2) {
+          uint32_t k[4];
+          load_matrices(k, s_k + (2 * step * kHalfTile + n * 8) * 16);
+          multiply_s8(s[n], q[step], k[0], k[1], step == 0 ? zero : s[n]);
+          multiply_s8(s[n + 1], q[step], k[2], k[3], step == 0 ? zero : s[n + 1]);
+        }
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) z[n][c] = (__int_as_float(s[n][c]) - kMagic) * (w.row_scale[c / 2] * k_scale);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) z[n][c] = 0.f;
+#pragma unroll
+      for (int step = 0; step < kQkSteps; ++step)
+#pragma unroll
+        for (int n = 0; n < kFragments; n += 2) {
+          uint32_t k[4];
+          load_matrices(k, s_k + (2 * step * kHalfTile + n * 8) * 16);
+          multiply_16bit<T>(z[n], q[step], k[0], k[1]);
+          multiply_16bit<T>(z[n + 1], q[step], k[2], k[3]);
+        }
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) z[n][c] *= w.row_scale[c / 2];
+    }
+    if (p.mask_kind != TRTCONVERT_MASK_NONE || (step64 + 1) * kHalfTile > w.num_keys)
+      apply_mask(z, p, w, step64 * kHalfTile);
+
+    float step_maximum[2], kept[2], subtracted[2];
+    row_maxima(step_maximum, z);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float maximum = fmaxf(state.maximum[r], step_maximum[r]);
+      subtracted[r] = finite_or_zero(maximum);
+      kept[r] = exp2_approx(state.maximum[r] - subtracted[r]);
+      state.maximum[r] = maximum;
+      state.sum[r] *= kept[r];
+    }
+    uint32_t weights[kFragments / 2][4];
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float low = exp2_approx(z[n][2 * r] - subtracted[r]);
+        const float high = exp2_approx(z[n][2 * r + 1] - subtracted[r]);
+        state.sum[r] += low + high;
+        weights[n / 2][n % 2 * 2 + r] = pack_pair<T>(low, high);
+      }
+#pragma unroll
+    for (int n = 0; n < kDimPv / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[n][c] *= kept[c / 2];
+
+    const uint32_t s_v = advance(2 * step64 + 1) + v_offset;
+#pragma unroll
+    for (int step = 0; step < kHalfTile / 16; ++step)
+#pragma unroll
+      for (int n = 0; n < kDimPv / 8; n += 2) {
+        uint32_t v[4];
+        load_matrices_transposed(v, s_v + (n * kHalfTile + step * 16) * 16);
+        multiply_16bit<T>(o[n], weights[step], v[0], v[1]);
+        multiply_16bit<T>(o[n + 1], weights[step], v[2], v[3]);
+      }
+  }
+
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) inverse[r] = inverse_sum(quad_sum(state.sum[r]), w.row_scale[r]);
+  store_rows<T, kDimPv>(p, w, o, [&](int r, int, float x) { return x * inverse[r]; });
+}
+
+// ---- Kernel and launch ----
+
+template <int kDimQk, int kDimPv>
+__global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads)
+    attention_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) uint8_t s_memory[];
+  const uint32_t s_ring = static_cast<uint32_t>(__cvta_generic_to_shared(s_memory));
+  const Work w = find_work(p, Config<kDimQk, kDimPv>::kRows);
+  // The same for the whole thread block: one batch element has one mode.
+  if (w.mode >= 2) {
+    attend_int8<kDimQk, kDimPv>(p, w, s_ring);
+  } else if (w.mode == 1) {
+    if (p.bf16) {
+      attend_16bit<kDimQk, kDimPv, __nv_bfloat16, true>(p, w, s_ring);
+    } else {
+      attend_16bit<kDimQk, kDimPv, __half, true>(p, w, s_ring);
+    }
+  } else if (p.bf16) {
+    attend_16bit<kDimQk, kDimPv, __nv_bfloat16, false>(p, w, s_ring);
+  } else {
+    attend_16bit<kDimQk, kDimPv, __half, false>(p, w, s_ring);
+  }
+}
+
+template <int kDimQk, int kDimPv>
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  using C = Config<kDimQk, kDimPv>;
+  constexpr auto kernel = attention_kernel<kDimQk, kDimPv>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(ceil_div(params.num_queries, C::kRows), params.heads, params.batch);
+  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace trtconvert::attention::mma
