@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trtconvert.attention.modes import Mode
@@ -15,7 +16,7 @@ from trtconvert.progress import Reporter
 
 ATTENTION = {
     "plugin": "INT8, our plugin",
-    "native": "native, the model's precision: INT8 needs the tensorrt backend",
+    "native": "native, not INT8",
 }
 
 
@@ -52,7 +53,8 @@ def _table(title: str) -> Table:
 def _manifest_rows(table: Table, manifest: Manifest) -> None:
     table.add_row("model", manifest.model)
     for name, component in manifest.components.items():
-        table.add_row(name, ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs))
+        signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
+        table.add_row(name, escape(signature))
         table.add_row("", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
         table.add_row("attention sites", _sites(component))
         for modes, sites in _plans(component).items():

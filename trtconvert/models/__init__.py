@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from typing import TYPE_CHECKING
 
 import torch
 
 from trtconvert.errors import UserError
 from trtconvert.models.base import DiffusionModel, Sampler
-from trtconvert.recipe import ModelSection
+
+if TYPE_CHECKING:
+    from trtconvert.recipe import ModelSection
 
 __all__ = ["DiffusionModel", "load", "load_sampler"]
 
