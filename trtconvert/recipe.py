@@ -7,7 +7,7 @@ error names its line.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,32 +30,32 @@ class ModelSection(_Section):
         description="`digits-dit`, the model that ships with the project, or `package.module:function`, a function that "
         "returns a trtconvert.models.DiffusionModel."
     )
-    weights: Path | None = Field(None, description="Safetensors file, relative to the recipe.")
+    weights: Path | None = Field(default=None, description="Safetensors file, relative to the recipe.")
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for a `package.module:function`."
     )
     dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        "float32", description="Type of the engine's weights and inputs."
+        default="float32", description="Type of the engine's weights and inputs."
     )
 
 
 class AttentionSection(_Section):
     """Which attention runs in INT8, and how."""
 
-    include: list[str] = Field(["*"], min_length=1, description="Patterns (fnmatch) of site names to convert.")
-    exclude: list[str] = Field([], description="Patterns of site names to leave as they are.")
+    include: list[str] = Field(default=["*"], min_length=1, description="Patterns (fnmatch) of site names to convert.")
+    exclude: list[str] = Field(default=[], description="Patterns of site names to leave as they are.")
     modes: Literal["auto"] | ModeName | list[ModeName] = Field(
-        "auto",
+        default="auto",
         description="One mode for every timestep, one per timestep bin from low noise up, or `auto`: by each bin's noise "
         "level, aggressive where σ/σ_mid > 5, precision where σ/σ_mid < 0.1, balanced between.",
     )
     scaling: Literal["calibrated", "dynamic"] = Field(
-        "calibrated",
+        default="calibrated",
         description="`calibrated`: static per-head scales. `dynamic`: modes precision and balanced measure the scales of "
         "queries (per token) and keys (per 128) while they run.",
     )
     smooth_k: bool = Field(
-        True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
+        default=True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
     )
 
 
@@ -63,19 +63,25 @@ class CalibrationSection(_Section):
     """What is observed, and how ranges become scales."""
 
     data: Literal["denoise"] | Path = Field(
-        "denoise",
+        default="denoise",
         description="`denoise`: seeded denoising runs of the model. Or a .safetensors or .npz file of denoiser inputs.",
     )
-    samples: Annotated[int, Field(ge=1)] = Field(64, description="Samples to denoise, or recorded inputs to use.")
-    batch: Annotated[int, Field(ge=1)] = Field(16, description="Samples per batch; percentiles are taken over batches.")
-    steps: Annotated[int, Field(ge=1)] = Field(20, description="Denoising steps of each run.")
+    samples: Annotated[int, Field(ge=1)] = Field(
+        default=64, description="Samples to denoise, or recorded inputs to use."
+    )
+    batch: Annotated[int, Field(ge=1)] = Field(
+        default=16, description="Samples per batch; percentiles are taken over batches."
+    )
+    steps: Annotated[int, Field(ge=1)] = Field(default=20, description="Denoising steps of each run.")
     seed: Annotated[int, Field(ge=0)] = 0
     percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
     statistic: Literal["batch-max", "elements"] = Field(
-        "batch-max",
+        default="batch-max",
         description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements.",
     )
-    bins: Annotated[int, Field(ge=1, le=64)] = Field(10, description="Timestep bins; each has its own scales and mode.")
+    bins: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=10, description="Timestep bins; each has its own scales and mode."
+    )
 
 
 class Range(_Section):
@@ -105,7 +111,7 @@ class EngineSection(_Section):
     """What is built."""
 
     backend: Literal["auto", "tensorrt", "tensorrt_rtx", "onnxruntime"] = Field(
-        "auto",
+        default="auto",
         description="`auto` takes the first of tensorrt, tensorrt_rtx and onnxruntime that this machine can build with.",
     )
     shapes: dict[str, Range] = Field(
@@ -113,7 +119,7 @@ class EngineSection(_Section):
         description="Symbolic dimension: [min, opt, max]. What is absent takes the model's own range.",
     )
     targets: list[Target] = Field(
-        ["sm75", "sm80", "sm86", "sm89", "sm120"],
+        default=["sm75", "sm80", "sm86", "sm89", "sm120"],
         min_length=1,
         description="GPUs that TensorRT-RTX builds for, an engine each.",
     )
@@ -130,19 +136,21 @@ class VerifySection(_Section):
     """The gates: a build whose images or outputs miss one of them fails."""
 
     samples: Annotated[int, Field(ge=1)] = Field(
-        64, description="Seeds sampled by the full-precision and by the INT8 model."
+        default=64, description="Seeds sampled by the full-precision and by the INT8 model."
     )
     steps: Annotated[int, Field(ge=1)] = 50
     sampler: Literal["ddim", "heun", "euler"] = "ddim"
-    seed: Annotated[int, Field(ge=0)] = Field(1000, description="First seed; keep it apart from the calibration's.")
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=1000, description="First seed; keep it apart from the calibration's."
+    )
     min_psnr: float = Field(
-        33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
+        default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
     )
     min_site_sqnr: float = Field(
-        15.0, description="dB, of each site's output in each timestep bin against exact attention."
+        default=15.0, description="dB, of each site's output in each timestep bin against exact attention."
     )
     max_error: Annotated[float, Field(gt=0)] = Field(
-        0.01,
+        default=0.01,
         description="Relative L2 error of the exported denoiser against the torch reference of the same INT8 arithmetic.",
     )
 
@@ -150,7 +158,7 @@ class VerifySection(_Section):
 class OutputSection(_Section):
     """What the bundle holds beside the engines."""
 
-    grid: Annotated[int, Field(ge=1, le=64)] = Field(16, description="Samples shown in samples.png.")
+    grid: Annotated[int, Field(ge=1, le=64)] = Field(default=16, description="Samples shown in samples.png.")
 
 
 class Recipe(_Section):
@@ -273,9 +281,8 @@ def _is_place(document: Any, loc: tuple, part: Any) -> bool:
 def _line(document: Any, keys: list[Any]) -> int:
     node, line = document, 1
     for key in keys:
-        position = node.lc.key(key) if isinstance(node, dict) else node.lc.item(key) if hasattr(node, "lc") else None
-        if position is not None:
-            line = position[0] + 1
+        places = node.lc  # ruamel keeps (line, column) of keys and of items
+        line = (places.key(key) if isinstance(node, Mapping) else places.item(key))[0] + 1
         node = node[key]
     return line
 

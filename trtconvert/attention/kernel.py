@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.nn import functional
 
 from trtconvert.attention import reference
 from trtconvert.errors import BackendUnavailable
+from trtconvert.library import library_path
 
 _PARAMS_VERSION = 1  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
@@ -62,20 +62,15 @@ class _Params(ctypes.Structure):
     ]
 
 
-def library_path() -> Path:
-    """The shared library of this installation: kernels, C API and TensorRT plugin."""
-    return Path(__file__).parents[1] / "lib" / "libtrtconvert.so"
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     path = library_path()
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path or "libtrtconvert.so"))
     except OSError as error:
         raise BackendUnavailable(
             "the kernel library does not load",
-            expected=f"a shared library at {path}",
+            expected=f"a shared library at {path}" if path else "libtrtconvert.so in the installed package",
             got=str(error),
             remedy="install with 'pip install .', which builds it",
         ) from error

@@ -5,6 +5,7 @@ It hosts no plugins, so its attention is the `native` lowering in the model's ow
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def build(onnx: Path, inputs: Sequence[PlanInput], dims: Dims, target: str, prog
     Raises:
         TrtconvertError: see `build_plan`.
     """
-    import tensorrt_rtx_bindings as trt  # type: ignore[import-not-found]
+    trt: Any = importlib.import_module("tensorrt_rtx_bindings")
 
     def configure(config: Any) -> None:
         config.num_compute_capabilities = 1

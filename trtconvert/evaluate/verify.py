@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ def lowering_difference(
     onnxruntime.set_default_logger_severity(3)  # polygraphy's sessions would warn of what they cannot fold
     feed = {name: x.numpy() for name, x in inputs.items()}
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        results = Comparator.run(
+        results: Any = Comparator.run(
             [OnnxrtRunner(SessionFromOnnx(str(path)), name=path.stem) for path in (function, native)],
             data_loader=[feed],
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
@@ -75,16 +76,14 @@ def trace(
                 optimize=True,
                 verbose=False,
             )
-    except (
-        torch.onnx.errors.OnnxExporterError,
-        torch.fx.experimental.symbolic_shapes.ConstraintViolationError,
-    ) as error:
+    except (torch.onnx.errors.OnnxExporterError, ConstraintViolationError) as error:
         raise UserError(
             f"{model.name} cannot be exported to ONNX",
             expected="a forward that torch.export can trace, with " + ", ".join(symbols) + " dynamic",
             got=str(error).strip().splitlines()[0],
             remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward",
         ) from error
+    assert program is not None  # only None where it writes to a file
     exported = program.model
     nodes = attention_nodes(exported)
     if nodes.keys() != tables.keys():
@@ -155,7 +154,7 @@ def _check_tables(site: str, tables: AttentionTables) -> None:
         table = getattr(tables, field.name)
         problem = ""
         if field.name == "modes":
-            problem = "" if all(int(m) in iter(Mode) for m in table) else "a mode outside 0 to 3"
+            problem = "" if set(table.tolist()) <= set(Mode) else "a mode outside 0 to 3"
         elif not torch.isfinite(table).all():
             problem = "NaN or Inf"
         elif field.name.endswith("scale") and not (table > 0).all():

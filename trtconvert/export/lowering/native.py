@@ -22,6 +22,7 @@ def lower_to_native(model: ir.Model) -> int:
     for node in nodes.values():
         tape = Tape()
         out = _attention(tape, node)
+        assert node.graph is not None
         old = node.outputs[0]
         out.name, out.shape, out.type = old.name, old.shape, old.type
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [old], [out])
@@ -31,7 +32,8 @@ def lower_to_native(model: ir.Model) -> int:
 
 
 def _attention(tape: Tape, node: ir.Node) -> ir.Value:
-    q, k, v = (node.inputs[i] for i in range(3))
+    q, k, v = (x for x in node.inputs[:3] if x is not None)
+    assert q.dtype is not None  # the exporter types every value
     dtype = q.dtype.numpy()
     heads_last = node.attributes["layout"].as_string() == "BNHD"
 

@@ -1,0 +1,39 @@
+# make demo   sets up .venv, converts the digits model and leaves out/digits-dit
+# make test   sets up .venv and runs the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Python sources are used in place; the library is built again when one of these changes.
+COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f)
+
+.PHONY: setup demo test lint bench tensorrt clean
+
+setup: $(STAMP)
+
+$(STAMP): $(COMPILED)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/trtconvert build recipes/digits-dit.yaml -o out/digits-dit
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+# Prints the figures of the README with the machine and the date. bench/attention.py needs a GPU and runs on its own.
+bench: $(STAMP)
+	$(BIN)/python bench/build.py
+
+# The TensorRT libraries that tests/test_plugin_registry.py loads, into third_party/. Needs Maven.
+tensorrt: $(STAMP)
+	$(BIN)/python tools/get_tensorrt.py
+
+clean:
+	rm -rf $(VENV) build out .pytest_cache .ruff_cache
