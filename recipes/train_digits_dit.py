@@ -3,8 +3,8 @@
     python recipes/train_digits_dit.py --out DIR
 
 writes digits-dit.safetensors, digits-classifier.safetensors and samples.png to DIR, and prints the classifier's accuracy on
-held-out and on generated digits. The defaults made the shipped weights, in 25 minutes on two CPU cores. Seeded; bit-equal
-weights also need the same hardware and torch.
+held-out and on generated digits. The defaults made the shipped weights, in 75 seconds on one H200; a CPU takes hours, but 700
+steps of 128 images already give legible digits. Seeded; bit-equal weights also need the same hardware and torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.evaluate.classifier import DigitsClassifier, accuracy, digits_data
+from trtconvert.evaluate.grid import save_sheet
 from trtconvert.evaluate.samplers import initial_noise, sample
 from trtconvert.models.checkpoint import save_weights
 from trtconvert.models.digits_dit import (
@@ -144,15 +144,6 @@ def generate(model: DigitsDiT, count: int, device: torch.device) -> tuple[Tensor
     return images.cpu(), labels
 
 
-def save_grid(images: Tensor, path: Path, columns: int = 10, zoom: int = 6) -> None:
-    """Images [N, 1, 8, 8] in [0, 1] in rows of `columns`, each pixel `zoom` wide, one dark pixel between them."""
-    padded = F.pad(images, (0, 1, 0, 1))  # [N, 1, 9, 9]
-    rows = padded[: len(images) // columns * columns].unflatten(0, (-1, columns))
-    sheet = rows.permute(0, 3, 1, 4, 2).flatten(2).flatten(0, 1)
-    pixels = (sheet * 255).round().byte().repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
-    Image.fromarray(pixels.numpy()).save(path)
-
-
 def nearest(images: Tensor, others: Tensor) -> float:
     """Median over images of the root mean squared distance to the nearest of the others."""
     return (torch.cdist(images.flatten(1), others.flatten(1)).amin(1) / 8).median().item()
@@ -161,8 +152,8 @@ def nearest(images: Tensor, others: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights and the samples")
-    parser.add_argument("--steps", type=int, default=2400, help="training steps of the DiT")
-    parser.add_argument("--batch", type=int, default=128, help="images per training step")
+    parser.add_argument("--steps", type=int, default=8000, help="training steps of the DiT")
+    parser.add_argument("--batch", type=int, default=256, help="images per training step")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and noise")
     parser.add_argument("--count", type=int, default=1000, help="digits to generate and judge")
     parser.add_argument("--device", help="where to train", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -187,7 +178,7 @@ def main() -> None:
         f"distance to the nearest training digit: {nearest(images, train_images):.4f} of generated ones, "
         f"{nearest(test_images, train_images):.4f} of held-out ones"
     )
-    save_grid(images[:100], args.out / "samples.png")
+    save_sheet(images[:100], args.out / "samples.png")
 
 
 if __name__ == "__main__":
