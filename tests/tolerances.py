@@ -1,0 +1,28 @@
+"""All limits that tests compare numbers with, each with its reason. Two kinds, never mixed."""
+
+from trtconvert.attention.modes import Mode
+
+# Near exact: two computations of the same (quantised) arithmetic, relative L2 error. --------------------------------------
+
+SAME_ARITHMETIC = 2e-4
+"""FP32 against FP32 or float64 in another order. Rounding alone is 2e-7; a value that lies on the edge between two integers
+may round either way, and one such step in a small tensor is 1e-4 of it."""
+
+ROUNDED_TO_HALF = 5e-4
+"""An output rounded to FP16, whose unit roundoff is 2**-11."""
+
+ROUNDED_SHIFT = 2e-3
+"""A constant added to keys in FP32 and subtracted again moves them by up to 2**-22 of the constant, which flips some
+roundings to INT8."""
+
+WHOLE_DENOISER = 1e-3
+"""As SAME_ARITHMETIC, through six blocks that pass such steps on."""
+
+HISTOGRAM_OCTAVES = 2 / 64
+"""A percentile read off a histogram lies within a step of 1/64 octave, and interpolation moves the exact one by less."""
+
+# Quantised against unquantised attention. -----------------------------------------------------------------------------------
+
+MODE_ERROR = {Mode.FP16: 1e-6, Mode.PRECISION: 0.03, Mode.BALANCED: 0.035, Mode.AGGRESSIVE: 0.04}
+"""Relative L2 error on tensors of N(0, 1) with biased keys, in FP32. The INT8 figures are about twice what N(0, 1) gives at
+4096 keys (0.0155, 0.0183, 0.0190), since 200 keys average less noise away."""
