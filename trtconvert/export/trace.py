@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -55,7 +56,7 @@ def trace(
     for site, site_tables in tables.items():
         _check_tables(site, site_tables)
     denoiser = model.denoiser if dtype == torch.float32 else copy.deepcopy(model.denoiser).to(dtype)
-    traced = _TracedDenoiser(denoiser, model, tables, options)
+    traced = _TracedDenoiser(denoiser, model, tables, options).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
@@ -64,7 +65,9 @@ def trace(
     symbols = {name: torch.export.Dim(name, min=low, max=high) for name, (low, _, high) in dims.items() if low < high}
     shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in model.inputs)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # One symbol for a dimension that several inputs share is what is wanted here.
+            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
             program = torch.onnx.export(
                 traced,
                 tuple(inputs.values()),

@@ -59,15 +59,18 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
     logits = tape.op("MatMul", [grouped, tape.op("Transpose", [keys], {"perm": [0, 1, 2, 4, 3]})])
 
     mask = mask_of(node)
+    full = None
     if mask is not None:
-        head_shape = tape.op(
-            "Concat", [tape.op("Shape", [q], {"end": 3}), tape.op("Shape", [k], {"start": 2, "end": 3})], {"axis": 0}
-        )
-        full = tape.op("Reshape", [tape.op("Expand", [mask, head_shape]), tape.op("Shape", [logits])])
-        if mask.dtype == ir.DataType.BOOL:
-            logits = tape.op("Where", [full, logits, constant(np.array(-np.inf, dtype))])
-        else:
-            logits = tape.op("Add", [logits, tape.op("CastLike", [full, logits])])
+        sizes = [tape.op("Shape", [q], {"end": 3}), tape.op("Shape", [k], {"start": 2, "end": 3})]
+        rows = tape.op("Expand", [mask, tape.op("Concat", sizes, {"axis": 0})])
+        full = tape.op("Reshape", [rows, tape.op("Shape", [logits])])
+    if mask is not None and mask.dtype == ir.DataType.BOOL:
+        logits = tape.op("Where", [full, logits, constant(np.array(-np.inf, dtype))])
+    elif mask is not None:
+        logits = tape.op("Add", [logits, tape.op("CastLike", [full, logits])])
     weights = tape.op("Softmax", [logits], {"axis": -1})
+    if mask is not None and mask.dtype == ir.DataType.BOOL:
+        # A row that sees nothing is 0/0 in a softmax and zero in torch.
+        weights = tape.op("Where", [full, weights, constant(np.array(0, dtype))])
     out = tape.op("Reshape", [tape.op("MatMul", [weights, values]), query_shape])
     return tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}) if heads_last else out

@@ -1,0 +1,242 @@
+"""Export: the op's body against the reference, the traced model, and the three lowerings."""
+
+import itertools
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import tolerances
+import torch
+from onnx import TensorProto, helper
+
+from trtconvert.attention import reference
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables, tables_from_data
+from trtconvert.errors import UserError
+from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, Variant, function_body
+from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
+from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.models.base import intercepted
+
+VARIANTS = [
+    Variant(*parts)  # type: ignore[arg-type]
+    for parts in itertools.product(
+        ("BHND", "BNHD"), ("calibrated", "dynamic"), (True, False), ("none", "boolean", "additive")
+    )
+]
+TABLES = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
+
+
+def error(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def node_model(variant, feeds, dtype=TensorProto.FLOAT):
+    """A model of one node and its inputs; the body is attached by the lowering under test or by the caller."""
+    attributes = {
+        "layout": variant.layout,
+        "softmax_scale": 40**-0.5,
+        "timestep_max": 1000.0,
+        "scaling": variant.scaling,
+        "smooth_k": int(variant.smooth_k),
+    }
+    node = helper.make_node(OP, list(feeds), ["out"], domain=DOMAIN, **attributes)
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), list(x.shape))
+        for name, x in feeds.items()
+    ]
+    out = helper.make_tensor_value_info("out", dtype, list(feeds["q"].shape))
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    return ir.from_proto(
+        helper.make_model(helper.make_graph([node], "g", inputs, [out]), opset_imports=opsets, ir_version=10)
+    )
+
+
+def run(model, feeds):
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto)
+    return torch.from_numpy(onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)[0])
+
+
+def case(variant, keys=200, dtype=torch.float32):
+    """Inputs in all four modes at once, and a timestep that is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, kv_heads, queries, dim = 5, 4, 2, 33, 40
+    q = torch.randn(batch, heads, queries, dim, generator=generator) * 2
+    k = torch.randn(batch, kv_heads, keys, dim, generator=generator) + 1
+    v = torch.randn(batch, kv_heads, keys, dim, generator=generator) + 0.5
+    per_mode = [tables_from_data(q, k, v, mode) for mode in Mode]
+    tables = AttentionTables(*(torch.cat([getattr(t, name) for t in per_mode]) for name in TABLES))
+    timestep = torch.tensor([0.0, 250.0, 600.0, 1000.0, float("nan")])
+    mask = {
+        "none": None,
+        "boolean": torch.rand(batch, 1, queries, keys, generator=generator) > 0.3,
+        "additive": torch.randn(1, heads, 1, keys, generator=generator),
+    }[variant.mask]
+    if variant.mask == "boolean":
+        mask[0, 0, 3] = False
+    if variant.layout == "BNHD":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    feeds = dict(zip(INPUTS, (q, k, v, timestep, *(getattr(tables, name) for name in TABLES)), strict=True))
+    if mask is not None:
+        feeds[MASK] = mask
+    expected = reference.attention(
+        q, k, v, timestep, tables, layout=variant.layout, scaling=variant.scaling, smooth_k=variant.smooth_k, mask=mask
+    )
+    return {name: x.numpy() for name, x in feeds.items()}, expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
+def test_the_body_computes_what_the_reference_does(variant):
+    feeds, expected = case(variant)
+    model = node_model(variant, feeds)
+    assert lower_to_function(model) == 1
+    out = run(model, feeds)
+    assert out[4].isnan().all() and expected[4].isnan().all()
+    assert error(out[:4], expected[:4]) < tolerances.SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize("keys", [1, 127, 128, 129])
+def test_the_body_at_the_edges_of_a_tile(keys):
+    feeds, expected = case(Variant(scaling="dynamic"), keys=keys)
+    model = node_model(Variant(scaling="dynamic"), feeds)
+    lower_to_function(model)
+    assert error(run(model, feeds)[:4], expected[:4]) < tolerances.SAME_ARITHMETIC
+
+
+def test_half_precision_goes_in_and_comes_out():
+    feeds, expected = case(Variant(), dtype=torch.float16)
+    model = node_model(Variant(), feeds, TensorProto.FLOAT16)
+    lower_to_function(model)
+    out = run(model, feeds)
+    assert out.dtype == torch.float16
+    assert error(out[:4], expected[:4]) < tolerances.ROUNDED_TO_HALF
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v.scaling == "calibrated" and v.smooth_k], ids=lambda v: v.overload
+)
+def test_native_attention_is_exact_attention(variant):
+    feeds, _ = case(variant)
+    model = node_model(variant, feeds)
+    lower_to_function(model)
+    assert lower_to_native(model) == 1
+    assert not model.functions and not attention_nodes(model)
+    q, k, v = (torch.from_numpy(feeds[name]) for name in "qkv")
+    if variant.layout == "BNHD":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = torch.from_numpy(feeds[MASK]) if MASK in feeds else None
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    if variant.layout == "BNHD":
+        exact = exact.transpose(1, 2)
+    used = {name: feeds[name] for name in (i.name for i in model.graph.inputs)}
+    out = run(model, used)
+    assert error(out, exact) < tolerances.SAME_ARITHMETIC
+
+
+def test_the_plugin_lowering_names_the_plugin_and_strips_the_body():
+    feeds, _ = case(Variant())
+    model = node_model(Variant(), feeds)
+    lower_to_function(model)
+    assert lower_to_plugin(model) == 1
+    (node,) = attention_nodes(model).values()
+    assert not model.functions
+    assert (node.attributes["plugin_version"].as_string(), node.attributes["plugin_namespace"].as_string()) == ("1", "")
+    # and back: the body returns, the plugin's attributes go
+    assert lower_to_function(model) == 1
+    assert "plugin_version" not in node.attributes
+
+
+@pytest.mark.parametrize("lower", [lower_to_function, lower_to_native, lower_to_plugin])
+def test_a_model_without_our_node_is_refused(lower):
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])],
+    )
+    with pytest.raises(UserError, match="holds no trtconvert::Int8Attention node") as raised:
+        lower(ir.from_proto(helper.make_model(graph)))
+    assert raised.value.got == "1 other nodes"
+
+
+def test_variants_share_the_op_and_differ_in_the_overload():
+    bodies = [function_body(variant) for variant in VARIANTS]
+    assert {(body.domain, body.name) for body in bodies} == {(DOMAIN, OP)}
+    assert len({body.overload for body in bodies}) == len(bodies)
+
+
+# The traced model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site_tables(digits):
+    tables = {}
+
+    def handler(call):
+        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+        return call.exact()
+
+    with torch.no_grad():
+        intercepted(digits, handler)(**digits.example(0, {"batch": 4, "height": 8, "width": 8}))
+    return tables
+
+
+@pytest.fixture(scope="module")
+def traced(digits, site_tables):
+    chosen = {name: site_tables[name] for name in ("blocks.0.attn", "blocks.3.attn")}
+    return chosen, trace(digits, chosen, SiteOptions(1000.0, "calibrated", True), dims=digits.dims)
+
+
+@pytest.mark.parametrize(("batch", "height", "width"), [(1, 8, 8), (3, 8, 8), (2, 4, 12)])
+def test_the_traced_model_serves_any_batch_and_sequence(digits, traced, batch, height, width):
+    chosen, model = traced
+    inputs = digits.example(7, {"batch": batch, "height": height, "width": width})
+
+    def handler(call):
+        if call.name not in chosen:
+            return call.exact()
+        return reference.attention(call.q, call.k, call.v, call.timestep, chosen[call.name], softmax_scale=call.scale)
+
+    with torch.no_grad():
+        expected = intercepted(digits, handler)(**inputs)
+    got = run(model, {name: x.numpy() for name, x in inputs.items()})
+    assert error(got, expected) < tolerances.WHOLE_DENOISER
+
+
+def test_only_converted_sites_are_nodes_and_tables_are_initialisers(traced):
+    chosen, model = traced
+    nodes = attention_nodes(model)
+    assert list(nodes) == list(chosen)
+    for site, node in nodes.items():
+        for value, name in zip(node.inputs[4:10], TABLES, strict=True):
+            held = value.const_value.numpy()
+            np.testing.assert_array_equal(held, getattr(chosen[site], name).numpy())
+
+
+def test_a_site_that_the_model_does_not_have_is_refused(digits, site_tables):
+    tables = {"blocks.9.attn": site_tables["blocks.0.attn"]}
+    with pytest.raises(UserError, match="does not hold the attention that was calibrated") as raised:
+        trace(
+            digits,
+            tables,
+            SiteOptions(1000.0, "calibrated", True),
+            dims={"batch": (2, 2, 2), "height": (8, 8, 8), "width": (8, 8, 8)},
+        )
+    assert "blocks.9.attn" in raised.value.expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("q_scale", 0.0), ("v_scale", float("nan")), ("k_offset", float("inf")), ("modes", 9)]
+)
+def test_unusable_tables_are_refused_before_they_are_baked_in(digits, site_tables, name, value):
+    good = site_tables["blocks.0.attn"]
+    table = getattr(good, name).clone()
+    table.view(-1)[0] = value
+    with pytest.raises(UserError, match=rf"{name} of blocks\.0\.attn"):
+        bad = AttentionTables(**{**vars(good), name: table})
+        trace(digits, {"blocks.0.attn": bad}, SiteOptions(1000.0, "calibrated", True), dims=digits.dims)

@@ -1,0 +1,176 @@
+"""The torch reference: against plain attention, against closed forms, and against what its tables may not hold."""
+
+import math
+
+import pytest
+import tolerances
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import TILE, AttentionTables, attention, tables_from_data, timestep_bin
+
+
+def tensors(heads=4, kv_heads=2, queries=33, keys=200, dim=40, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    q, k, v = (torch.randn(batch, h, n, dim, generator=generator) for h, n in shapes)
+    return q, k + 2 * torch.randn(1, kv_heads, 1, dim, generator=generator), v + 0.5
+
+
+def exact(q, k, v, mask=None):
+    return scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, enable_gqa=True)
+
+
+def error(got, expected):
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+ZERO = torch.zeros(2)
+
+
+@pytest.mark.parametrize("scaling", ["calibrated", "dynamic"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_each_mode_is_close_to_exact_attention(mode, scaling):
+    q, k, v = tensors()
+    out = attention(q, k, v, ZERO, tables_from_data(q, k, v, mode), scaling=scaling)
+    assert error(out, exact(q, k, v)) < tolerances.MODE_ERROR[mode]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_single_precision_computes_what_double_does(mode):
+    q, k, v = tensors()
+    tables = tables_from_data(q, k, v, mode)
+    wide = attention(*(x.double() for x in (q, k, v)), ZERO, tables, compute_dtype=torch.float64)
+    assert error(attention(q, k, v, ZERO, tables), wide) < tolerances.SAME_ARITHMETIC
+
+
+def test_quantised_products_match_a_loop_over_tiles():
+    """One head, one query, written out with Python integers as DESIGN's table defines modes 2 and 3."""
+    q, k, v = tensors(heads=1, kv_heads=1, queries=1, keys=TILE + 30, dim=32, batch=1)
+    for mode in (Mode.BALANCED, Mode.AGGRESSIVE):
+        tables = tables_from_data(q, k, v, mode)
+        sq, sk = float(tables.q_scale), float(tables.k_scale)
+        q8 = [max(-127, min(127, round(x / sq))) for x in q[0, 0, 0].tolist()]
+        keys = ((k[0, 0] - tables.k_offset[0, 0]) / sk).round().clamp(-127, 127).int().tolist()
+        values = ((v[0, 0] - tables.v_offset[0, 0]) / tables.v_scale[0, 0]).tolist()
+        logits = [sum(a * b for a, b in zip(q8, key, strict=True)) * sq * sk / math.sqrt(32) for key in keys]
+        token = [max(abs(x) for x in row) / 127 if mode == Mode.BALANCED else 1.0 for row in values]
+        w = [z + math.log(s) for z, s in zip(logits, token, strict=True)]
+        top = max(w)
+        total, row_sum = [0.0] * 32, sum(math.exp(x - top) / s for x, s in zip(w, token, strict=True))
+        for start in range(0, len(w), TILE):
+            tile = range(start, min(start + TILE, len(w)))
+            peak = max(w[j] for j in tile)
+            for d in range(32):
+                integer = sum(
+                    round(255 * math.exp(w[j] - peak)) * max(-127, min(127, round(values[j][d] / token[j])))
+                    for j in tile
+                )
+                total[d] += math.exp(peak - top) * integer
+        expected = torch.tensor(total) / (255 * row_sum) * tables.v_scale[0, 0] + tables.v_offset[0, 0]
+        assert error(attention(q, k, v, ZERO[:1], tables)[0, 0, 0], expected) < tolerances.SAME_ARITHMETIC
+
+
+def test_modes_follow_each_elements_timestep():
+    q, k, v = tensors(batch=4)
+    per_mode = [tables_from_data(q, k, v, mode) for mode in Mode]
+    names = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
+    table = AttentionTables(*(torch.cat([getattr(t, name) for t in per_mode]) for name in names))
+    together = attention(q, k, v, torch.tensor([999.0, 10.0, 500.0, 300.0]), table)
+    for row, mode in enumerate((3, 0, 2, 1)):
+        alone = attention(q, k, v, torch.zeros(4), per_mode[mode])
+        assert torch.equal(together[row], alone[row])
+
+
+@pytest.mark.parametrize(
+    ("timestep", "expected"),
+    [
+        (-5.0, 0),
+        (0.0, 0),
+        (99.999, 0),
+        (100.0, 1),
+        (300.0, 3),
+        (700.0, 7),
+        (999.0, 9),
+        (1000.0, 9),
+        (math.inf, 9),
+        (math.nan, 0),
+    ],
+)
+def test_bins_are_exact_at_their_edges(timestep, expected):
+    assert timestep_bin(torch.tensor([timestep]), 1000.0, 10).item() == expected
+
+
+def test_a_constant_added_to_keys_changes_nothing_when_smoothed():
+    q, k, v = tensors()
+    tables = tables_from_data(q, k, v, Mode.BALANCED)
+    shift = torch.full_like(tables.k_offset, 7.0)
+    moved = AttentionTables(**{**vars(tables), "k_offset": tables.k_offset + shift})
+    shifted = attention(q, k + 7.0, v, ZERO, moved)
+    assert error(shifted, attention(q, k, v, ZERO, tables)) < tolerances.ROUNDED_SHIFT
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_layouts_agree(mode):
+    q, k, v = tensors()
+    tables = tables_from_data(q, k, v, mode)
+    tokens_first = attention(*(x.transpose(1, 2) for x in (q, k, v)), ZERO, tables, layout="BNHD")
+    assert torch.equal(tokens_first.transpose(1, 2), attention(q, k, v, ZERO, tables))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_masks_hide_and_a_row_that_sees_nothing_is_zero(mode):
+    q, k, v = tensors()
+    mask = torch.rand(2, 1, 33, 200, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[0, :, 4] = False
+    tables = tables_from_data(q, k, v, mode)
+    out = attention(q, k, v, ZERO, tables, mask=mask)
+    additive = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    assert torch.equal(out, attention(q, k, v, ZERO, tables, mask=additive))
+    assert not out[0, :, 4].any()
+    seen = torch.ones(33, dtype=torch.bool)
+    seen[4] = False
+    assert error(out[:, :, seen], exact(q, k, v, mask)[:, :, seen]) < tolerances.MODE_ERROR[mode]
+
+
+@pytest.mark.parametrize("scaling", ["calibrated", "dynamic"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_keys_beyond_the_length_do_not_exist(mode, scaling):
+    q, k, v = tensors()
+    tables = tables_from_data(q[:, :, :], k[:, :, :150], v[:, :, :150], mode)
+    poisoned_k, poisoned_v = k.clone(), v.clone()
+    poisoned_k[:, :, 150:], poisoned_v[:, :, 150:] = math.nan, math.inf
+    lengths = torch.tensor([150, 150])
+    out = attention(q, poisoned_k, poisoned_v, ZERO, tables, scaling=scaling, key_lengths=lengths)
+    short = attention(q, k[:, :, :150], v[:, :, :150], ZERO, tables, scaling=scaling)
+    assert error(out, short) < tolerances.SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("q_scale", 0.0), ("k_scale", -1.0), ("v_scale", math.nan), ("k_offset", math.inf)]
+)
+def test_unusable_tables_poison_their_head_alone(name, value):
+    q, k, v = tensors(kv_heads=4)
+    tables = tables_from_data(q, k, v, Mode.AGGRESSIVE)
+    getattr(tables, name)[0, 2] = value
+    out = attention(q, k, v, ZERO, tables)
+    assert out[:, 2].isnan().all()
+    assert out[:, [0, 1, 3]].isfinite().all()
+
+
+def test_unusable_timesteps_and_modes_give_nan():
+    q, k, v = tensors()
+    tables = tables_from_data(q, k, v, Mode.BALANCED)
+    out = attention(q, k, v, torch.tensor([math.nan, 0.0]), tables)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+    assert attention(q, k, v, ZERO, tables.with_modes(torch.tensor([4]))).isnan().all()
+
+
+def test_a_channel_of_zeros_stays_zero():
+    q, k, v = tensors()
+    v[..., 3] = 0
+    for mode in Mode:
+        out = attention(q, k, v, ZERO, tables_from_data(q, k, v, mode))
+        assert out.isfinite().all()
+        assert out[..., 3].abs().max() < 1e-9

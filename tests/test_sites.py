@@ -1,0 +1,113 @@
+"""Sites: what is seen of a model's attention, how it is named, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from trtconvert.attention.sites import InterceptedDenoiser, find_sites, select_sites
+from trtconvert.errors import UserError
+
+
+class Attention(nn.Module):
+    def __init__(self, dim=32, calls=1, **options):
+        super().__init__()
+        self.dim, self.calls, self.options = dim, calls, options
+
+    def forward(self, x):
+        heads = x.view(x.shape[0], -1, 2, self.dim).transpose(1, 2)
+        for _ in range(self.calls):
+            heads = scaled_dot_product_attention(heads, heads, heads, **self.options)
+        return heads.transpose(1, 2).reshape(x.shape)
+
+
+class Model(nn.Module):
+    def __init__(self, *attentions):
+        super().__init__()
+        self.blocks = nn.ModuleList(attentions)
+
+    def forward(self, x, timestep):
+        for block in self.blocks:
+            x = x + block(x) * timestep.view(-1, 1, 1)
+        return (x,)
+
+
+INPUTS = {"x": torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)), "timestep": torch.tensor([0.25, 0.5])}
+
+
+def test_sites_are_named_by_module_and_call():
+    sites = find_sites(Model(Attention(), Attention(calls=2)), INPUTS, "timestep")
+    assert [site.name for site in sites] == ["blocks.0", "blocks.1", "blocks.1#2"]
+    assert [(s.heads, s.head_dim, s.query_tokens, s.scale) for s in sites] == [(2, 32, 6, 32**-0.5)] * 3
+
+
+def test_names_do_not_drift_over_forwards():
+    model = Model(Attention(calls=2))
+    names = []
+    denoiser = InterceptedDenoiser(model, INPUTS, "timestep", lambda call: (names.append(call.name), call.exact())[1])
+    for _ in range(2):
+        denoiser(**INPUTS)
+    assert names == ["blocks.0", "blocks.0#2"] * 2
+
+
+def test_the_handlers_result_takes_the_place_of_the_call():
+    model = Model(Attention())
+    doubled = InterceptedDenoiser(model, INPUTS, "timestep", lambda call: 2 * call.exact())(**INPUTS)
+    plain = model(**INPUTS)[0]
+    torch.testing.assert_close(doubled - INPUTS["x"], 2 * (plain - INPUTS["x"]))
+
+
+def test_a_scalar_timestep_reaches_every_element():
+    seen = []
+
+    class Scalar(Model):
+        def forward(self, x, timestep):
+            return self.blocks[0](x)
+
+    inputs = INPUTS | {"timestep": torch.tensor(7)}
+    InterceptedDenoiser(Scalar(Attention()), inputs, "timestep", lambda c: (seen.append(c.timestep), c.exact())[1])(
+        **inputs
+    )
+    assert seen[0].tolist() == [7.0, 7.0]
+
+
+def test_hooks_are_gone_after_a_failure():
+    def fail(call):
+        raise RuntimeError("in the handler")
+
+    model = Model(Attention())
+    with pytest.raises(RuntimeError):
+        InterceptedDenoiser(model, INPUTS, "timestep", fail)(**INPUTS)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert [site.name for site in find_sites(model, INPUTS, "timestep")] == ["blocks.0"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [(Attention(dim=16), "head_dim 16"), (Attention(is_causal=True), "causal"), (Attention(dropout_p=0.5), "dropout")],
+)
+def test_what_the_kernels_cannot_take_is_left_with_a_reason(attention, reason):
+    chosen, left = select_sites(find_sites(Model(Attention(), attention), INPUTS, "timestep"), ["*"], [])
+    assert [site.name for site in chosen] == ["blocks.0"]
+    assert reason in left[0].obstacle
+
+
+def test_patterns_choose():
+    sites = find_sites(Model(Attention(), Attention(), Attention()), INPUTS, "timestep")
+    chosen, left = select_sites(sites, ["blocks.*"], ["*.1"])
+    assert [site.name for site in chosen] == ["blocks.0", "blocks.2"]
+    assert [(site.name, site.obstacle) for site in left] == [("blocks.1", "the recipe excludes it")]
+
+
+@pytest.mark.parametrize(
+    ("model", "include", "exclude", "message"),
+    [
+        (Model(), ["*"], [], "no attention was found"),
+        (Model(Attention()), ["mid.*"], [], "'mid.*' matches no attention site"),
+        (Model(Attention()), ["*"], ["*"], "no attention site can be converted"),
+    ],
+)
+def test_nothing_to_convert_is_an_error_that_says_what_is_there(model, include, exclude, message):
+    with pytest.raises(UserError, match=message.replace("*", r"\*")) as raised:
+        select_sites(find_sites(model, INPUTS, "timestep"), include, exclude)
+    assert raised.value.expected and raised.value.remedy
