@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -113,7 +114,13 @@ class QualityRecord(_Record):
 
 
 class Manifest(_Record):
-    """What a bundle holds. `backend` is the one that the build chose, `backend_reason` why."""
+    """What a bundle holds.
+
+    Attributes:
+        backend: the one that the build chose; backend_reason: why.
+        files: every file beside the manifest, by its path in the bundle.
+        digest: SHA-256 of the other fields; empty until the manifest is written.
+    """
 
     format: Literal[1] = FORMAT
     model: str
@@ -126,16 +133,23 @@ class Manifest(_Record):
     components: dict[str, ComponentRecord]
     quality: QualityRecord
     files: dict[str, FileRecord] = Field(default_factory=dict)
+    digest: str = ""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Hash all files of the folder into the manifest and write it."""
+    """Hash all files of the folder, then the manifest itself, into the manifest and write it."""
     files = {
         str(path.relative_to(folder)): FileRecord(size=path.stat().st_size, sha256=sha256(path))
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path != folder / MANIFEST
     }
-    (folder / MANIFEST).write_text(manifest.model_copy(update={"files": files}).model_dump_json(indent=1))
+    content = manifest.model_copy(update={"files": files}).model_dump(mode="json")
+    (folder / MANIFEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    rest = {name: value for name, value in content.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -151,7 +165,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{folder} is not a bundle",
             expected=f"a folder with {MANIFEST}, made by `trtconvert build`",
-            got=f"no {MANIFEST}" if isinstance(error, OSError) else f"a {MANIFEST} that is not JSON",
+            got=f"{MANIFEST}: {error.strerror}" if isinstance(error, OSError) else f"a {MANIFEST} that is not JSON",
             remedy="check the path, or build the bundle again",
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
@@ -163,15 +177,24 @@ def read_manifest(folder: Path) -> Manifest:
             remedy="build the bundle again, or install the trtconvert that made it",
         )
     try:
-        return Manifest.model_validate(content)
+        manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(
-            f"the manifest of {folder} is damaged",
-            expected="the fields of a bundle manifest",
-            got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            remedy="copy the bundle again, or build it again",
+        raise _damaged(
+            folder, "the fields of a bundle manifest", f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
+    if manifest.digest != (digest := _digest(content)):
+        raise _damaged(folder, f"contents with the SHA-256 {manifest.digest[:12]}…", f"{digest[:12]}…")
+    return manifest
+
+
+def _damaged(folder: Path, expected: str, got: str) -> UserError:
+    return UserError(
+        f"the manifest of {folder} is damaged",
+        expected=expected,
+        got=got,
+        remedy="copy the bundle again, or build it again",
+    )
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -182,17 +205,22 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """
     for name, record in manifest.files.items():
         path = folder / name
-        expected, got = f"{record.size} bytes, SHA-256 {record.sha256[:12]}…", ""
-        if not path.is_file():
-            got = "no such file"
-        elif path.stat().st_size != record.size:
-            got = f"{path.stat().st_size} bytes"
-        elif (digest := sha256(path)) != record.sha256:
-            got = f"{record.size} bytes, SHA-256 {digest[:12]}…"
+        try:
+            got = _found(path, record)
+        except OSError as error:
+            got = error.strerror or type(error).__name__
         if got:
             raise UserError(
                 f"{name} in the bundle {folder} is not what was built",
-                expected=expected,
+                expected=f"{record.size} bytes, SHA-256 {record.sha256[:12]}…",
                 got=got,
                 remedy="copy the bundle again, or build it again",
             )
+
+
+def _found(path: Path, record: FileRecord) -> str:
+    """What stands at a path instead of the file that was recorded; empty when it is that file."""
+    if (size := path.stat().st_size) != record.size:
+        return f"{size} bytes"
+    digest = sha256(path)
+    return "" if digest == record.sha256 else f"{size} bytes, SHA-256 {digest[:12]}…"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trtconvert import __version__
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import TrtconvertError, UserError
 
 if TYPE_CHECKING:
-    pass
+    from trtconvert.cache import Cache
 
 
 class _Commands(click.Group):
@@ -24,6 +27,8 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
+        except BrokenPipeError:
+            raise  # the reader of a pipe has left; click ends quietly
         except KeyboardInterrupt:
             click.echo("interrupted; finished stages stay in the cache, nothing half-written is left", err=True)
             sys.exit(130)
@@ -46,6 +51,8 @@ class _Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:
     """Turn diffusion models into TensorRT engines with INT8 attention that follows the denoising timestep."""
+    # Leave by the way of an exception, so that temporary folders go.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 @main.command()
@@ -68,18 +75,17 @@ def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache
     summary.print_build(outcome, report)
 
 
-def _cache(folder: Path | None, disabled: bool):
-    import contextlib
+@contextlib.contextmanager
+def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
     import tempfile
 
     from trtconvert.cache import Cache, default_folder
 
-    @contextlib.contextmanager
-    def temporary():
+    if disabled:
         with tempfile.TemporaryDirectory(prefix="trtconvert-") as name:
             yield Cache(Path(name))
-
-    return temporary() if disabled else contextlib.nullcontext(Cache(folder or default_folder()))
+    else:
+        yield Cache(folder or default_folder())
 
 
 @main.command()
@@ -115,12 +121,19 @@ def run(bundle: Path, output: Path, samples: int, steps: int, solver: str, seed:
     from trtconvert.evaluate.grid import save_sheet
     from trtconvert.files import whole_file
 
+    if output.suffix.lower() != ".png":
+        raise UserError(
+            f"samples are not written as '{output.name}'",
+            expected="a file that ends in .png",
+            got=output.suffix or "no ending",
+            remedy="give another file with -o",
+        )
     loaded = runtime.load(bundle)
     draw = models.load_sampler(loaded.manifest.recipe.model)
-    started = time.perf_counter()
-    images = draw(loaded["denoiser"], range(seed, seed + samples), steps=steps, solver=solver)
-    seconds = time.perf_counter() - started
     with whole_file(output) as partial:
+        started = time.perf_counter()
+        images = draw(loaded["denoiser"], range(seed, seed + samples), steps=steps, solver=solver)
+        seconds = time.perf_counter() - started
         save_sheet(images, partial)
     click.echo(f"{samples} samples in {seconds:.1f} s on {loaded.backend}: {output}")
 

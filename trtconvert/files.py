@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -13,7 +15,18 @@ from pathlib import Path
 
 from trtconvert.errors import UserError
 
-_PARTIAL = ".partial-"
+_PARTIAL, _OLD = ".partial-", "-old"
+
+_UNWRITABLE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOENT,  # /proc and the like: folders that cannot be made
+    errno.ENAMETOOLONG,
+)
 
 
 def sha256(path: Path) -> str:
@@ -32,66 +45,108 @@ def whole_folder(target: Path) -> Iterator[Path]:
         UserError: the place cannot be written, or the disk is full.
     """
     with _explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}{os.getpid()}-", dir=target.parent))
-        partial.chmod(0o755)  # mkdtemp makes folders that only their owner reads
-        try:
+        target = target.resolve()  # a link keeps pointing where it did, and "." has a name
+        with _partial_folder(target) as partial:
             yield partial
             _replace_folder(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """As `whole_folder`, for one file; the temporary name keeps the suffix.
+    """As `whole_folder`, for one file; the temporary file has the same name in a folder beside.
 
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
     with _explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.stem}{_PARTIAL}{os.getpid()}{target.suffix}")
-        try:
-            yield partial
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        target = target.resolve()
+        with _partial_folder(target) as folder:
+            yield folder / target.name
+            (folder / target.name).replace(target)
+
+
+@contextmanager
+def _partial_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target`. Its lock ends with the process, however that ends, and tells a build from its remains."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent):
+        _sweep(target)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}", dir=target.parent))
+        lock = os.open(partial, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        partial.chmod(0o755)  # mkdtemp makes folders that only their owner reads
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
-    try:
-        partial.rename(target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        # A folder cannot be renamed over one with files: the old one steps aside for the moment between two renames.
-        old = partial.with_name(partial.name + "-old")
-        target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+    """Move `partial` to `target`. What was there is left at `partial`, where the caller removes it."""
+    with _locked(target.parent):
+        try:
+            partial.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not _exchange(partial, target):
+                # The old folder steps aside; if this process dies between the renames, the next sweep puts it back.
+                old = partial.with_name(partial.name + _OLD)
+                target.rename(old)
+                partial.rename(target)
+                old.rename(partial)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in a single step, so that a reader or a kill never finds neither.
+
+    Returns:
+        False where the C library or the file system cannot.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h, linux/fs.h
+    if renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def _sweep(target: Path) -> None:
     """Remove what killed processes left; put back a folder that one of them had moved aside."""
-    for left in sorted(target.parent.glob(f".{target.name}{_PARTIAL}*")):
-        pid = left.name.removeprefix(f".{target.name}{_PARTIAL}").split("-")[0]
-        if pid.isdecimal() and not _alive(int(pid)):
-            if left.name.endswith("-old") and not target.exists():
+    prefix = f".{target.name}{_PARTIAL}"
+    for left in sorted(p for p in target.parent.iterdir() if p.name.startswith(prefix)):
+        if not _in_use(left):
+            if left.name.endswith(_OLD) and not target.exists():
                 left.rename(target)
             else:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+def _in_use(partial: Path) -> bool:
+    handle = os.open(partial, os.O_RDONLY)
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    return True
+    finally:
+        os.close(handle)
+    return False
 
 
 @contextmanager
@@ -99,21 +154,29 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
                 f"the disk is full while writing {target}",
                 expected="free space",
-                got=f"{free_space(target) / 2**20:.0f} MiB free",
+                got=f"{error.strerror}, {free_space(target) / 2**20:.0f} MiB free",
                 remedy="free some space or give another folder; nothing half-written was left",
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in _UNWRITABLE and _concerns(error, target):
             raise UserError(
                 f"cannot write {target}",
-                expected="a folder that this user may write",
-                got=error.strerror or type(error).__name__,
-                remedy="give another folder with -o, or change its permissions",
+                expected="a place that this user may write",
+                got=f"{error.strerror}: {error.filename}" if error.filename else error.strerror or "",
+                remedy="give another one with -o (or --cache, for the build cache), or change its permissions",
             ) from error
         raise
+
+
+def _concerns(error: OSError, target: Path) -> bool:
+    """Whether an error is about a target or what is beside or above it, rather than some other file that a block read."""
+    if not isinstance(error.filename, (str, bytes)):
+        return True
+    place, target = Path(os.fsdecode(error.filename)).absolute(), target.absolute()
+    return place in (target, *target.parents) or target.parent in place.parents
 
 
 def free_space(path: Path) -> int:

@@ -7,7 +7,8 @@ error names its line.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +18,13 @@ from trtconvert.errors import UserError
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive"]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Seed = Annotated[int, Field(ge=0, strict=True)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # NaN would pass or fail every gate, and JSON, in which bundles keep the recipe, has neither NaN nor infinity.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(_Section):
@@ -66,30 +70,41 @@ class CalibrationSection(_Section):
         default="denoise",
         description="`denoise`: seeded denoising runs of the model. Or a .safetensors or .npz file of denoiser inputs.",
     )
-    samples: Annotated[int, Field(ge=1)] = Field(
-        default=64, description="Samples to denoise, or recorded inputs to use."
-    )
-    batch: Annotated[int, Field(ge=1)] = Field(
-        default=16, description="Samples per batch; percentiles are taken over batches."
-    )
-    steps: Annotated[int, Field(ge=1)] = Field(default=20, description="Denoising steps of each run.")
-    seed: Annotated[int, Field(ge=0)] = 0
+    samples: Count = Field(default=64, description="Samples to denoise, or recorded inputs to use.")
+    batch: Count = Field(default=16, description="Samples per batch; percentiles are taken over batches.")
+    steps: Count = Field(default=20, description="Denoising steps of each run.")
+    seed: Seed = 0
     percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
     statistic: Literal["batch-max", "elements"] = Field(
         default="batch-max",
         description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements.",
     )
-    bins: Annotated[int, Field(ge=1, le=64)] = Field(
+    bins: Annotated[Count, Field(le=64)] = Field(
         default=10, description="Timestep bins; each has its own scales and mode."
+    )
+
+
+class PlanSection(_Section):
+    """The budget of `modes: auto`, and the samples on which the search measures."""
+
+    min_psnr: float = Field(
+        default=36.0, description="dB, against full precision; 3 dB above the gate leave room for other seeds."
+    )
+    samples: Annotated[int, Field(ge=1)] = 8
+    steps: Annotated[int, Field(ge=1)] = Field(
+        default=20, description="Denoising steps; at least calibration.bins, so that every bin is seen."
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=500, description="First seed; apart from calibration's and verify's."
     )
 
 
 class Range(_Section):
     """Sizes that an engine accepts in one symbolic dimension."""
 
-    min: Annotated[int, Field(ge=1)]
-    opt: Annotated[int, Field(ge=1)]
-    max: Annotated[int, Field(ge=1)]
+    min: Count
+    opt: Count
+    max: Count
 
     @model_validator(mode="before")
     @classmethod
@@ -98,12 +113,14 @@ class Range(_Section):
             return {"min": value, "opt": value, "max": value}
         if isinstance(value, (list, tuple)) and len(value) == 3:
             return dict(zip(("min", "opt", "max"), value, strict=True))
+        if not isinstance(value, (dict, Range)):
+            raise ValueError("a size, or [min, opt, max]")
         return value
 
     @model_validator(mode="after")
     def _ordered(self) -> Range:
         if not self.min <= self.opt <= self.max:
-            raise ValueError(f"min <= opt <= max is needed, got {self.min}, {self.opt}, {self.max}")
+            raise ValueError("min <= opt <= max")
         return self
 
 
@@ -128,21 +145,17 @@ class EngineSection(_Section):
     @classmethod
     def _distinct(cls, targets: list[str]) -> list[str]:
         if len(set(targets)) != len(targets):
-            raise ValueError("each target once is needed")
+            raise ValueError("each target once")
         return targets
 
 
 class VerifySection(_Section):
     """The gates: a build whose images or outputs miss one of them fails."""
 
-    samples: Annotated[int, Field(ge=1)] = Field(
-        default=64, description="Seeds sampled by the full-precision and by the INT8 model."
-    )
-    steps: Annotated[int, Field(ge=1)] = 50
+    samples: Count = Field(default=64, description="Seeds sampled by the full-precision and by the INT8 model.")
+    steps: Count = 50
     sampler: Literal["ddim", "heun", "euler"] = "ddim"
-    seed: Annotated[int, Field(ge=0)] = Field(
-        default=1000, description="First seed; keep it apart from the calibration's."
-    )
+    seed: Seed = Field(default=1000, description="First seed; keep it apart from the calibration's.")
     min_psnr: float = Field(
         default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
     )
@@ -158,7 +171,7 @@ class VerifySection(_Section):
 class OutputSection(_Section):
     """What the bundle holds beside the engines."""
 
-    grid: Annotated[int, Field(ge=1, le=64)] = Field(default=16, description="Samples shown in samples.png.")
+    grid: Annotated[Count, Field(le=64)] = Field(default=16, description="Samples shown in samples.png.")
 
 
 class Recipe(_Section):
@@ -167,6 +180,7 @@ class Recipe(_Section):
     model: ModelSection
     attention: AttentionSection = AttentionSection()
     calibration: CalibrationSection = CalibrationSection()
+    plan: PlanSection = PlanSection()
     engine: EngineSection = EngineSection()
     verify: VerifySection = VerifySection()
     output: OutputSection = OutputSection()
@@ -176,7 +190,7 @@ class Recipe(_Section):
         modes, bins = self.attention.modes, self.calibration.bins
         if isinstance(modes, list) and len(modes) != bins:
             raise ValueError(
-                f"attention.modes has {len(modes)} entries, calibration.bins is {bins}: one mode per bin is needed"
+                f"one entry of attention.modes per timestep bin: calibration.bins is {bins}, the modes are {len(modes)}"
             )
         return self
 
@@ -209,17 +223,24 @@ def load_recipe(path: Path) -> Recipe:
             got=str(getattr(error, "problem", None) or error).splitlines()[0],
             remedy="correct the line; a wrong indentation or a missing space after ':' is the usual cause",
         ) from error
+    except RecursionError as error:
+        raise UserError(
+            f"{path}: not a recipe",
+            expected="a few levels of sections",
+            got="brackets in brackets, too many to follow",
+            remedy="start from recipes/digits-dit.yaml",
+        ) from error
     if not isinstance(document, dict):
         raise UserError(
             f"{path}: a recipe is a mapping of sections",
             expected=f"sections {', '.join(Recipe.model_fields)}",
-            got=f"a {type(document).__name__}" if document is not None else "an empty file",
+            got=_kind(document) if document is not None else "an empty file",
             remedy="start from recipes/digits-dit.yaml",
         )
     try:
-        recipe = Recipe.model_validate(_plain(document))
+        recipe = Recipe.model_validate(_plain(path, document))
     except ValidationError as error:
-        raise UserError("\n".join(_describe(path, document, e) for e in error.errors())) from error
+        raise UserError("\n".join(_problems(path, document, error.errors()))) from error
     return _anchored(recipe, path.parent)
 
 
@@ -232,11 +253,20 @@ def _reason(error: Exception) -> str:
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else "bytes that are not UTF-8"
 
 
-def _plain(node: Any) -> Any:
+def _plain(path: Path, node: Any) -> Any:
+    """The document without ruamel's types."""
     if isinstance(node, dict):
-        return {str(key): _plain(value) for key, value in node.items()}
+        for key in node:
+            if not isinstance(key, str):
+                raise UserError(
+                    f"{path}:{_line(node, (key,))}: a field's name is not text",
+                    expected="text",
+                    got=repr(key),
+                    remedy="put it in quotes, or correct it",
+                )
+        return {key: _plain(path, value) for key, value in node.items()}
     if isinstance(node, list):
-        return [_plain(value) for value in node]
+        return [_plain(path, value) for value in node]
     return node
 
 
@@ -249,47 +279,109 @@ def _anchored(recipe: Recipe, folder: Path) -> Recipe:
     return recipe.model_copy(update={"model": model, "calibration": calibration})
 
 
-def _describe(path: Path, document: Any, error: Any) -> str:
-    """One pydantic error as expected, got, remedy, with the line in the file."""
-    keys = [part for part in error["loc"] if _is_place(document, error["loc"], part)]
-    line, field = _line(document, keys), ".".join(str(key) for key in keys)
-    if error["type"] == "extra_forbidden":
-        valid = sorted(_fields_at(keys[:-1]))
-        near = difflib.get_close_matches(str(keys[-1]), valid, n=1, cutoff=0.5)
-        remedy = f"did you mean '{near[0]}'?" if near else "remove it"
-        return f"{path}:{line}: unknown field '{field}'\n  expected: one of {', '.join(valid)}\n  remedy: {remedy}"
+def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
+    """What pydantic found, as expected, got and remedy, with the line in the file."""
+    found: dict[tuple, list[Any]] = {}
+    for error in errors:
+        found.setdefault(_place(document, error), []).append(error)
+    for keys, here in found.items():
+        # A union complains once per branch: the branch that got deeper is the one that was meant.
+        if not any(len(other) > len(keys) and other[: len(keys)] == keys for other in found):
+            yield _describe(f"{path}:{_line(document, keys)}", keys, here)
+
+
+def _place(document: Any, error: Any) -> tuple:
+    """The keys that lead to an error. Pydantic's location also has names of union branches and of validators."""
     if error["type"] == "missing":
-        return f"{path}:{line}: '{'.'.join(str(p) for p in error['loc'])}' is missing\n  remedy: add it"
-    got = error["input"]
-    shown = f"\n  got: {got!r}" if isinstance(got, (str, int, float, bool, list, type(None))) else ""
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{path}:{line}: '{field or 'recipe'}' does not fit\n  expected: {message}{shown}"
+        return error["loc"]
+    keys, node = [], document
+    for part in error["loc"]:
+        if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
+            keys.append(part)
+            node = node[part]
+    return tuple(keys)
 
 
-def _is_place(document: Any, loc: tuple, part: Any) -> bool:
-    """Whether a part of pydantic's location is a key of the document (unions add the names of their branches)."""
-    node = document
-    for step in loc:
-        inside = (isinstance(node, dict) and step in node) or (isinstance(node, list) and isinstance(step, int))
-        if step is part:
-            return inside
-        if inside:
-            node = node[step]
-    return False
-
-
-def _line(document: Any, keys: list[Any]) -> int:
+def _line(document: Any, keys: tuple) -> int:
+    """Line of the last key that the file has; ruamel keeps [line, column, …] of keys and of items, but of no merged ones."""
     node, line = document, 1
     for key in keys:
-        places = node.lc  # ruamel keeps (line, column) of keys and of items
-        line = (places.key(key) if isinstance(node, Mapping) else places.item(key))[0] + 1
-        node = node[key]
+        places = getattr(getattr(node, "lc", None), "data", None) or {}
+        place = places.get(key)
+        line = place[0] + 1 if place else line
+        try:
+            node = node[key]
+        except (KeyError, IndexError):
+            break
     return line
 
 
-def _fields_at(keys: list[Any]) -> Iterator[str]:
+_EXPECTED = {
+    "model_type": "a mapping of fields",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "string_type": "text",
+    "path_type": "a path",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "too_short": "at least one entry",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+"""Kinds of pydantic's errors in words of YAML."""
+
+
+def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
+    field, error = ".".join(map(str, keys)) or "recipe", errors[0]
+    if error["type"] == "missing":
+        return str(UserError(f"{where}: '{field}' is missing", expected="a value", got="none", remedy="add it"))
+    if error["type"] == "extra_forbidden":
+        valid = sorted(_fields_at(keys[:-1]))
+        near = difflib.get_close_matches(str(keys[-1]), valid, n=1, cutoff=0.5)
+        return str(
+            UserError(
+                f"{where}: unknown field '{field}'",
+                expected=f"one of {', '.join(valid)}",
+                got=str(keys[-1]),
+                remedy=f"did you mean '{near[0]}'?" if near else "remove it",
+            )
+        )
+    got = error["input"]
+    expected = list(dict.fromkeys(_EXPECTED.get(e["type"]) or e["msg"] for e in errors))
+    expected = [text.removeprefix("Value error, ").removeprefix("Input should be ") for text in expected]
+    names = [
+        name for e in errors if e["type"] == "literal_error" for name in re.findall("'(.*?)'", e["ctx"]["expected"])
+    ]
+    near = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
+    return str(
+        UserError(
+            f"{where}: '{field}' does not fit",
+            expected=", or ".join(expected),
+            got=_shown(got) if keys else "",
+            remedy=f"did you mean '{near[0]}'?" if near else "correct it; `trtconvert schema` describes every field",
+        )
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float, list)) else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    """What a YAML value is, in words."""
+    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return next(
+        (words for kind, words in kinds.items() if isinstance(value, kind)),
+        "nothing" if value is None else "a tagged value",
+    )
+
+
+def _fields_at(keys: tuple) -> Iterator[str]:
+    """Names of the fields of a section, or of a range inside `engine.shapes`."""
     section: Any = Recipe
     for key in keys:
-        annotation = section.model_fields[key].annotation
+        field = section.model_fields.get(key)
+        annotation = field.annotation if field else Range  # the keys of engine.shapes are dimensions
         section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else Range
     yield from section.model_fields

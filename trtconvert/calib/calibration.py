@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.reference import AttentionTables
@@ -76,7 +76,8 @@ class Calibration:
         tensors = {
             f"{site}/{name}": t.contiguous() for site, tables in self.tables.items() for name, t in tables.items()
         }
-        save_file(tensors, path, {"provenance": self.provenance.model_dump_json()})
+        # Written by Python, whose errors say when a disk is full; safetensors' own do not.
+        path.write_bytes(save(tensors, {"provenance": self.provenance.model_dump_json()}))
 
     @staticmethod
     def load(path: Path) -> Calibration:

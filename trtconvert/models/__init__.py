@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trtconvert.errors import UserError
-from trtconvert.models.base import DiffusionModel, Sampler
 
 if TYPE_CHECKING:
+    from trtconvert.models.base import DiffusionModel, Sampler
     from trtconvert.recipe import ModelSection
 
 __all__ = ["DiffusionModel", "load", "load_sampler"]
 
 DIGITS = "digits-dit"
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is asked for: it needs torch, and a build that the cache answers does without.
+    if name == "DiffusionModel":
+        from trtconvert.models.base import DiffusionModel
+
+        return DiffusionModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load(section: ModelSection) -> DiffusionModel:
@@ -48,6 +55,10 @@ def load_sampler(section: ModelSection) -> Sampler:
 
 
 def _from_function(section: ModelSection) -> DiffusionModel:
+    import torch
+
+    from trtconvert.models.base import DiffusionModel
+
     module_name, _, function_name = section.source.partition(":")
     if not function_name:
         raise UserError(
@@ -55,34 +66,46 @@ def _from_function(section: ModelSection) -> DiffusionModel:
             expected=f"'{DIGITS}' or 'package.module:function'",
             remedy="correct model.source in the recipe",
         )
+    # What the user's own code raises, whatever it is, is no fault of this package.
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+        signature = inspect.signature(function)
+    except Exception as error:
         raise UserError(
             f"model.source '{section.source}' cannot be imported",
             expected="an importable module with that function",
-            got=str(error),
+            got=f"{type(error).__name__}: {error}",
             remedy="install the module, or set PYTHONPATH to the folder that holds it",
         ) from error
     arguments = dict(section.options)
     if section.weights is not None:
         arguments["weights"] = section.weights
     try:
-        inspect.signature(function).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise UserError(
             f"{section.source} does not take the recipe's model.options",
-            expected=f"arguments {inspect.signature(function)}",
+            expected=f"arguments {signature}",
             got=", ".join(arguments) or "none",
             remedy="correct model.options",
         ) from error
-    model = function(**arguments)
+    try:
+        model = function(**arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{section.source} failed",
+            expected="a trtconvert.models.DiffusionModel",
+            got=f"{type(error).__name__}: {error}",
+            remedy="correct the function or what model.options and model.weights give it; --debug shows where it failed",
+        ) from error
     if not isinstance(model, DiffusionModel):
         raise UserError(
             f"{section.source} does not return a model",
             expected="a trtconvert.models.DiffusionModel",
             got=type(model).__name__,
-            remedy="return one; trtconvert/models/digits_dit.py is an example",
+            remedy="return one; trtconvert/models/digits.py is an example",
         )
     for name, tensor in model.denoiser.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

@@ -40,6 +40,6 @@ def _source_file(source: str) -> Path | None:
         return None
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except Exception:  # of the user's own package; loading the model reports it
         return None
     return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None

@@ -45,16 +45,23 @@ class OnnxRuntimeDenoiser:
     def _by_name(self, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> dict[str, Tensor]:
         names = [spec.name for spec in self.component.inputs]
         given = dict(zip(names, inputs, strict=False)) | named
-        if len(inputs) > len(names) or given.keys() != set(names):
+        if len(inputs) + len(named) != len(names) or given.keys() != set(names):
             raise UserError(
                 "the denoiser was called with other inputs than it has",
                 expected=", ".join(names),
-                got=", ".join([*names[: len(inputs)], *named, *["…"] * (len(inputs) - len(names))]),
+                got=", ".join([*names[: len(inputs)], *["…"] * (len(inputs) - len(names)), *named]) or "none",
                 remedy="pass each input once, by position or by name",
             )
         return given
 
     def _checked(self, spec: TensorRecord, x: Tensor, sizes: dict[str, int]) -> np.ndarray:
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"'{spec.name}' is not a tensor",
+                expected=f"a torch.Tensor of {spec.dtype}",
+                got=type(x).__name__,
+                remedy="convert it with torch.as_tensor",
+            )
         dims = self.component.dims
         fits = x.dim() == len(spec.shape)
         for size, dim in zip(x.shape, spec.shape, strict=False):
