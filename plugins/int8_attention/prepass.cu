@@ -22,8 +22,6 @@ constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part 
 
 static_assert(kTokens == kKeyTile && kTokens == 2 * kQueryBlock && kKeyTile == 2 * kHalfTile);
 
-enum class Role { kQuery, kKey, kValue };
-
 __device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would drop a NaN: it must reach its row's scale
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -46,14 +44,36 @@ __device__ __forceinline__ void unpack8(const uint4& packed, float (&x)[8]) {
   }
 }
 
-// rne(x * inverse) clamped to +-127, in the low byte.
-__device__ __forceinline__ uint32_t quantise(float x, float inverse) {
-  const float rounded = fmaf(x, inverse, kRoundMagic);
-  return __float_as_uint(fminf(fmaxf(rounded, kRoundMagic - 127.f), kRoundMagic + 127.f));
+// Largest magnitude of eight packed values, NaN if one is.
+template <typename T>
+__device__ __forceinline__ float largest8(const uint4& packed) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+  Pair magnitude[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) magnitude[i] = __habs2(reinterpret_cast<const Pair&>(words[i]));
+  const Pair m = __hmax2_nan(__hmax2_nan(magnitude[0], magnitude[1]), __hmax2_nan(magnitude[2], magnitude[3]));
+  return nan_max(__low2float(m), __high2float(m));
+}
+
+// rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
+template <bool kClamp>
+__device__ __forceinline__ uint32_t quantise(float x, float factor, float addend = kRoundMagic) {
+  float rounded = fmaf(x, factor, addend);
+  if (kClamp) rounded = fminf(fmaxf(rounded, kRoundMagic - 127.f), kRoundMagic + 127.f);
+  return __float_as_uint(rounded);
 }
 
 __device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+template <bool kClamp>
+__device__ __forceinline__ uint2 quantise8(const float (&x)[8], float factor) {
+  uint32_t q[8];
+#pragma unroll
+  for (int c = 0; c < 8; ++c) q[c] = quantise<kClamp>(x[c], factor);
+  return make_uint2(pack4(q[0], q[1], q[2], q[3]), pack4(q[4], q[5], q[6], q[7]));
 }
 
 // Maximum over the Lanes threads that share a row.
@@ -101,223 +121,296 @@ __device__ bool tables_usable(const Params& p, const Element& e, int head) {
   return !__syncthreads_or(bad);
 }
 
-// Lanes: threads per row, each with 8 channels; lanes beyond head_dim hold zeros.
-template <typename T, int Lanes>
-__global__ void __launch_bounds__(kThreads) prepass_kernel(const __grid_constant__ Params p) {
-  constexpr int kRowsPerPass = kThreads / Lanes;
-  constexpr int kPasses = kTokens / kRowsPerPass;
+// What a thread block works on.
+struct Tile {
+  Element element;
+  int head, tile, batch;
+  int64_t index;      // of the tile among all of its kind: (batch, head, tile) for K and V, (batch, head) * query_blocks for Q
+  int64_t table_row;  // of [T, Hkv, D] tables, K and V only
+};
+
+// How threads map to rows: Lanes threads per row with 8 channels each, lanes beyond head_dim hold zeros.
+template <int Lanes>
+struct Map {
+  static constexpr int kRowsPerPass = kThreads / Lanes;
+  static constexpr int kPasses = kTokens / kRowsPerPass;
   static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
+};
 
-  cudaTriggerProgrammaticLaunchCompletion();
-
-  // Heads run fastest: with tokens outermost in memory, neighbouring thread blocks read neighbouring bytes.
-  const int query_tiles = ceil_div(p.num_queries, kTokens);
-  int index = blockIdx.x;
-  Role role = Role::kQuery;
-  int heads = p.heads, tiles = query_tiles;
-  if (index >= heads * tiles) {
-    index -= heads * tiles;
-    heads = p.kv_heads;
-    tiles = p.key_tiles;
-    role = Role::kKey;
-    if (index >= heads * tiles) {
-      index -= heads * tiles;
-      role = Role::kValue;
-    }
-  }
-  const int head = index % heads, tile = index / heads, b = blockIdx.y;
-
-  const int lane = threadIdx.x % Lanes;
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ int row_of(int pass) {
   const int row0 = threadIdx.x / Lanes;
-  // Row of a pass. V: four passes of one thread are the four keys of one word of the transposed image.
-  const auto row_of = [&](int pass) {
-    if (role != Role::kValue) return pass * kRowsPerPass + row0;
-    const int word = pass / 4 * kRowsPerPass + row0;  // 0..31
-    return word / 4 * 16 + permuted_key(word % 4 * 4 + pass % 4);
-  };
+  if (!kPermuted) return pass * Map<Lanes>::kRowsPerPass + row0;
+  // V: four passes of one thread are the four keys of one word of the transposed image.
+  const int word = pass / 4 * Map<Lanes>::kRowsPerPass + row0;  // 0..31
+  return word / 4 * 16 + permuted_key(word % 4 * 4 + pass % 4);
+}
 
-  const T* source = static_cast<const T*>(role == Role::kQuery ? p.q : role == Role::kKey ? p.k : p.v);
-  const TrtConvertStrides strides = role == Role::kQuery ? p.q_strides : role == Role::kKey ? p.k_strides : p.v_strides;
-  const int num_tokens = role == Role::kQuery ? p.num_queries : p.num_keys;
-  source += b * strides.batch + head * strides.head + lane * 8;
-  const bool has_channels = lane * 8 < p.head_dim;
-
-  uint4 data[kPasses];
+// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere.
+template <typename T, int Lanes, bool kPermuted>
+__device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const void* tensor, const TrtConvertStrides& strides,
+                                     int tokens, int head_dim, int head, int tile, int batch) {
+  const int lane = threadIdx.x % Lanes;
+  const T* const source = static_cast<const T*>(tensor) + batch * strides.batch + head * strides.head +
+                          int64_t(tile) * kTokens * strides.token + lane * 8;
+  const int rows = lane * 8 < head_dim ? tokens - tile * kTokens : 0;
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int token = tile * kTokens + row_of(i);
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, kPermuted>(i);
     data[i] = make_uint4(0, 0, 0, 0);
-    if (has_channels && token < num_tokens)
-      data[i] = __ldg(reinterpret_cast<const uint4*>(source + int64_t(token) * strides.token));
+    if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + row * strides.token));
   }
+}
 
-  const Element e = element_of(p, b);
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.elements[b] = {e.mode, e.bin, e.num_keys, 0};
-
-  // Keys that do not exist become zeros here: whatever they hold (NaN, say) goes no further.
-  const int valid_tokens = (role == Role::kQuery ? p.num_queries : e.num_keys) - tile * kTokens;
-  if (role != Role::kQuery) {
-    if (valid_tokens <= 0) return;  // never read by the kernels
+// Keys that do not exist become zeros here: whatever they hold (NaN, say) goes no further.
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses], int valid) {
+  if (valid >= kTokens) return;
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i)
-      if (row_of(i) >= valid_tokens) data[i] = make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i)
+    if (row_of<Lanes, kPermuted>(i) >= valid) data[i] = make_uint4(0, 0, 0, 0);
+}
+
+// 16-bit copies of two images of 64 tokens: Q and K of mode 0, V of modes 0 and 1.
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ void copy_images(const uint4 (&data)[Map<Lanes>::kPasses], uint8_t* first, uint8_t* second,
+                                            int columns) {
+  const int lane = threadIdx.x % Lanes;
+  if (lane * 8 >= columns) return;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, kPermuted>(i);
+    uint8_t* const image = row < kHalfTile ? first : second;
+    if (image) *reinterpret_cast<uint4*>(image + lane * kHalfTile * 16 + row % kHalfTile * 16) = data[i];
   }
+}
 
-  const int64_t kv_tile = (int64_t(b) * p.kv_heads + head) * p.key_tiles + tile;
-  const int64_t table_row = (int64_t(e.bin) * p.kv_heads + head) * p.head_dim + lane * 8;  // K and V only
-
-  // 16-bit copies: Q and K of mode 0, V of modes 0 and 1. Images of 64 tokens, chunk of 16 bytes = this lane's 8 channels.
-  if (e.mode == 0 || (e.mode == 1 && role == Role::kValue)) {
-    const int image_bytes = kHalfTile * 2 * p.dims.pv;
-    uint8_t* image = role == Role::kKey ? p.k_images + kv_tile * p.k_tile_bytes : p.v_images + kv_tile * p.v_tile_bytes;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int row = row_of(i), half = row / kHalfTile;
-      uint8_t* base = image + half * image_bytes;
-      if (role == Role::kQuery) {
-        const int block = tile * 2 + half;
-        if (block >= p.query_blocks) continue;
-        base = p.q_images + ((int64_t(b) * p.heads + head) * p.query_blocks + block) * p.q_block_bytes;
-        if (lane == 0)
-          p.row_scales[((int64_t(b) * p.heads + head) * p.query_blocks + block) * kQueryBlock + row % kHalfTile] =
-              p.softmax_scale * kLog2e;
-      }
-      if (lane * 8 < p.dims.pv)
-        *reinterpret_cast<uint4*>(base + lane * kHalfTile * 16 + row % kHalfTile * 16) = data[i];
-    }
+template <typename T, int Lanes>
+__device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses]) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  const int64_t block = at.index + at.tile * 2;
+  const bool second = at.tile * 2 + 1 < p.query_blocks;  // the last 64 rows of the tile may not exist at all
+  const float logits = p.softmax_scale * kLog2e;
+  if (e.mode == 0) {
+    uint8_t* const image = p.q_images + block * p.q_block_bytes;
+    copy_images<Lanes, false>(data, image, second ? image + p.q_block_bytes : nullptr, p.dims.pv);
+    for (int row = threadIdx.x; row < (second ? 2 : 1) * kQueryBlock; row += kThreads)
+      p.row_scales[block * kQueryBlock + row] = logits;
     return;
   }
-
-  const bool from_data = p.dynamic && e.mode != 3;  // Q per token and K per tile from the data
-  const bool int8_columns = lane * 8 < p.dims.qk;
-
-  if (role == Role::kQuery) {
-    const bool usable = tables_usable(p, e, head) && e.valid;
-    const float fixed = from_data ? 0.f : p.q_scale[int64_t(e.bin) * p.heads + head];
+  const bool usable = tables_usable(p, e, at.head) && e.valid;
+  const bool from_data = p.dynamic && e.mode != 3;
+  const float fixed = from_data ? 0.f : p.q_scale[int64_t(e.bin) * p.heads + at.head];
+  const float fixed_inverse = __fdividef(1.f, fixed);
+  uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      float x[8];
-      unpack8<T>(data[i], x);
-      float scale = fixed;
-      if (from_data) {
-        float amax = 0.f;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
-        scale = nan_max(row_max<Lanes>(amax) * (1.f / 127.f), kScaleFloor);
-      }
-      const float inverse = __frcp_rn(scale);
-      const int row = row_of(i), block = tile * 2 + row / kQueryBlock;
-      if (block >= p.query_blocks) continue;
-      const int64_t image = (int64_t(b) * p.heads + head) * p.query_blocks + block;
-      if (int8_columns) {
-        uint32_t q8[8];
-#pragma unroll
-        for (int c = 0; c < 8; ++c) q8[c] = quantise(x[c], inverse);
-        *reinterpret_cast<uint2*>(p.q_images + image * p.q_block_bytes + lane / 2 * kQueryBlock * 16 +
-                                  row % kQueryBlock * 16 + lane % 2 * 8) =
-            make_uint2(pack4(q8[0], q8[1], q8[2], q8[3]), pack4(q8[4], q8[5], q8[6], q8[7]));
-      }
-      if (lane == 0)
-        p.row_scales[image * kQueryBlock + row % kQueryBlock] =
-            usable ? scale * p.softmax_scale * kLog2e : __int_as_float(0x7fffffff);
-    }
-    return;
-  }
-
-  if (role == Role::kKey) {
-    float offset[8];
-#pragma unroll
-    for (int c = 0; c < 8; ++c) offset[c] = p.smooth_k && has_channels ? p.k_offset[table_row + c] : 0.f;
-    float scale;
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, false>(i);
+    float x[8];
+    unpack8<T>(data[i], x);
+    float scale = fixed;
+    uint2 q8;
     if (from_data) {
-      float amax = 0.f;
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        float x[8];
-        unpack8<T>(data[i], x);
-        if (row_of(i) < valid_tokens) {
-#pragma unroll
-          for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c] - offset[c]));
-        }
-      }
-      __shared__ float warp_max[kThreads / 32];
-      amax = row_max<32>(amax);
-      if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = amax;
-      __syncthreads();
-#pragma unroll
-      for (int w = 0; w < kThreads / 32; ++w) amax = nan_max(amax, warp_max[w]);
-      scale = nan_max(amax * (1.f / 127.f), kScaleFloor);
+      const float amax = nan_max(row_max<Lanes>(largest8<T>(data[i])), 127.f * kScaleFloor);
+      scale = amax * (1.f / 127.f);
+      q8 = quantise8<false>(x, __fdividef(127.f, amax));
     } else {
-      scale = p.k_scale[int64_t(e.bin) * p.kv_heads + head];
+      q8 = quantise8<true>(x, fixed_inverse);
     }
-    if (threadIdx.x == 0) p.tile_scales[kv_tile].k = scale;
-    if (!int8_columns) return;
-    const float inverse = __frcp_rn(scale);
-    uint8_t* const image = p.k_images + kv_tile * p.k_tile_bytes + lane / 2 * kKeyTile * 16 + lane % 2 * 8;
+    if (row >= kQueryBlock && !second) continue;
+    if (lane * 8 < p.dims.qk)
+      *reinterpret_cast<uint2*>(image + row / kQueryBlock * p.q_block_bytes + row % kQueryBlock * 16) = q8;
+    if (lane == 0) p.row_scales[block * kQueryBlock + row] = usable ? scale * logits : __int_as_float(0x7fffffff);
+  }
+}
+
+// Maximum over the thread block, in every thread.
+__device__ __forceinline__ float block_max(float x, float (&warp_values)[kThreads / 32]) {
+  x = row_max<32>(x);
+  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = x;
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
+  for (int w = 0; w < kThreads / 32; ++w) x = nan_max(x, warp_values[w]);
+  return x;
+}
+
+template <typename T, int Lanes>
+__device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
+                                              int valid) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  uint8_t* const image = p.k_images + at.index * p.k_tile_bytes;
+  if (e.mode == 0)
+    return copy_images<Lanes, false>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
+  const bool has_channels = lane * 8 < p.head_dim;
+  float offset[8];
+#pragma unroll
+  for (int c = 0; c < 8; ++c) offset[c] = p.smooth_k && has_channels ? p.k_offset[at.table_row + c] : 0.f;
+  float scale, factor;
+  const bool from_data = p.dynamic && e.mode != 3;
+  if (from_data) {
+    float amax = 127.f * kScaleFloor;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
       float x[8];
       unpack8<T>(data[i], x);
-      const int row = row_of(i);
-      uint32_t k8[8];
+      float largest = 0.f;
 #pragma unroll
-      for (int c = 0; c < 8; ++c) k8[c] = row < valid_tokens ? quantise(x[c] - offset[c], inverse) : 0u;
-      *reinterpret_cast<uint2*>(image + row * 16) =
-          make_uint2(pack4(k8[0], k8[1], k8[2], k8[3]), pack4(k8[4], k8[5], k8[6], k8[7]));
+      for (int c = 0; c < 8; ++c) largest = nan_max(largest, fabsf(x[c] - offset[c]));
+      if (row_of<Lanes, false>(i) < valid) amax = nan_max(amax, largest);
     }
-    return;
+    __shared__ float warp_values[kThreads / 32];
+    amax = block_max(amax, warp_values);
+    scale = amax * (1.f / 127.f);
+    factor = __fdividef(127.f, amax);
+  } else {
+    scale = p.k_scale[int64_t(e.bin) * p.kv_heads + at.head];
+    factor = __fdividef(1.f, scale);
   }
+  if (threadIdx.x == 0) {
+    p.tile_scales[at.index].k = scale;
+    p.tile_scales[at.index].inverse_k = 1.f / scale;
+  }
+  if (lane * 8 >= p.dims.qk) return;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, false>(i);
+    float x[8];
+    unpack8<T>(data[i], x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] -= offset[c];
+    uint2 k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
+    if (row >= valid) k8 = make_uint2(0, 0);
+    *reinterpret_cast<uint2*>(image + lane / 2 * kKeyTile * 16 + lane % 2 * 8 + row * 16) = k8;
+  }
+}
 
-  // V of modes 2 and 3, transposed through shared memory. 16 bytes of padding after every 8 rows of the image spread the
-  // lanes' words over the banks.
+template <typename T, int Lanes>
+__device__ __forceinline__ void quantise_values(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
+                                                int valid) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  uint8_t* const image = p.v_images + at.index * p.v_tile_bytes;
+  if (e.mode <= 1) return copy_images<Lanes, true>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
+
+  // Transposed through shared memory. 16 bytes of padding after every 8 rows of the image spread the lanes' words over the
+  // banks.
   constexpr int kLaneBytes = 8 * 16 + 16;
   constexpr int kGroupBytes = Lanes * kLaneBytes;  // 16 keys
   __shared__ __align__(16) uint8_t transposed[kKeyTile / 16 * kGroupBytes];
-  float offset[8], inverse_channel[8];
+  __shared__ float largest_values[kThreads / 32], smallest_values[kThreads / 32];
+  TileScales& scales = p.tile_scales[at.index];
+  const bool has_channels = lane * 8 < p.head_dim;
+  float factor[8], addend[8];  // (v - offset) / scale = v * factor + addend
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
-    offset[c] = has_channels ? p.v_offset[table_row + c] : 0.f;
-    inverse_channel[c] = has_channels ? __frcp_rn(p.v_scale[table_row + c]) : 0.f;
+    factor[c] = has_channels ? 1.f / p.v_scale[at.table_row + c] : 0.f;
+    addend[c] = has_channels ? -p.v_offset[at.table_row + c] * factor[c] : 0.f;
   }
+  float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
 #pragma unroll
-  for (int i = 0; i < kPasses; i += 4) {
+  for (int i = 0; i < Map<Lanes>::kPasses; i += 4) {
+    const int word = i / 4 * Map<Lanes>::kRowsPerPass + threadIdx.x / Lanes;
     uint32_t v8[4][8];  // [key of the word][channel]
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
+      const bool exists = row_of<Lanes, true>(i + j) < valid;
       float x[8];
       unpack8<T>(data[i + j], x);
-      const int row = row_of(i + j);
-      const bool exists = row < valid_tokens;
 #pragma unroll
-      for (int c = 0; c < 8; ++c) x[c] = exists ? (x[c] - offset[c]) * inverse_channel[c] : 0.f;
-      float inverse = 1.f;
+      for (int c = 0; c < 8; ++c) x[c] = exists ? fmaf(x[c], factor[c], addend[c]) : 0.f;
       if (e.mode == 2) {
         float amax = 0.f;
 #pragma unroll
         for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
-        const float scale = nan_max(row_max<Lanes>(amax) * (1.f / 127.f), kTokenScaleFloor);
-        inverse = __frcp_rn(scale);
-        if (lane == 0) {
-          const int slot = (i / 4 * kRowsPerPass + row0) * 4 + j;
-          p.tile_scales[kv_tile].log2_v[slot] = exists ? log2f(scale) : -INFINITY;
-          p.tile_scales[kv_tile].inverse_v[slot] = exists ? inverse : 0.f;
+        amax = nan_max(row_max<Lanes>(amax), 127.f * kTokenScaleFloor);
+        const float inverse = __fdividef(127.f, amax);
+        if (exists) {
+          const float log2_scale = __log2f(amax * (1.f / 127.f));
+          largest = nan_max(largest, log2_scale);
+          negated_smallest = nan_max(negated_smallest, -log2_scale);
+          if (lane == 0) {
+            scales.log2_v[word * 4 + j] = log2_scale;
+            scales.inverse_v[word * 4 + j] = inverse;
+          }
+        } else if (lane == 0) {
+          scales.log2_v[word * 4 + j] = -INFINITY;
+          scales.inverse_v[word * 4 + j] = 0.f;
         }
-      }
 #pragma unroll
-      for (int c = 0; c < 8; ++c) v8[j][c] = quantise(x[c], inverse);
+        for (int c = 0; c < 8; ++c) v8[j][c] = quantise<false>(x[c], inverse);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v8[j][c] = quantise<true>(x[c], 1.f);
+      }
     }
-    const int word = i / 4 * kRowsPerPass + row0;
     uint8_t* const target = transposed + word / 4 * kGroupBytes + lane * kLaneBytes + word % 4 * 4;
 #pragma unroll
     for (int c = 0; c < 8; ++c)
       *reinterpret_cast<uint32_t*>(target + c * 16) = pack4(v8[0][c], v8[1][c], v8[2][c], v8[3][c]);
   }
+  if (e.mode == 2) {
+    const float log2_v_max = block_max(largest, largest_values);
+    const float log2_v_min = -block_max(negated_smallest, smallest_values);
+    if (threadIdx.x == 0) {
+      scales.log2_v_max = log2_v_max;
+      scales.log2_v_min = log2_v_min;
+    }
+  } else if (threadIdx.x == 0) {
+    scales.log2_v_max = scales.log2_v_min = 0.f;
+  }
   __syncthreads();
-  uint8_t* const image = p.v_images + kv_tile * p.v_tile_bytes;
   for (int c = threadIdx.x; c < kKeyTile / 16 * p.dims.pv; c += kThreads) {
     const int group = c / p.dims.pv, d = c % p.dims.pv;
     *reinterpret_cast<uint4*>(image + c * 16) =
         *reinterpret_cast<const uint4*>(transposed + group * kGroupBytes + d / 8 * kLaneBytes + d % 8 * 16);
+  }
+}
+
+template <typename T, int Lanes>
+__global__ void __launch_bounds__(kThreads) prepass_kernel(const __grid_constant__ Params p) {
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  // Heads run fastest: with tokens outermost in memory, neighbouring thread blocks read neighbouring bytes.
+  const int query_work = p.heads * ceil_div(p.num_queries, kTokens), key_work = p.kv_heads * p.key_tiles;
+  const bool is_query = blockIdx.x < query_work;
+  const bool is_key = !is_query && blockIdx.x - query_work < key_work;
+  const int index = blockIdx.x - (is_query ? 0 : is_key ? query_work : query_work + key_work);
+  const int heads = is_query ? p.heads : p.kv_heads;
+  Tile at;
+  at.head = index % heads;
+  at.tile = index / heads;
+  at.batch = blockIdx.y;
+
+  // The loads come first: what the element's mode is takes two more trips to memory.
+  uint4 data[Map<Lanes>::kPasses];
+  if (is_query) {
+    load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
+  } else if (is_key) {
+    load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+  } else {
+    load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+  }
+  at.element = element_of(p, at.batch);
+  if (blockIdx.x == 0 && threadIdx.x == 0)
+    p.elements[at.batch] = {at.element.mode, at.element.bin, at.element.num_keys, 0};
+
+  if (is_query) {
+    at.index = (int64_t(at.batch) * p.heads + at.head) * p.query_blocks;
+    quantise_queries<T, Lanes>(p, at, data);
+    return;
+  }
+  at.index = (int64_t(at.batch) * p.kv_heads + at.head) * p.key_tiles + at.tile;
+  at.table_row = (int64_t(at.element.bin) * p.kv_heads + at.head) * p.head_dim + threadIdx.x % Lanes * 8;
+  const int valid = at.element.num_keys - at.tile * kTokens;
+  if (valid <= 0) return;  // the attention kernels do not read this tile
+  if (is_key) {
+    clear_beyond<Lanes, false>(data, valid);
+    quantise_keys<T, Lanes>(p, at, data, valid);
+  } else {
+    clear_beyond<Lanes, true>(data, valid);
+    quantise_values<T, Lanes>(p, at, data, valid);
   }
 }
 

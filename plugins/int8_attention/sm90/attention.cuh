@@ -24,7 +24,11 @@ constexpr int kSharedLimit = 227 * 1024;
 constexpr int kBarrierBytes = 256;
 constexpr int kMaxStages = 4;
 constexpr float kLog2Of255 = 7.99435343685885f;
-constexpr float kRoundMagic = 12582912.f;  // 1.5 * 2^23: adding it leaves rne(x) in the low bits
+// Accumulators of QK^T start at the bits of this float, 1.5 * 2^23: as long as a sum stays within +-2^22 the accumulator
+// read as a float is kMagic + sum, so no conversion is needed, and sums compare like their bits.
+constexpr float kMagic = 12582912.f;
+// Exponents are x * c - maximum * c with x near kMagic. Up to this c the rounding of maximum * c stays under 0.01.
+constexpr float kLargestFastScale = 0x1p-8f;
 constexpr float kRescaleThreshold = 8.f;   // O is rescaled when a maximum grows by more than 2^8: FP32 sums have the room
 
 // Sizes that follow from the mode and the padded head dims.
@@ -36,8 +40,8 @@ struct Shape {
   static constexpr int kQueryBytes = kQueryBlock * (kInt8Qk ? kDimQk : 2 * kDimPv);
   static constexpr int kKeyBytes = kKeys * (kInt8Qk ? kDimQk : 2 * kDimPv);
   static constexpr int kValueBytes = kKeys * (kInt8Pv ? kDimPv : 2 * kDimPv);
-  // What the tile needs of TileScales: everything in mode 2, the scale of K in modes 1 and 3.
-  static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, k);
+  // What the tile needs of TileScales: everything in mode 2, the last 16 bytes in modes 1 and 3.
+  static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, log2_v_max);
   static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
   static constexpr int kStageBytes = kKeyBytes + int(sizeof(TileScales)) + kValueBytes;
   TRTCONVERT_HOST_DEVICE static constexpr int stages(int consumers) {
@@ -52,15 +56,27 @@ struct Shape {
 template <int kDimQk, int kDimPv>
 struct Config {
   // Three consumers have 160 registers each, two have 240: S (64), O, the integer sums of PV and P have to fit.
+#ifdef EXP_CONS
+  static constexpr int kConsumers = EXP_CONS;
+#else
   static constexpr int kConsumers = kDimPv <= 64 ? 3 : 2;
+#endif
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   // Columns of one integer PV product; O is the concatenation of these chunks.
+#ifdef EXP_CHUNK
+  static constexpr int kChunk = EXP_CHUNK;
+#else
   static constexpr int kChunk = kDimPv <= 128 ? kDimPv : kDimPv == 160 ? 80 : 64;
+#endif
   static constexpr int kChunks = kDimPv / kChunk;
   // Whether S of the next tile fits beside the sums of this one.
+#ifdef EXP_OVERLAP
+  static constexpr bool kOverlap = EXP_OVERLAP;
+#else
   static constexpr bool kOverlap = kDimPv <= 192;
+#endif
 
   static constexpr int max_shared_bytes() {
     int bytes = Shape<0, kDimQk, kDimPv>::shared_bytes(kConsumers);
@@ -156,13 +172,6 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Four rounded values (in the low bytes) to one word.
-__device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) {
-  const uint32_t ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
-  const uint32_t cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
-  return __byte_perm(ab, cd, 0x5410);
-}
-
 template <bool kBf16>
 __device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
   uint32_t result;
@@ -252,14 +261,126 @@ __device__ __forceinline__ void store(const Params& p, const Task& task, int blo
   }
 }
 
-// Modes 1 to 3: S = Q8 K8^T for the tile in `key`.
+// Modes 1 to 3: S += Q8 K8^T for the tile in `key`, or S = ... when it starts from nothing.
 template <int kDimQk>
-__device__ __forceinline__ void issue_qk_int8(int32_t (&s)[64], uint64_t query, uint32_t key) {
+__device__ __forceinline__ void issue_qk_int8(int32_t (&s)[64], uint64_t query, uint32_t key, int use_s) {
   const uint64_t b = matrix_descriptor(key, kKeyTile * 16, 128);
 #pragma unroll
   for (int k = 0; k < kDimQk / 32; ++k)
-    wgmma_s8(s, advance(query, k * 2 * kQueryBlock * 16), advance(b, k * 2 * kKeyTile * 16), k > 0);
+    wgmma_s8(s, advance(query, k * 2 * kQueryBlock * 16), advance(b, k * 2 * kKeyTile * 16), k > 0 ? 1 : use_s);
   wgmma_commit();
+}
+
+// What a thread knows of its rows for the whole sequence.
+struct RowScales {
+  float scale[2], inverse[2];         // base-2 exponent per unit of S and of K's scale
+  float warp_largest, warp_smallest;  // of `scale` over the warp's 16 rows
+
+  __device__ explicit RowScales(const float* first_row) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scale[r] = first_row[row + 8 * r];
+      inverse[r] = 1.f / scale[r];
+    }
+    warp_largest = fmaxf(scale[0], scale[1]);
+    warp_smallest = fminf(scale[0], scale[1]);
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) {
+      warp_largest = fmaxf(warp_largest, __shfl_xor_sync(0xffffffffu, warp_largest, offset));
+      warp_smallest = fminf(warp_smallest, __shfl_xor_sync(0xffffffffu, warp_smallest, offset));
+    }
+  }
+};
+
+// What a thread knows of its tile's scores before they are computed.
+struct TileState {
+  float c[2];    // base-2 exponent per unit of S
+  float offset;  // base-2 exponent that the whole tile shares
+  bool fast;     // the scores are kMagic + S (+ the token's scale), ready to use; the same in a warp
+};
+
+// Modes 2 and 3: starts the accumulators of the next tile at kMagic, in mode 2 plus log2(sv) in units of S, relative to
+// the tile's largest: exp2(S c) then already carries the token's scale.
+template <int kMode, int kDimQk>
+__device__ __forceinline__ TileState start_scores(int32_t (&s)[64], const TileScales& scales, const RowScales& rows) {
+  // Room beside |S| <= 127^2 D within 2^22. Rows of tiny scale against tiny tokens may not fit: the slow way serves them.
+  constexpr float kRoom = float((1 << 22) - 127 * 127 * kDimQk - 64);
+  const float4 tile = *reinterpret_cast<const float4*>(&scales.log2_v_max);  // max, min, k, 1 / k
+  TileState state;
+  state.offset = tile.x;
+  state.fast = rows.warp_largest * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * rows.warp_smallest * tile.z;
+  float inverse[2], start[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    state.c[r] = rows.scale[r] * tile.z;
+    inverse[r] = state.fast ? rows.inverse[r] * tile.w : 0.f;
+    start[r] = fmaf(-tile.x, inverse[r], kMagic);
+  }
+  // Mode 3 has no token scales; the same instruction with zeros leaves the busy integer units alone. The loads stay two
+  // groups ahead and no more: the compiler would spend 32 registers on them.
+  constexpr int kGroups = kKeyTile / 16, kAhead = kMode == 2 ? 2 : 0;
+  const uint32_t bias_address = shared_address(scales.log2_v) + threadIdx.x % 4 * 16;
+  float bias[kGroups][4];
+#pragma unroll
+  for (int g = 0; g < kAhead; ++g) load_shared(bias[g], bias_address + g * 64);
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    if constexpr (kMode == 2) {
+      if (g + kAhead < kGroups) load_shared(bias[g + kAhead], bias_address + (g + kAhead) * 64);
+    } else {
+      bias[g][0] = bias[g][1] = bias[g][2] = bias[g][3] = tile.x;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float start_i;
+      asm volatile("fma.rn.f32 %0, %1, %2, %3;"
+                   : "=f"(start_i)
+                   : "f"(bias[g][i / 4 * 2 + i % 2]), "f"(inverse[i / 2 % 2]), "f"(start[i / 2 % 2]));
+      s[8 * g + i] = __float_as_int(start_i);
+    }
+  }
+  return state;
+}
+
+// Turns S into exponents x * c + shift of 255 exp(w - tile maximum), and gives the tile's row maxima of w.
+template <int kMode>
+__device__ __forceinline__ void exponents(float (&x)[64], const TileState& state, const TileScales& scales,
+                                          float (&shift)[2], float (&maximum)[2]) {
+  if (state.fast) {
+    int32_t top[4] = {__float_as_int(x[0]), __float_as_int(x[2]), __float_as_int(x[4]), __float_as_int(x[6])};
+#pragma unroll
+    for (int i = 0; i < 64; i += 4)
+      top[i / 2 % 4] = __vimax3_s32(top[i / 2 % 4], __float_as_int(x[i]), __float_as_int(x[i + 1])),
+                 top[i / 2 % 4 + 1] = __vimax3_s32(top[i / 2 % 4 + 1], __float_as_int(x[i + 2]), __float_as_int(x[i + 3]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float m = quad_max(__int_as_float(max(top[r], top[r + 2])));
+      // Rounded towards smaller P: 255 must not be exceeded. What the rounding took is given back through the maximum.
+      shift[r] = __fsub_rd(kLog2Of255, __fmul_ru(m, state.c[r]));
+      maximum[r] = fmaf(m - kMagic, state.c[r], state.offset) + (kLog2Of255 - fmaf(m, state.c[r], shift[r]));
+    }
+  } else {
+    if constexpr (kMode == 2) {
+      const float* const bias = scales.log2_v + threadIdx.x % 4 * 4;
+      const float inverse[2] = {1.f / state.c[0], 1.f / state.c[1]};
+#pragma unroll
+      for (int i = 0; i < 64; ++i)
+        x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - state.offset, inverse[i / 2 % 2], x[i] - kMagic);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) x[i] -= kMagic;
+    }
+    float m[2];
+    row_maxima(x, m);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] -= m[i / 2 % 2];  // exact for the maximum, however large c is
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = kLog2Of255;
+      maximum[r] = fmaf(m[r], state.c[r], state.offset);
+    }
+  }
 }
 
 // Modes 2 and 3: u8 P times s8 V, in tiles of 128 keys whose integer sums are promoted with the tile's row factor.
@@ -273,55 +394,52 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   const uint32_t queries = shared_address(shared) + kBarrierBytes;
   uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kQueryBytes;
   const uint64_t query = matrix_descriptor(queries + consumer * S::kQueryBytes, kQueryBlock * 16, 128);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = lane % 4;
-  const float row_scale[2] = {task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4],
-                              task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4 + 8]};
+  const int lane = threadIdx.x % 32, t = lane % 4;
+  const RowScales row_scales(task.row_scales + consumer * kQueryBlock);
   const int tiles = ceil_div(task.element.num_keys, kKeyTile);
   const int last_columns = task.element.num_keys - (tiles - 1) * kKeyTile;
+  const auto scales_of = [&](int stage) -> const TileScales& {
+    return *reinterpret_cast<const TileScales*>(ring + stage * S::kStageBytes + S::kKeyBytes);
+  };
 
   Rows rows;
   float o[kChunks][kChunk / 2] = {};
   int32_t s[64];
-  Cursor<kStages> key_at, value_at;
+  Cursor<kStages> at;
 
   mbarrier_wait(&barriers.query[consumer], 0);
   if (tiles > 0) mbarrier_wait(&barriers.key_full[0], 0);
+  TileState state = start_scores<kMode, kDimQk>(s, scales_of(0), row_scales);
   pin(s);
   wgmma_fence();
-  issue_qk_int8<kDimQk>(s, query, shared_address(ring));
+  issue_qk_int8<kDimQk>(s, query, shared_address(ring), 1);
+
+#ifdef EXP_PP
+  if (task.active == C::kConsumers && consumer == C::kConsumers - 1) named_barrier_arrive(1, 256);
+#endif
   for (int tile = 0; tile < tiles; ++tile) {
-    const TileScales& scales = *reinterpret_cast<const TileScales*>(ring + key_at.stage * S::kStageBytes + S::kKeyBytes);
+    const TileScales& scales = scales_of(at.stage);
+    Cursor<kStages> next = at;
+    next.advance();
+    const bool more = tile + 1 < tiles;
+    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
+    const bool key_ready = !more || mbarrier_test(&barriers.key_full[next.stage], next.parity);
+
     wgmma_wait<0>();
     pin(s);
-
-    // Exponents (base 2) of the weights: x * c, or x itself in mode 2 where the token scale is added.
-    const float c[2] = {row_scale[0] * scales.k, row_scale[1] * scales.k};
     float x[64];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] = __int2float_rn(s[i]);
-    float maximum[2];
-    if constexpr (kMode == 2) {
-#pragma unroll
-      for (int g = 0; g < kKeyTile / 16; ++g) {
-        const float4 bias = *reinterpret_cast<const float4*>(&scales.log2_v[16 * g + 4 * t]);
-        const float b[4] = {bias.x, bias.y, bias.z, bias.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[8 * g + i] = fmaf(x[8 * g + i], c[i / 2 % 2], b[i / 4 * 2 + i % 2]);
-      }
-      row_maxima(x, maximum);
-    } else {
-      if (tile == tiles - 1 && last_columns < kKeyTile) mask_columns(x, last_columns);
-      row_maxima(x, maximum);
-      maximum[0] *= c[0];
-      maximum[1] *= c[1];
-    }
-    take_maxima(rows, maximum, o);
-    const float factor[2] = {exp2_approx(maximum[0] - rows.reference[0]), exp2_approx(maximum[1] - rows.reference[1])};
-    const float shift[2] = {kLog2Of255 - maximum[0], kLog2Of255 - maximum[1]};
+    for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
+    if (!more && last_columns < kKeyTile) mask_columns(x, last_columns);
+    float shift[2], maximum[2];
+    exponents<kMode>(x, state, scales, shift, maximum);
 
+#ifdef EXP_PP
+    if (task.active == C::kConsumers) named_barrier_sync(1 + consumer, 256);
+#endif
     // P = 255 * exp(w - tile maximum): summed unrounded, then rounded into the A operand of the second product.
     uint32_t probability[4][4];
-    float sum[2] = {0.f, 0.f};
+    float sum[2][2] = {};
 #pragma unroll
     for (int g = 0; g < kKeyTile / 16; ++g) {
       float inverse[4] = {1.f, 1.f, 1.f, 1.f};
@@ -334,25 +452,30 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
         float e[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float xi = x[8 * g + i / 2 * 4 + 2 * r + i % 2];
-          e[i] = exp2_approx(kMode == 2 ? xi + shift[r] : fmaf(xi, c[r], shift[r]));
-          sum[r] = kMode == 2 ? fmaf(e[i], inverse[i], sum[r]) : sum[r] + e[i];
+          e[i] = exp2_approx(fmaf(x[8 * g + i / 2 * 4 + 2 * r + i % 2], state.c[r], shift[r]));
+          sum[r][i % 2] = kMode == 2 ? fmaf(e[i], inverse[i], sum[r][i % 2]) : sum[r][i % 2] + e[i];
         }
-        probability[g / 2][g % 2 * 2 + r] =
-            pack_u8(e[0] + kRoundMagic, e[1] + kRoundMagic, e[2] + kRoundMagic, e[3] + kRoundMagic);
+        probability[g / 2][g % 2 * 2 + r] = pack_u8(e[0], e[1], e[2], e[3]);
       }
     }
-    rows.sum[0] = fmaf(sum[0], factor[0], rows.sum[0]);
-    rows.sum[1] = fmaf(sum[1], factor[1], rows.sum[1]);
+#ifdef EXP_PP
+    if (task.active == C::kConsumers) named_barrier_arrive(1 + (consumer + 1) % C::kConsumers, 256);
+#endif
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&barriers.key_empty[key_at.stage]);
-    key_at.advance();
+    if (lane == 0) mbarrier_arrive(&barriers.key_empty[at.stage]);
 
-    // Second product, chunk by chunk; the next tile's first product runs under the promotion of the last chunk.
-    const uint32_t value =
-        shared_address(ring) + value_at.stage * S::kStageBytes + S::kKeyBytes + int(sizeof(TileScales));
-    mbarrier_wait(&barriers.value_full[value_at.stage], value_at.parity);
-    const bool more = tile + 1 < tiles;
+    // Second product, chunk by chunk. With kOverlap the next tile's first product runs under the last promotion.
+    const uint32_t value = shared_address(ring) + at.stage * S::kStageBytes + S::kKeyBytes + int(sizeof(TileScales));
+    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
+    const auto next_scores = [&] {
+      // After the last tile this multiplies stale keys and nobody looks: a branch around wgmma would serialise it.
+      if (!key_ready) mbarrier_wait(&barriers.key_full[next.stage], next.parity);
+      state = start_scores<kMode, kDimQk>(s, scales_of(next.stage), row_scales);
+      pin(s);
+      wgmma_fence();
+      issue_qk_int8<kDimQk>(s, query, shared_address(ring) + next.stage * S::kStageBytes, 1);
+    };
+    float factor[2];
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
       const uint64_t b = matrix_descriptor(value + n * kChunk * 16, kDimPv * 16, 128);
@@ -364,16 +487,16 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma_u8s8<kChunk>(product, probability[k], advance(b, k * 2 * kDimPv * 16), k > 0);
       wgmma_commit();
-      if constexpr (C::kOverlap) {
-        if (n == kChunks - 1) {
-          // After the last tile this multiplies stale keys and nobody looks: a branch around wgmma would serialise it.
-          if (more) mbarrier_wait(&barriers.key_full[key_at.stage], key_at.parity);
-          pin(s);
-          wgmma_fence();
-          issue_qk_int8<kDimQk>(s, query, shared_address(ring) + key_at.stage * S::kStageBytes);
+      if (n == 0) {
+        take_maxima(rows, maximum, o);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          factor[r] = exp2_approx(maximum[r] - rows.reference[r]);
+          rows.sum[r] = fmaf(sum[r][0] + sum[r][1], factor[r], rows.sum[r]);
         }
       }
       if (C::kOverlap && n == kChunks - 1) {
+        next_scores();
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
@@ -382,17 +505,18 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
 #pragma unroll
       for (int i = 0; i < kChunk / 2; ++i) o[n][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[n][i]);
     }
-    if (lane == 0) mbarrier_arrive(&barriers.value_empty[value_at.stage]);
-    value_at.advance();
-    if constexpr (!C::kOverlap) {
-      if (more) mbarrier_wait(&barriers.key_full[key_at.stage], key_at.parity);
-      pin(s);
-      wgmma_fence();
-      issue_qk_int8<kDimQk>(s, query, shared_address(ring) + key_at.stage * S::kStageBytes);
-    }
+    if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
+    at = next;
+    if constexpr (!C::kOverlap) next_scores();
   }
+#ifdef EXP_PP
+  if (task.active == C::kConsumers && consumer == 0) named_barrier_sync(1, 256);
+#endif
   wgmma_wait<0>();
   pin(s);
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (isnan(row_scales.scale[r])) rows.sum[r] = row_scales.scale[r];
   const int block = task.first_block + consumer;
   if (p.bf16) {
     store<true, true>(p, task, block, rows, o);
@@ -448,7 +572,7 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
       int32_t s[64];
       pin(s);
       wgmma_fence();
-      issue_qk_int8<kDimQk>(s, query, shared_address(key));
+      issue_qk_int8<kDimQk>(s, query, shared_address(key), 0);
       wgmma_wait<0>();
       pin(s);
 #pragma unroll
@@ -498,6 +622,9 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
     if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
     at.advance();
   }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (isnan(row_scale[r])) rows.sum[r] = row_scale[r];
   store<kBf16, false>(p, task, task.first_block + consumer, rows, o);
 }
 

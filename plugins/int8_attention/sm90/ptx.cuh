@@ -40,6 +40,21 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
+// Whether that phase is complete, without waiting. The answer takes a while: ask early.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // Contiguous copy from global to shared memory; 16-byte aligned, a multiple of 16 bytes. Completes on the barrier.
 __device__ __forceinline__ void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
   asm volatile(
@@ -47,6 +62,13 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, uint
           shared_address(target)),
       "l"(source), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+// In program order with the other volatile statements.
+__device__ __forceinline__ void load_shared(float (&x)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address));
 }
 
 // ---- Launch order, registers, named barriers ----
@@ -77,6 +99,20 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// rne(e) of four values in [0, 255] as the bytes of a word, the first lowest. Scaled by 2^-149 a float is denormal and its
+// bits are the rounded integer, so that one multiply both rounds and converts.
+__device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) {
+  const float scaled[4] = {a * 0x1p-149f, b * 0x1p-149f, c * 0x1p-149f, d * 0x1p-149f};
+  uint32_t high, result;
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;"
+      : "=r"(high)
+      : "r"(__float_as_int(scaled[3])), "r"(__float_as_int(scaled[2])), "r"(0));
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;"
+      : "=r"(result)
+      : "r"(__float_as_int(scaled[1])), "r"(__float_as_int(scaled[0])), "r"(high));
   return result;
 }
 
@@ -118,6 +154,7 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 }
 
 // clang-format off
+#define TRT_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TRT_NAMES_24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
 #define TRT_NAMES_32 TRT_NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define TRT_NAMES_40 TRT_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
@@ -125,7 +162,8 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 #define TRT_NAMES_64 TRT_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define TRT_REGS_8(C, d, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
-#define TRT_REGS_24(C, d) TRT_REGS_8(C, d, 0), TRT_REGS_8(C, d, 8), TRT_REGS_8(C, d, 16)
+#define TRT_REGS_16(C, d) TRT_REGS_8(C, d, 0), TRT_REGS_8(C, d, 8)
+#define TRT_REGS_24(C, d) TRT_REGS_16(C, d), TRT_REGS_8(C, d, 16)
 #define TRT_REGS_32(C, d) TRT_REGS_24(C, d), TRT_REGS_8(C, d, 24)
 #define TRT_REGS_40(C, d) TRT_REGS_32(C, d), TRT_REGS_8(C, d, 32)
 #define TRT_REGS_48(C, d) TRT_REGS_40(C, d), TRT_REGS_8(C, d, 40)
@@ -160,7 +198,8 @@ __device__ __forceinline__ void wgmma_16bit(float (&d)[32], uint64_t a, uint64_t
 // d[64 x N] (+)= a[64 x 32] * b[N x 32]^T, u8 in registers times s8.
 template <int N>
 __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d) {
-  static_assert(N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
+  if constexpr (N == 32) TRT_WGMMA_RS("m64n32k32.s32.u8.s8", "+r", 16, "%16", "%17", "%18", "%19", "%20", "%21", "");
   if constexpr (N == 48) TRT_WGMMA_RS("m64n48k32.s32.u8.s8", "+r", 24, "%24", "%25", "%26", "%27", "%28", "%29", "");
   if constexpr (N == 64) TRT_WGMMA_RS("m64n64k32.s32.u8.s8", "+r", 32, "%32", "%33", "%34", "%35", "%36", "%37", "");
   if constexpr (N == 80) TRT_WGMMA_RS("m64n80k32.s32.u8.s8", "+r", 40, "%40", "%41", "%42", "%43", "%44", "%45", "");
@@ -180,7 +219,8 @@ __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (
 // d[64 x N] (+)= a[64 x 16] * b[16 x N] in 16 bits, A in registers, B with its columns contiguous (MN-major).
 template <bool kBf16, int N>
 __device__ __forceinline__ void wgmma_16bit_pv(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d) {
-  static_assert(N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
+  if constexpr (N == 32) { TRT_WGMMA_PV(32, 16, "%16", "%17", "%18", "%19", "%20", "%21") }
   if constexpr (N == 48) { TRT_WGMMA_PV(48, 24, "%24", "%25", "%26", "%27", "%28", "%29") }
   if constexpr (N == 64) { TRT_WGMMA_PV(64, 32, "%32", "%33", "%34", "%35", "%36", "%37") }
   if constexpr (N == 80) { TRT_WGMMA_PV(80, 40, "%40", "%41", "%42", "%43", "%44", "%45") }
