@@ -7,6 +7,7 @@ gradients, compilation, graphs, errors.
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -219,6 +220,25 @@ def test_compiles_on_a_gpu() -> None:
     args = inputs(dtype=torch.float16, device="cuda")
     for _ in range(3):
         torch.testing.assert_close(compiled(*args), OP(*args) * 2, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_threads_and_streams_share_nothing() -> None:
+    """8 threads, each with 4 streams of its own, against the same calls one after another."""
+    cases = [inputs(mode=mode, dtype=torch.float16, device="cuda", keys=500 + 128 * i) for i, mode in enumerate(Mode)]
+    expected = [OP(*args) for args in cases]
+    torch.cuda.synchronize()
+
+    def work(_: int) -> bool:
+        results = []
+        for args in cases * 5:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                results.append(OP(*args))
+        torch.cuda.synchronize()
+        return all(torch.equal(a, b) for a, b in zip(results, expected * 5, strict=True))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,6 @@
 namespace trtconvert::attention::mma {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLog2Of255 = 7.994353436858858f;
 
 // An INT32 accumulator that starts here is, read as FP32, 1.5 * 2^23 + the sum, exact while |sum| < 2^22: 127 * 127 * 256
 // for a dot product, 255 * 127 * 128 for a tile of the second product. One subtraction replaces the conversion.
@@ -32,20 +31,28 @@ constexpr float kRoundToByte = 8388608.f;
 constexpr int kRowsPerWarp = 16;
 constexpr int kScaleBytes = 2 * kKeyTile * sizeof(float);  // log2_v and inverse_v of one tile
 
-static_assert(offsetof(TileScales, inverse_v) == kKeyTile * sizeof(float) && offsetof(TileScales, k) == kScaleBytes);
+static_assert(offsetof(TileScales, log2_v) == 0 && offsetof(TileScales, inverse_v) == kKeyTile * sizeof(float));
 
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRows = kWarps * kRowsPerWarp;
+static_assert(kRows == kQueryBlock);  // a thread block takes one Q image
+
+// Small thread blocks, several to a multiprocessor: while one waits at its barrier, the others compute. On an H200, three of
+// these are 10 to 30 % faster at D 64 and 128 than one or two of 8 warps, although 168 registers spill a few values.
 template <int kDimQk, int kDimPv>
 struct Config {
-  static constexpr int kWarps = kDimPv <= 192 ? 8 : 4;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kWarps * kRowsPerWarp;
-  // Images in flight and in use. As many as fit into the 99 KiB that sm_86, sm_89 and sm_120 give one thread block.
-  static constexpr int kSlots = kDimPv <= 160 ? 4 : kDimPv <= 192 ? 3 : 2;
+  static constexpr int kBlocksPerSm = kDimPv <= 128 ? 3 : 2;
+  // Images in flight and in use.
+  static constexpr int kSlots = kDimPv <= 64 ? 3 : 2;
   // An INT8 image of 128 keys and a 16-bit image of 64 keys have the same size.
   static constexpr int kImageBytes = kKeyTile * (kDimQk > kDimPv ? kDimQk : kDimPv);
   static constexpr int kSlotBytes = kImageBytes + kScaleBytes;
-  static constexpr int kSharedBytes = kSlots * kSlotBytes;
-  static_assert(kSharedBytes <= 99 * 1024);
+  // INT8 queries stay in shared memory where the registers of kBlocksPerSm thread blocks do not hold them.
+  static constexpr bool kQueriesInShared = kDimPv >= 80 && kDimPv <= 128;
+  static constexpr int kQueryBytes = kQueriesInShared ? kQueryBlock * kDimQk : 0;
+  static constexpr int kSharedBytes = kSlots * kSlotBytes + kQueryBytes;
+  static_assert(kSharedBytes <= 99 * 1024);  // what sm_86, sm_89 and sm_120 give one thread block
 };
 
 // ---- PTX ----
@@ -72,6 +79,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(s_row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(float (&x)[4], uint32_t s_address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(s_address)
                : "memory");
 }
 
@@ -125,30 +139,27 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 struct Work {
   int b, head, kv_head;
-  int mode, bin, num_keys;
+  int bin, num_keys;
   int row;  // this thread's first query row; the second is row + 8. Rows at and beyond num_queries are not stored
   int64_t kv_tile0;  // index of the head's first key tile
-  const uint8_t* q_rows;   // this thread's bytes of its first row in chunk 0 of the warp's Q image
-  float row_scale[2];      // scale of the row's logits * log2(e)
+  const uint8_t* q_image;
+  float row_scale[2];  // scale of the row's logits * log2(e)
 };
 
-__device__ __forceinline__ Work find_work(const Params& p, int rows) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+__device__ __forceinline__ Work find_work(const Params& p) {
+  const int g = threadIdx.x % 32 / 4;
   Work w;
   w.b = blockIdx.z;
   w.head = blockIdx.y;
   w.kv_head = w.head / p.group;
   const ElementInfo element = p.elements[w.b];
-  w.mode = element.mode;
   w.bin = element.bin;
   w.num_keys = element.num_keys;
-  w.row = blockIdx.x * rows + threadIdx.x / 32 * kRowsPerWarp + g;
+  w.row = blockIdx.x * kRows + threadIdx.x / 32 * kRowsPerWarp + g;
   w.kv_tile0 = (int64_t(w.b) * p.kv_heads + w.kv_head) * p.key_tiles;
-  // The last thread block may reach beyond the last Q image. Its idle warps repeat that image and store nothing.
-  const int block = min(w.row / kQueryBlock, p.query_blocks - 1);
-  const int64_t image = (int64_t(w.b) * p.heads + w.head) * p.query_blocks + block;
+  const int64_t image = (int64_t(w.b) * p.heads + w.head) * p.query_blocks + blockIdx.x;
   const int image_row = w.row % kQueryBlock;
-  w.q_rows = p.q_images + image * p.q_block_bytes + image_row * 16 + t * 4;
+  w.q_image = p.q_images + image * p.q_block_bytes;
   w.row_scale[0] = p.row_scales[image * kQueryBlock + image_row];
   w.row_scale[1] = p.row_scales[image * kQueryBlock + image_row + 8];
   return w;
@@ -157,22 +168,29 @@ __device__ __forceinline__ Work find_work(const Params& p, int rows) {
 // A fragments of the warp's 16 rows, kSteps steps of 32 bytes.
 template <int kSteps>
 __device__ __forceinline__ void load_queries(uint32_t (&q)[kSteps][4], const Work& w) {
+  const uint8_t* const rows = w.q_image + w.row % kQueryBlock * 16 + threadIdx.x % 4 * 4;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // rows g, g + 8 of chunk 2s, then of chunk 2s + 1
-      q[s][i] = *reinterpret_cast<const uint32_t*>(w.q_rows + ((2 * s + i / 2) * kQueryBlock + i % 2 * 8) * 16);
+      q[s][i] = *reinterpret_cast<const uint32_t*>(rows + ((2 * s + i / 2) * kQueryBlock + i % 2 * 8) * 16);
 }
 
-// Byte offset, within an image of kRows rows, that this lane hands to ldmatrix.x4 for two groups of 8 rows by two chunks:
-// registers 0, 1 are the B fragment of the first group, 2, 3 that of the second.
-template <int kRows>
+// Byte offset, within an image of kImageRows rows, that this lane hands to ldmatrix.x4 for two groups of 8 rows by two
+// chunks: registers 0, 1 are the B fragment of the first group, 2, 3 that of the second.
+template <int kImageRows>
 __device__ __forceinline__ int fragment_offset() {
   const int lane = threadIdx.x % 32;
-  return (lane / 8 % 2 * kRows + lane / 16 * 8 + lane % 8) * 16;
+  return (lane / 8 % 2 * kImageRows + lane / 16 * 8 + lane % 8) * 16;
 }
 
-template <int kThreads, int kBytes>
+// The same for an A fragment: 16 rows by two chunks of a Q image.
+__device__ __forceinline__ int query_offset() {
+  const int lane = threadIdx.x % 32;
+  return (lane / 16 * kQueryBlock + threadIdx.x / 32 * kRowsPerWarp + lane % 16) * 16;
+}
+
+template <int kBytes>
 __device__ __forceinline__ void copy_image(uint32_t s_target, const uint8_t* g_source) {
   static_assert(kBytes % 16 == 0);
   for (int i = threadIdx.x * 16; i < kBytes; i += kThreads * 16) copy_async(s_target + i, g_source + i);
@@ -246,6 +264,30 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
+// Products as they come out of the tensor cores and, per row, what makes logits in units of log2 of them: the factor goes
+// into the fused multiply-add that also subtracts the maximum. Where a mask has to be applied the factor goes in first.
+template <int kFragments>
+__device__ __forceinline__ void mask_logits(float (&z)[kFragments][4], float (&factor)[2], const Params& p, const Work& w,
+                                            int first_key) {
+  if (p.mask_kind == TRTCONVERT_MASK_NONE && first_key + kFragments * 8 <= w.num_keys) return;
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) z[n][c] *= factor[c / 2];
+  factor[0] = factor[1] = 1.f;
+  apply_mask(z, p, w, first_key);
+}
+
+// Rescales the output to a new maximum. Rare after the first keys, so it is worth a test.
+template <int kFragments>
+__device__ __forceinline__ void rescale(float (&o)[kFragments][4], const float (&kept)[2]) {
+  if (!__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) return;
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) o[n][c] *= kept[c / 2];
+}
+
 // ---- Output ----
 
 // Stores the two rows: value(r, d, accumulator) gives an output element.
@@ -275,9 +317,9 @@ __device__ __forceinline__ float inverse_sum(float sum, float row_scale) {
 
 // ---- Modes 2 and 3: INT8 second product ----
 
-// D = dims of one instance. Scales of mode 3 are the calibrated ones alone, so its token scales are one.
-template <int kDimQk, int kDimPv>
-__device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint32_t s_ring) {
+template <int kDimQk, int kDimPv, bool kTokenScales>
+__device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_ring) {
+  const Work w = find_work(p);
   using C = Config<kDimQk, kDimPv>;
   constexpr int kFragments = kKeyTile / 8;
   const int t = threadIdx.x % 4;
@@ -289,12 +331,12 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
       const uint32_t slot = s_ring + image % C::kSlots * C::kSlotBytes;
       const int64_t tile = w.kv_tile0 + image / 2;
       if (image % 2 == 0) {
-        copy_image<C::kThreads, kKeyTile * kDimQk>(slot, p.k_images + tile * p.k_tile_bytes);
-        if (w.mode == 2)
-          copy_image<C::kThreads, kScaleBytes>(slot + C::kImageBytes,
+        copy_image<kKeyTile * kDimQk>(slot, p.k_images + tile * p.k_tile_bytes);
+        if constexpr (kTokenScales)
+          copy_image<kScaleBytes>(slot + C::kImageBytes,
                                                reinterpret_cast<const uint8_t*>(p.tile_scales + tile));
       } else {
-        copy_image<C::kThreads, kKeyTile * kDimPv>(slot, p.v_images + tile * p.v_tile_bytes);
+        copy_image<kKeyTile * kDimPv>(slot, p.v_images + tile * p.v_tile_bytes);
       }
     }
     commit_copies();
@@ -307,8 +349,13 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
     return s_ring + image % C::kSlots * C::kSlotBytes;
   };
 
-  uint32_t q[kDimQk / 32][4];
-  load_queries(q, w);
+  const uint32_t s_queries = s_ring + C::kSlots * C::kSlotBytes;
+  uint32_t queries[C::kQueriesInShared ? 1 : kDimQk / 32][4];
+  if constexpr (C::kQueriesInShared) {
+    copy_image<kQueryBlock * kDimQk>(s_queries, w.q_image);  // part of the first image's group
+  } else {
+    load_queries(queries, w);
+  }
 #pragma unroll
   for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
 
@@ -321,59 +368,63 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
 
     int32_t s[kFragments][4];
 #pragma unroll
-    for (int step = 0; step < kDimQk / 32; ++step)
+    for (int step = 0; step < kDimQk / 32; ++step) {
+      uint32_t(&q)[4] = queries[C::kQueriesInShared ? 0 : step];
+      if constexpr (C::kQueriesInShared) load_matrices(q, s_queries + query_offset() + 2 * step * kQueryBlock * 16);
 #pragma unroll
       for (int n = 0; n < kFragments; n += 2) {
         uint32_t k[4];
         load_matrices(k, s_k + fragment_offset<kKeyTile>() + (2 * step * kKeyTile + n * 8) * 16);
-        multiply_s8(s[n], q[step], k[0], k[1], step == 0 ? zero : s[n]);
-        multiply_s8(s[n + 1], q[step], k[2], k[3], step == 0 ? zero : s[n + 1]);
+        multiply_s8(s[n], q, k[0], k[1], step == 0 ? zero : s[n]);
+        multiply_s8(s[n + 1], q, k[2], k[3], step == 0 ? zero : s[n + 1]);
       }
+    }
 
-    // Logits in units of log2. Those of mode 2 carry log2 of the value token's scale.
     const float scale[2] = {w.row_scale[0] * k_scale, w.row_scale[1] * k_scale};
-    const float* const s_log2_v = static_cast<const float*>(__cvta_shared_to_generic(s_k + C::kImageBytes)) + 4 * t;
+    float factor[2] = {kTokenScales ? 1.f : scale[0], kTokenScales ? 1.f : scale[1]};
+    const uint32_t s_log2_v = s_k + C::kImageBytes + t * sizeof(float4);
     float z[kFragments][4];
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) {
-      float4 log2_v = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (w.mode == 2) log2_v = *reinterpret_cast<const float4*>(s_log2_v + n * 8);
-      const float bias[4] = {log2_v.x, log2_v.y, log2_v.z, log2_v.w};
+      float log2_v[4];
+      if constexpr (kTokenScales) load_shared(log2_v, s_log2_v + n * 8 * sizeof(float));
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          z[n + i][c] = fmaf(__int_as_float(s[n + i][c]) - kMagic, scale[c / 2], bias[2 * i + c % 2]);
+        for (int c = 0; c < 4; ++c) {
+          z[n + i][c] = __int_as_float(s[n + i][c]) - kMagic;
+          if constexpr (kTokenScales) z[n + i][c] = fmaf(z[n + i][c], scale[c / 2], log2_v[2 * i + c % 2]);
+        }
     }
-    if (p.mask_kind != TRTCONVERT_MASK_NONE || (tile + 1) * kKeyTile > w.num_keys) apply_mask(z, p, w, tile * kKeyTile);
+    mask_logits(z, factor, p, w, tile * kKeyTile);
 
-    // Weights relative to the tile's maximum, times 255; the factors below relate tiles to each other.
-    float tile_maximum[2];
+    // Weights are relative to the tile's maximum; the factors `kept` and `added` relate tiles to each other.
+    float tile_maximum[2], kept[2], added[2], subtracted[2];
     row_maxima(tile_maximum, z);
-    float kept[2], added[2], subtracted[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      // Rounded up, so that no weight exceeds one: 255 times that would not fit a byte.
+      tile_maximum[r] = __fmul_ru(tile_maximum[r], factor[r]);
       const float maximum = fmaxf(state.maximum[r], tile_maximum[r]);
       kept[r] = exp2_approx(state.maximum[r] - finite_or_zero(maximum));
       added[r] = exp2_approx(tile_maximum[r] - finite_or_zero(maximum));
-      subtracted[r] = finite_or_zero(tile_maximum[r]) - kLog2Of255;
+      subtracted[r] = finite_or_zero(tile_maximum[r]);
       state.maximum[r] = maximum;
     }
     uint32_t p8[kFragments / 4][4];
     float tile_sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) {
-      float4 inverse_v = make_float4(1.f, 1.f, 1.f, 1.f);
-      if (w.mode == 2) inverse_v = *reinterpret_cast<const float4*>(s_log2_v + kKeyTile + n * 8);
-      const float inverse[4] = {inverse_v.x, inverse_v.y, inverse_v.z, inverse_v.w};
+      float inverse_v[4] = {1.f, 1.f, 1.f, 1.f};
+      if constexpr (kTokenScales) load_shared(inverse_v, s_log2_v + (kKeyTile + n * 8) * sizeof(float));
       uint32_t bytes[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float weight = exp2_approx(z[n + i][c] - subtracted[c / 2]);
-          tile_sum[c / 2] = fmaf(weight, inverse[2 * i + c % 2], tile_sum[c / 2]);
-          bytes[i][c] = __float_as_uint(weight + kRoundToByte);
+          const float weight = exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
+          tile_sum[c / 2] = fmaf(weight, inverse_v[2 * i + c % 2], tile_sum[c / 2]);
+          bytes[i][c] = __float_as_uint(fmaf(weight, 255.f, kRoundToByte));
         }
 #pragma unroll
       for (int r = 0; r < 2; ++r)
@@ -382,6 +433,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] = state.sum[r] * kept[r] + tile_sum[r] * added[r];
+    rescale(o, kept);
 
     const uint32_t s_v = advance(2 * tile + 1);
 #pragma unroll
@@ -398,7 +450,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          o[n + i][c] = fmaf(__int_as_float(product[i][c]) - kMagic, added[c / 2], o[n + i][c] * kept[c / 2]);
+          o[n + i][c] = fmaf(__int_as_float(product[i][c]) - kMagic, added[c / 2], o[n + i][c]);
     }
   }
 
@@ -406,7 +458,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(state.sum[r]);
-    inverse[r] = inverse_sum(sum, w.row_scale[r]);
+    inverse[r] = inverse_sum(sum, w.row_scale[r]) / 255.f;
     offset_factor[r] = sum == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
   }
   const int64_t channel0 = (int64_t(w.bin) * p.kv_heads + w.kv_head) * p.head_dim;
@@ -423,7 +475,8 @@ __device__ __forceinline__ void attend_int8(const Params& p, const Work& w, uint
 // ---- Modes 0 and 1: 16-bit second product ----
 
 template <int kDimQk, int kDimPv, typename T, bool kInt8Logits>
-__device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uint32_t s_ring) {
+__device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_ring) {
+  const Work w = find_work(p);
   using C = Config<kDimQk, kDimPv>;
   constexpr int kFragments = kHalfTile / 8;
   constexpr int kQkSteps = (kInt8Logits ? kDimQk : 2 * kDimPv) / 32;
@@ -437,15 +490,15 @@ __device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uin
       const int half = image / 2 % 2;
       const int64_t tile = w.kv_tile0 + image / 4;
       if (image % 2 == 1) {
-        copy_image<C::kThreads, kHalfImageBytes>(slot, p.v_images + tile * p.v_tile_bytes + half * kHalfImageBytes);
+        copy_image<kHalfImageBytes>(slot, p.v_images + tile * p.v_tile_bytes + half * kHalfImageBytes);
       } else if constexpr (kInt8Logits) {
         // Half the rows of each chunk of a 128-key image.
         constexpr int kPiece = kHalfTile * 16;
         const uint8_t* const source = p.k_images + tile * p.k_tile_bytes + half * kPiece;
-        for (int i = threadIdx.x * 16; i < kHalfTile * kDimQk; i += C::kThreads * 16)
+        for (int i = threadIdx.x * 16; i < kHalfTile * kDimQk; i += kThreads * 16)
           copy_async(slot + i, source + i / kPiece * (2 * kPiece) + i % kPiece);
       } else {
-        copy_image<C::kThreads, kHalfImageBytes>(slot, p.k_images + tile * p.k_tile_bytes + half * kHalfImageBytes);
+        copy_image<kHalfImageBytes>(slot, p.k_images + tile * p.k_tile_bytes + half * kHalfImageBytes);
       }
     }
     commit_copies();
@@ -470,6 +523,7 @@ __device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uin
   for (int step64 = 0; step64 < num_steps; ++step64) {
     const uint32_t s_k = advance(2 * step64) + fragment_offset<kHalfTile>();
     float z[kFragments][4];
+    float factor[2] = {w.row_scale[0], w.row_scale[1]};
     if constexpr (kInt8Logits) {
       int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
       const float k_scale = p.tile_scales[w.kv_tile0 + step64 / 2].k;
@@ -486,7 +540,9 @@ __device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uin
 #pragma unroll
       for (int n = 0; n < kFragments; ++n)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) z[n][c] = (__int_as_float(s[n][c]) - kMagic) * (w.row_scale[c / 2] * k_scale);
+        for (int c = 0; c < 4; ++c) z[n][c] = __int_as_float(s[n][c]) - kMagic;
+      factor[0] *= k_scale;
+      factor[1] *= k_scale;
     } else {
 #pragma unroll
       for (int n = 0; n < kFragments; ++n)
@@ -501,19 +557,14 @@ __device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uin
           multiply_16bit<T>(z[n], q[step], k[0], k[1]);
           multiply_16bit<T>(z[n + 1], q[step], k[2], k[3]);
         }
-#pragma unroll
-      for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) z[n][c] *= w.row_scale[c / 2];
     }
-    if (p.mask_kind != TRTCONVERT_MASK_NONE || (step64 + 1) * kHalfTile > w.num_keys)
-      apply_mask(z, p, w, step64 * kHalfTile);
+    mask_logits(z, factor, p, w, step64 * kHalfTile);
 
     float step_maximum[2], kept[2], subtracted[2];
     row_maxima(step_maximum, z);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float maximum = fmaxf(state.maximum[r], step_maximum[r]);
+      const float maximum = fmaxf(state.maximum[r], step_maximum[r] * factor[r]);
       subtracted[r] = finite_or_zero(maximum);
       kept[r] = exp2_approx(state.maximum[r] - subtracted[r]);
       state.maximum[r] = maximum;
@@ -524,15 +575,12 @@ __device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uin
     for (int n = 0; n < kFragments; ++n)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float low = exp2_approx(z[n][2 * r] - subtracted[r]);
-        const float high = exp2_approx(z[n][2 * r + 1] - subtracted[r]);
+        const float low = exp2_approx(fmaf(z[n][2 * r], factor[r], -subtracted[r]));
+        const float high = exp2_approx(fmaf(z[n][2 * r + 1], factor[r], -subtracted[r]));
         state.sum[r] += low + high;
         weights[n / 2][n % 2 * 2 + r] = pack_pair<T>(low, high);
       }
-#pragma unroll
-    for (int n = 0; n < kDimPv / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) o[n][c] *= kept[c / 2];
+    rescale(o, kept);
 
     const uint32_t s_v = advance(2 * step64 + 1) + v_offset;
 #pragma unroll
@@ -555,24 +603,22 @@ __device__ __forceinline__ void attend_16bit(const Params& p, const Work& w, uin
 // ---- Kernel and launch ----
 
 template <int kDimQk, int kDimPv>
-__global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads)
+__global__ void __launch_bounds__(kThreads, Config<kDimQk, kDimPv>::kBlocksPerSm)
     attention_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t s_memory[];
   const uint32_t s_ring = static_cast<uint32_t>(__cvta_generic_to_shared(s_memory));
-  const Work w = find_work(p, Config<kDimQk, kDimPv>::kRows);
   // The same for the whole thread block: one batch element has one mode.
-  if (w.mode >= 2) {
-    attend_int8<kDimQk, kDimPv>(p, w, s_ring);
-  } else if (w.mode == 1) {
-    if (p.bf16) {
-      attend_16bit<kDimQk, kDimPv, __nv_bfloat16, true>(p, w, s_ring);
-    } else {
-      attend_16bit<kDimQk, kDimPv, __half, true>(p, w, s_ring);
-    }
-  } else if (p.bf16) {
-    attend_16bit<kDimQk, kDimPv, __nv_bfloat16, false>(p, w, s_ring);
-  } else {
-    attend_16bit<kDimQk, kDimPv, __half, false>(p, w, s_ring);
+  switch (p.elements[blockIdx.z].mode) {
+    case 0:
+      return p.bf16 ? attend_16bit<kDimQk, kDimPv, __nv_bfloat16, false>(p, s_ring)
+                    : attend_16bit<kDimQk, kDimPv, __half, false>(p, s_ring);
+    case 1:
+      return p.bf16 ? attend_16bit<kDimQk, kDimPv, __nv_bfloat16, true>(p, s_ring)
+                    : attend_16bit<kDimQk, kDimPv, __half, true>(p, s_ring);
+    case 2:
+      return attend_int8<kDimQk, kDimPv, true>(p, s_ring);
+    default:
+      return attend_int8<kDimQk, kDimPv, false>(p, s_ring);
   }
 }
 
@@ -582,8 +628,8 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   constexpr auto kernel = attention_kernel<kDimQk, kDimPv>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const dim3 grid(ceil_div(params.num_queries, C::kRows), params.heads, params.batch);
-  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params);
+  const dim3 grid(ceil_div(params.num_queries, kRows), params.heads, params.batch);
+  kernel<<<grid, kThreads, C::kSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }
 
