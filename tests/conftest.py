@@ -1,13 +1,13 @@
 """Fixtures that several test files share."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from support import WEIGHTS, Built, finish, start, tiny_recipe
 
 from trtconvert.models.digits import digits_model
-
-RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def pytest_collection_modifyitems(items):
@@ -22,4 +22,34 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def digits():
     """The shipped model."""
-    return digits_model(RECIPES / "digits-dit.safetensors")
+    return digits_model(WEIGHTS)
+
+
+def built(folder: Path, recipe: Path) -> Built:
+    outcome = finish(start("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache"))
+    assert outcome.exit_code == 0, outcome.output
+    return Built(recipe, folder / "bundle", folder / "cache")
+
+
+@pytest.fixture(scope="session")
+def digits_build(tmp_path_factory) -> Built:
+    """The shipped model converted with few samples and steps. Leave its files as they are."""
+    folder = tmp_path_factory.mktemp("digits")
+    recipe = folder / "recipe.yaml"
+    sections = {
+        "model": {"source": "digits-dit", "weights": str(WEIGHTS)},
+        "attention": {"modes": ["precision", "balanced", "balanced", "aggressive"]},
+        "calibration": {"samples": 4, "batch": 2, "steps": 4, "bins": 4},
+        "engine": {"backend": "onnxruntime", "shapes": {"batch": [1, 2, 8], "height": 8, "width": 8}},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 20},
+        "output": {"grid": 2},
+    }
+    recipe.write_text(json.dumps(sections))  # JSON is YAML
+    return built(folder, recipe)
+
+
+@pytest.fixture(scope="session")
+def tiny_build(tmp_path_factory) -> Built:
+    """A model of one attention, converted. Leave its files as they are."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return built(folder, tiny_recipe(folder))

@@ -139,7 +139,10 @@ def _sweep(target: Path) -> None:
 
 
 def _in_use(partial: Path) -> bool:
-    handle = os.open(partial, os.O_RDONLY)
+    try:
+        handle = os.open(partial, os.O_RDONLY)
+    except OSError:  # another user's, or removed just now by the process that made it
+        return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,109 @@
+"""What several test files use: the program, in this process or in one of its own, and what a refusal looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from trtconvert.cli import main
+
+TESTS = Path(__file__).parent
+WEIGHTS = TESTS.parent / "recipes" / "digits-dit.safetensors"
+PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the program ended, and everything that it printed."""
+
+    exit_code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """A build that ended well."""
+
+    recipe: Path
+    bundle: Path
+    cache: Path
+
+
+def run(*arguments: object) -> Outcome:
+    """The program in this process."""
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    return Outcome(result.exit_code, result.output)
+
+
+def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """The program in a process of its own. One thread: several of them share the machine with the tests."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "trtconvert.cli", *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    """Wait for a started program."""
+    output, errors = process.communicate(timeout=120)
+    return Outcome(process.returncode, output + errors)
+
+
+def refusal(outcome: Outcome, *parts: str) -> str:
+    """Check that the program refused as users are owed: exit code 2, expected, got, remedy, no traceback. All parts are in it.
+
+    Returns:
+        The message.
+    """
+    assert outcome.exit_code == 2, outcome.output
+    message = outcome.output[outcome.output.index("error: ") :]
+    assert "Traceback" not in outcome.output and "internal error" not in outcome.output
+    for label in ("expected: ", "got: ", "remedy: ", *parts):
+        assert label in message, f"{label!r} is not in:\n{message}"
+    return message
+
+
+def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A recipe for a model of `tiny_models`, with fields of some sections replaced."""
+    recipe: dict[str, dict[str, Any]] = {
+        "model": {"source": "tiny_models:build"},
+        "attention": {"modes": ["precision", "balanced"]},
+        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {"backend": "onnxruntime"},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 20},
+        "output": {"grid": 2},
+    }
+    for name, fields in sections.items():
+        recipe[name] |= fields
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    return path
+
+
+def partials(*folders: Path) -> list[str]:
+    """Temporary files and folders that are left."""
+    return [path.name for folder in folders if folder.exists() for path in folder.iterdir() if PARTIAL in path.name]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def reused(outcome: Outcome) -> dict[str, bool]:
+    """Whether each stage of a build came from the cache, as the table says."""
+    rows = re.findall(r"time, (\w+) +│ (from the cache|[\d.]+ s)", outcome.output)
+    return {stage: time == "from the cache" for stage, time in rows if stage not in ("bundle", "all")}

@@ -1,0 +1,176 @@
+"""Recipes: what is read, and what is refused with the line and the remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtconvert.errors import UserError
+from trtconvert.recipe import Range, Recipe, json_schema, load_recipe
+
+SHIPPED = Path(__file__).parents[1] / "recipes" / "digits-dit.yaml"
+MODEL = "model: {source: digits-dit}\n"
+
+
+def load(folder: Path, text: str | bytes) -> Recipe:
+    path = folder / "recipe.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_recipe(path)
+
+
+def refused(folder: Path, text: str | bytes) -> str:
+    with pytest.raises(UserError) as error:
+        load(folder, text)
+    message = str(error.value)
+    for label in ("expected: ", "remedy: "):
+        assert label in message, message
+    return message
+
+
+def test_paths_are_relative_to_the_recipe_and_defaults_fill_the_rest(tmp_path):
+    recipe = load(tmp_path, "model: {source: a:b, weights: w.safetensors}\ncalibration: {data: sub/inputs.npz}\n")
+    assert recipe.model.weights == tmp_path / "w.safetensors"
+    assert recipe.calibration.data == tmp_path / "sub/inputs.npz"
+    assert (recipe.attention.include, recipe.engine.backend, recipe.calibration.samples) == (["*"], "auto", 64)
+    assert load(tmp_path, MODEL).calibration.data == "denoise"
+
+
+def test_a_shape_is_a_size_or_three_or_named(tmp_path):
+    recipe = load(tmp_path, MODEL + "engine: {shapes: {a: 8, b: [1, 2, 4], c: {min: 1, opt: 1, max: 3}}}\n")
+    assert recipe.engine.shapes == {
+        "a": Range(min=8, opt=8, max=8),
+        "b": Range(min=1, opt=2, max=4),
+        "c": Range(min=1, opt=1, max=3),
+    }
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    assert load(tmp_path, b"\xef\xbb\xbf" + MODEL.encode()).model.source == "digits-dit"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "field", "nearest"),
+    [
+        ("calibratoin: {}\n", 2, "calibratoin", "calibration"),
+        ("calibration:\n  samples: 4\n  sampels: 3\n", 4, "calibration.sampels", "samples"),
+        ("engine:\n  shapes:\n    batch: {min: 1, opt: 2, max: 4, maxx: 8}\n", 4, "engine.shapes.batch.maxx", "max"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_name(tmp_path, text, line, field, nearest):
+    message = refused(tmp_path, MODEL + text)
+    assert f"recipe.yaml:{line}: unknown field '{field}'" in message
+    assert f"did you mean '{nearest}'?" in message
+
+
+def test_an_unknown_field_that_is_like_no_other_is_to_be_removed(tmp_path):
+    assert "remedy: remove it" in refused(tmp_path, MODEL + "qqq: 1\n")
+
+
+def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
+    message = refused(tmp_path, "model: &m {source: a}\n\nattention:\n  <<: *m\n")
+    assert "recipe.yaml:3: unknown field 'attention.source'" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "field", "expected", "got"),
+    [
+        ("calibration:\n  samples: many\n", 3, "calibration.samples", "a whole number", "'many'"),
+        ("calibration:\n  samples: '64'\n", 3, "calibration.samples", "a whole number", "'64'"),
+        ("calibration:\n  samples: true\n", 3, "calibration.samples", "a whole number", "True"),
+        ("calibration:\n  samples: 1.5\n", 3, "calibration.samples", "a whole number", "1.5"),
+        ("calibration:\n  samples: 0\n", 3, "calibration.samples", "greater than or equal to 1", "0"),
+        ("calibration:\n  bins: 65\n", 3, "calibration.bins", "less than or equal to 64", "65"),
+        ("calibration:\n  percentile: 101\n", 3, "calibration.percentile", "less than or equal to 100", "101"),
+        ("calibration:\n  data: [1]\n", 3, "calibration.data", "'denoise', or a path", "[1]"),
+        ("calibration: 3\n", 2, "calibration", "a mapping of fields", "3"),
+        ("calibration:\n", 2, "calibration", "a mapping of fields", "nothing"),
+        ("calibration: !x y\n", 2, "calibration", "a mapping of fields", "a tagged value"),
+        ("attention:\n  include: []\n", 3, "attention.include", "at least one entry", "[]"),
+        ("attention:\n  include:\n    - a\n    - {b: 1}\n", 5, "attention.include.1", "text", "a mapping"),
+        ("attention:\n  smooth_k: perhaps\n", 3, "attention.smooth_k", "true or false", "'perhaps'"),
+        ("engine:\n  targets: [sm80, sm80]\n", 3, "engine.targets", "each target once", "['sm80', 'sm80']"),
+        ("engine:\n  shapes:\n    batch: [4, 2, 1]\n", 4, "engine.shapes.batch", "min <= opt <= max", "[4, 2, 1]"),
+        ("engine:\n  shapes:\n    batch: [1, 2]\n", 4, "engine.shapes.batch", "a size, or [min, opt, max]", "[1, 2]"),
+        ("engine:\n  shapes:\n    batch: [0, 1, 2]\n", 4, "engine.shapes.batch", "greater than or equal to 1", "0"),
+        ("engine:\n  shapes:\n    batch: [1, 2, x]\n", 4, "engine.shapes.batch", "a whole number", "'x'"),
+        ("verify:\n  min_psnr: .nan\n", 3, "verify.min_psnr", "a finite number", "nan"),
+        ("verify:\n  max_error: .inf\n", 3, "verify.max_error", "a finite number", "inf"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused(tmp_path, text, line, field, expected, got):
+    message = refused(tmp_path, MODEL + text)
+    assert f"recipe.yaml:{line}: '{field}' does not fit\n" in message
+    assert f"expected: {expected}\n" in message
+    assert f"got: {got}\n" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "nearest"),
+    [
+        ("attention:\n  modes: agressive\n", "3: 'attention.modes'", "aggressive"),
+        ("attention:\n  modes:\n    - balanced\n    - precison\n", "5: 'attention.modes.1'", "precision"),
+        ("engine:\n  backend: tensorrt-rtx\n", "3: 'engine.backend'", "tensorrt_rtx"),
+        ("engine:\n  targets: [sm75, sm81]\n", "3: 'engine.targets.1'", "sm8"),
+    ],
+)
+def test_a_misspelt_choice_is_answered_with_the_nearest_once(tmp_path, text, place, nearest):
+    message = refused(tmp_path, MODEL + text)
+    assert f"recipe.yaml:{place} does not fit" in message
+    assert f"did you mean '{nearest}" in message
+    assert message.count("does not fit") == 1
+
+
+def test_every_mistake_is_reported(tmp_path):
+    message = refused(tmp_path, "model: {dtype: fp16}\ncalibration: {samples: 0, qqq: 1}\n")
+    for part in ("'model.source' is missing", "'model.dtype'", "'calibration.samples'", "'calibration.qqq'"):
+        assert part in message
+
+
+def test_modes_are_one_per_bin(tmp_path):
+    message = refused(tmp_path, MODEL + "attention: {modes: [balanced, precision]}\ncalibration: {bins: 3}\n")
+    assert "calibration.bins is 3, the modes are 2" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "an empty file"),
+        (b"# a comment\n", "an empty file"),
+        (b"[1, 2]\n", "a list"),
+        (b"some words\n", "text"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00\xff", "bytes that are not UTF-8"),
+        (b"model: \x00\n", "special characters are not allowed"),
+        (b"model: " + b"[" * 5000, "too many to follow"),
+        (b"model: {source: a}\nengine:\n\tbackend: auto\n", "recipe.yaml:3: not valid YAML"),
+        (b"model: {source: a}\nmodel: {source: b}\n", "recipe.yaml:2: not valid YAML"),
+        (b"model: {source: a}\n engine: {}\n", "recipe.yaml:2: not valid YAML"),
+        (b"model: {source: a}\n---\nmodel: {source: b}\n", "recipe.yaml:2: not valid YAML"),
+        (b"model: {source: a}\n1: 2\n", "recipe.yaml:2: a field's name is not text"),
+        (b"model:\n  source: a\n  options: {null: 2}\n", "recipe.yaml:3: a field's name is not text"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path, content, problem):
+    message = refused(tmp_path, content)
+    assert problem in message and "got: " in message
+
+
+def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none.yaml", "No such file")):
+        with pytest.raises(UserError, match=f"(?s){path}.*expected: .*got: {reason}.*remedy: "):
+            load_recipe(path)
+
+
+def test_the_shipped_recipe_fits_the_published_schema():
+    """The schema that editors get knows every field of the recipe, and every choice in it."""
+    schema = json.loads(json.dumps(json_schema()))
+    recipe = load_recipe(SHIPPED).model_dump(mode="json", exclude_unset=True)
+    assert set(schema["required"]) == {"model"}
+    for section, fields in recipe.items():
+        definition = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+        assert definition["additionalProperties"] is False
+        for name, value in fields.items():
+            described = definition["properties"][name]
+            if "enum" in described:
+                assert value in described["enum"]
+            if described.get("type") == "integer":
+                assert value >= described["minimum"]

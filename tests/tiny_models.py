@@ -1,0 +1,78 @@
+"""Model sources for recipes of tests: `source: tiny_models:build` with this folder on the path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
+from trtconvert.evaluate.samplers import initial_noise, sample
+from trtconvert.models import DiffusionModel
+from trtconvert.models.base import InputSpec
+
+SHAPE, WIDTH = (1, 4, 4), 32
+SCHEDULE = NoiseSchedule(ddpm_betas(1000))
+
+
+class Tiny(nn.Module):
+    """One attention over 16 pixels: the smallest thing that can be converted."""
+
+    def __init__(self, handwritten: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embed = nn.Linear(1, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
+        self.handwritten = handwritten
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=WIDTH**-0.5, generator=generator)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, 1, 4, 4], timestep [B] → [B, 1, 4, 4]."""
+        tokens = self.embed(x.flatten(2).transpose(1, 2)) + (timestep / 1000).to(x.dtype)[:, None, None]
+        q, k, v = self.qkv(tokens)[:, None].chunk(3, -1)  # each [B, 1, 16, WIDTH]
+        if self.handwritten:
+            attended = (q @ k.transpose(-1, -2) / WIDTH**0.5).softmax(-1) @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v)
+        return x - self.out(attended[:, 0]).transpose(1, 2).reshape(x.shape)
+
+
+def build(handwritten: bool = False, weights: Path | None = None) -> DiffusionModel:
+    """A model that knows nothing, which is enough: its INT8 samples are compared with its own."""
+    denoiser = Tiny(handwritten).eval().requires_grad_(False)
+    if weights is not None:
+        denoiser.load_state_dict(load_file(weights))
+    image = ("batch", *SHAPE)
+    return DiffusionModel(
+        name="tiny",
+        denoiser=denoiser,
+        inputs=(InputSpec("x", "float32", image), InputSpec("timestep", "float32", ("batch",))),
+        output=InputSpec("prediction", "float32", image),
+        timestep_input="timestep",
+        timestep_max=1000.0,
+        sigmas=SCHEDULE.sigmas,
+        dims={"batch": (1, 2, 4)},
+        sample=draw,
+    )
+
+
+def draw(denoiser, seeds, *, steps, solver):
+    return sample(
+        denoiser, initial_noise(seeds, SHAPE), SCHEDULE, prediction="v_prediction", solver=solver, steps=steps
+    )
+
+
+def fails() -> DiffusionModel:
+    raise RuntimeError("no such checkpoint")
+
+
+def another_thing() -> nn.Module:
+    return nn.Identity()
+
+
+NOT_A_FUNCTION = 3
