@@ -1,0 +1,126 @@
+"""Bundles: what a manifest says, and every way in which a bundle can be damaged."""
+
+import json
+import shutil
+
+import pytest
+
+from trtconvert.bundle import FORMAT, MANIFEST, check_files, read_manifest, write_manifest
+from trtconvert.errors import UserError
+
+FILES = ("calibration.safetensors", "denoiser.onnx", "samples.png")
+
+
+@pytest.fixture
+def bundle(tiny_build, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+
+
+def refused(folder, *parts):
+    with pytest.raises(UserError) as error:
+        check_files(folder, read_manifest(folder))
+    for part in ("expected: ", "got: ", "remedy: ", str(folder), *parts):
+        assert part in str(error.value)
+
+
+def rewrite(folder, **fields):
+    path = folder / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_manifest_names_every_file_beside_itself(bundle):
+    manifest = read_manifest(bundle)
+    assert set(manifest.files) == set(FILES) == {p.name for p in bundle.iterdir()} - {MANIFEST}
+    component = manifest.components["denoiser"]
+    assert {component.onnx, manifest.calibration} <= set(manifest.files)
+    assert [(t.name, t.dtype, t.shape) for t in component.inputs] == [
+        ("x", "float32", ["batch", 1, 4, 4]),
+        ("timestep", "float32", ["batch"]),
+    ]
+    assert [site.modes for site in component.sites] == [[1, 2]]
+    check_files(bundle, manifest)
+
+
+def test_a_manifest_says_nothing_of_the_machine_that_made_it(digits_build):
+    manifest = read_manifest(digits_build.bundle)
+    assert str(manifest.recipe.model.weights) == "digits-dit.safetensors"
+    assert str(digits_build.recipe.parent) not in (digits_build.bundle / MANIFEST).read_text()
+
+
+def test_a_manifest_can_be_written_again(bundle):
+    """As a later step does that adds an engine."""
+    (bundle / "engines").mkdir()
+    (bundle / "engines" / "new.plan").write_bytes(b"plan")
+    write_manifest(bundle, read_manifest(bundle))
+    manifest = read_manifest(bundle)
+    assert set(manifest.files) == {*FILES, "engines/new.plan"}
+    check_files(bundle, manifest)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(bundle, name):
+    (bundle / name).unlink()
+    refused(bundle, f"{name} in the bundle", "got: No such file")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_named(bundle, name):
+    content = (bundle / name).read_bytes()
+    (bundle / name).write_bytes(content[:-1])
+    refused(bundle, f"{name} in the bundle", f"expected: {len(content)} bytes", f"got: {len(content) - 1} bytes")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_altered_file_is_named(bundle, name):
+    content = bytearray((bundle / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (bundle / name).write_bytes(content)
+    refused(bundle, f"{name} in the bundle", "SHA-256")
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(bundle):
+    (bundle / FILES[0]).unlink()
+    (bundle / FILES[0]).mkdir()
+    refused(bundle, f"{FILES[0]} in the bundle")
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (None, "No such file"),
+        (b"", "not JSON"),
+        (b'{"format": 1, "model": ', "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[]", "None"),
+        (b"{}", "None"),
+        (b'{"format": 2}', "2"),
+        (b'{"format": 1}', "model: Field required"),
+    ],
+)
+def test_a_manifest_that_is_none_of_ours_is_refused(bundle, content, got):
+    (bundle / MANIFEST).unlink()
+    if content is not None:
+        (bundle / MANIFEST).write_bytes(content)
+    refused(bundle, got)
+
+
+def test_a_bundle_of_another_format_is_refused(bundle):
+    rewrite(bundle, format=FORMAT + 1)
+    refused(bundle, "bundle format", f"expected: {FORMAT}", f"got: {FORMAT + 1}", "install the trtconvert that made it")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weights": "0" * 64}, {"files": {}}, {"digest": ""}, {"unknown": 1}, {"backend": "other"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_altered_manifest_is_refused(bundle, change):
+    rewrite(bundle, **change)
+    refused(bundle, "the manifest of", "is damaged")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "file"])
+def test_what_is_no_bundle_is_refused(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / place, "is not a bundle")

@@ -1,0 +1,126 @@
+"""Loaded bundles: what a denoiser takes and what it refuses."""
+
+import shutil
+
+import pytest
+import torch
+from tolerances import SAME_ARITHMETIC
+
+from trtconvert import models, runtime
+from trtconvert.errors import UserError
+from trtconvert.evaluate.verify import relative_error
+
+
+@pytest.fixture(scope="module")
+def loaded(digits_build):
+    return runtime.load(digits_build.bundle)
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(2, 1, 8, 8, generator=generator),
+        "timestep": torch.tensor([10.0, 900.0]),
+        "label": torch.tensor([3, 4]),
+    }
+
+
+def refused(denoiser, *positional, parts, **named):
+    with pytest.raises(UserError) as error:
+        denoiser(*positional, **named)
+    for part in ("expected: ", "got: ", "remedy: ", *parts):
+        assert part in str(error.value), str(error.value)
+
+
+def test_inputs_go_by_position_or_by_name(loaded, inputs):
+    by_name = loaded["denoiser"](**inputs)
+    assert by_name.shape == (2, 1, 8, 8) and by_name.dtype == torch.float32
+    assert torch.equal(by_name, loaded["denoiser"](*inputs.values()))
+    assert torch.equal(by_name, loaded["denoiser"](inputs["x"], label=inputs["label"], timestep=inputs["timestep"]))
+
+
+def test_floating_point_inputs_are_converted(loaded, inputs):
+    exact = inputs["x"].half().float()  # the values that both types have
+    assert torch.equal(
+        loaded["denoiser"](**inputs | {"x": exact.half()}), loaded["denoiser"](**inputs | {"x": exact.double()})
+    )
+
+
+def test_inputs_may_be_views_and_need_gradients(loaded, inputs):
+    view = inputs["x"].transpose(2, 3).requires_grad_()
+    assert torch.equal(
+        loaded["denoiser"](**inputs | {"x": view}),
+        loaded["denoiser"](**inputs | {"x": view.detach().contiguous()}),
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_sample_does_not_depend_on_its_batch(loaded, digits_build, batch):
+    """8 is the profile's largest batch. The dot products of INT8 are exact; FP32 rounds differently per batch size."""
+    sampler = models.load_sampler(loaded.manifest.recipe.model)
+    (alone,) = sampler(loaded["denoiser"], [7], steps=4, solver="ddim")
+    together = sampler(loaded["denoiser"], range(8 - batch, 8), steps=4, solver="ddim")
+    assert relative_error(together[-1], alone) <= SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("x", torch.zeros(9, 1, 8, 8), "[9, 1, 8, 8]"),
+        ("x", torch.zeros(2, 3, 8, 8), "[2, 3, 8, 8]"),
+        ("x", torch.zeros(2, 1, 8, 9), "[2, 1, 8, 9]"),
+        ("x", torch.zeros(2, 1, 64), "[2, 1, 64]"),
+        ("x", torch.zeros(0, 1, 8, 8), "[0, 1, 8, 8]"),
+        ("timestep", torch.tensor(5.0), "[]"),
+        ("timestep", torch.zeros(3), "[3]"),
+        ("label", torch.zeros(1, dtype=torch.int64), "[1]"),
+    ],
+)
+def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got):
+    parts = (f"the shape of '{name}'", "batch 1..8", f"got: {got}", "engine.shapes")
+    refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("x", torch.zeros(2, 1, 8, 8, dtype=torch.int64), ("wrong type", "expected: float32", "got: int64")),
+        ("label", torch.zeros(2, dtype=torch.int32), ("wrong type", "expected: int64", "got: int32")),
+        ("label", torch.zeros(2), ("wrong type", "expected: int64", "got: float32")),
+        ("x", torch.zeros(2, 1, 8, 8).numpy(), ("not a tensor", "got: ndarray")),
+        ("timestep", 5.0, ("not a tensor", "got: float")),
+    ],
+)
+def test_another_type_is_refused(loaded, inputs, name, value, parts):
+    refused(loaded["denoiser"], parts=(f"'{name}'", *parts), **inputs | {name: value})
+
+
+def test_inputs_that_are_missing_unknown_or_given_twice_are_refused(loaded, inputs):
+    denoiser, (x, timestep, label) = loaded["denoiser"], inputs.values()
+    refused(denoiser, x, timestep, parts=("expected: x, timestep, label", "got: x, timestep\n"))
+    refused(denoiser, parts=("got: none",))
+    refused(denoiser, x, timestep, labels=label, parts=("got: x, timestep, labels",))
+    refused(denoiser, x, timestep, label, x=x, parts=("got: x, timestep, label, x",))
+    refused(denoiser, x, timestep, label, label, parts=("got: x, timestep, label, …",))
+
+
+def test_a_component_that_the_bundle_does_not_have_is_refused(loaded):
+    with pytest.raises(UserError, match=r"(?s)no component 'vae'.*expected: denoiser.*got: vae.*remedy: "):
+        loaded["vae"]
+
+
+def test_a_damaged_bundle_is_not_run(tiny_build, tmp_path):
+    bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    with (bundle / "denoiser.onnx").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is not what was built"):
+        runtime.load(bundle)
+
+
+def test_loading_needs_no_weights_and_not_the_place_where_it_was_built(tiny_build, tmp_path, monkeypatch):
+    moved = shutil.copytree(tiny_build.bundle, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    output = runtime.load("moved")["denoiser"](torch.zeros(1, 1, 4, 4), torch.zeros(1))
+    assert output.isfinite().all()
+    assert moved.is_dir()
