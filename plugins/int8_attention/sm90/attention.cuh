@@ -44,39 +44,33 @@ struct Shape {
   static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, log2_v_max);
   static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
   static constexpr int kStageBytes = kKeyBytes + int(sizeof(TileScales)) + kValueBytes;
+  static constexpr int kTableBytes = kInt8Pv ? 2 * kDimPv * int(sizeof(float)) : 0;  // v_scale and v_offset, per consumer
+  static constexpr int kConsumerBytes = kQueryBytes + kTableBytes;
   TRTCONVERT_HOST_DEVICE static constexpr int stages(int consumers) {
-    const int fit = (kSharedLimit - kBarrierBytes - consumers * kQueryBytes) / kStageBytes;
+    const int fit = (kSharedLimit - kBarrierBytes - consumers * kConsumerBytes) / kStageBytes;
     return fit < kMaxStages ? fit : kMaxStages;
   }
   TRTCONVERT_HOST_DEVICE static constexpr int shared_bytes(int consumers) {
-    return kBarrierBytes + consumers * kQueryBytes + stages(consumers) * kStageBytes;
+    return kBarrierBytes + consumers * kConsumerBytes + stages(consumers) * kStageBytes;
   }
 };
 
 template <int kDimQk, int kDimPv>
 struct Config {
-  // Three consumers have 160 registers each, two have 240: S (64), O, the integer sums of PV and P have to fit.
+  // Two consumers have 240 registers a thread, three have 160.
 #ifdef EXP_CONS
   static constexpr int kConsumers = EXP_CONS;
 #else
-  static constexpr int kConsumers = kDimPv <= 64 ? 3 : 2;
+  static constexpr int kConsumers = 2;
 #endif
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  // Columns of one integer PV product; O is the concatenation of these chunks.
-#ifdef EXP_CHUNK
-  static constexpr int kChunk = EXP_CHUNK;
-#else
+  // Whether the integer sums of a whole tile (kDimPv / 2 registers) fit beside S (64), O (kDimPv / 2) and P (16).
+  static constexpr bool kPipelined = kDimPv <= 128;
+  // Columns of one second product; O is the concatenation of these chunks.
   static constexpr int kChunk = kDimPv <= 128 ? kDimPv : kDimPv == 160 ? 80 : 64;
-#endif
   static constexpr int kChunks = kDimPv / kChunk;
-  // Whether S of the next tile fits beside the sums of this one.
-#ifdef EXP_OVERLAP
-  static constexpr bool kOverlap = EXP_OVERLAP;
-#else
-  static constexpr bool kOverlap = kDimPv <= 192;
-#endif
 
   static constexpr int max_shared_bytes() {
     int bytes = Shape<0, kDimQk, kDimPv>::shared_bytes(kConsumers);
@@ -129,11 +123,11 @@ __device__ void produce(const Params& p, const Task& task, uint8_t* shared) {
   static_assert(kStages >= 2);
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
   uint8_t* const queries = shared + kBarrierBytes;
-  uint8_t* const ring = queries + kConsumers * S::kQueryBytes;
+  uint8_t* const ring = queries + kConsumers * S::kConsumerBytes;
 
   for (int w = 0; w < task.active; ++w) {
     mbarrier_arrive_expect(&barriers.query[w], S::kQueryBytes);
-    bulk_copy(queries + w * S::kQueryBytes, task.q_images + w * p.q_block_bytes, S::kQueryBytes, &barriers.query[w]);
+    bulk_copy(queries + w * S::kConsumerBytes, task.q_images + w * p.q_block_bytes, S::kQueryBytes, &barriers.query[w]);
   }
   const int steps = ceil_div(task.element.num_keys, S::kKeys);
   Cursor<kStages> at;
@@ -227,36 +221,45 @@ __device__ __forceinline__ void row_maxima(const float (&x)[N], float (&maximum)
   maximum[1] = quad_max(fmaxf(partial[2], partial[3]));
 }
 
-// out = (o * scale[row]) * channel_scale + channel_offset for the rows and columns that exist.
-template <bool kBf16, bool kChannels, int kChunks, int kHalf>
+// The channel tables of this thread block's head, v_scale then v_offset, for store(). One consumer warpgroup calls it.
+template <int kDimPv>
+__device__ __forceinline__ void load_channel_tables(const Params& p, const Task& task, float* tables, int consumer) {
+  const int64_t row = (int64_t(task.element.bin) * p.kv_heads + task.head / p.group) * p.head_dim;
+  for (int d = threadIdx.x % kWarpgroup; d < kDimPv; d += kWarpgroup) {
+    tables[d] = d < p.head_dim ? p.v_scale[row + d] : 0.f;
+    tables[kDimPv + d] = d < p.head_dim ? p.v_offset[row + d] : 0.f;
+  }
+  named_barrier_sync(1 + consumer, kWarpgroup);
+}
+
+// out = o / sum[row], with `tables` times v_scale plus v_offset, for the rows and columns that exist.
+template <bool kBf16, int kChunks, int kHalf>
 __device__ __forceinline__ void store(const Params& p, const Task& task, int block, const Rows& rows,
-                                      const float (&o)[kChunks][kHalf]) {
+                                      const float (&o)[kChunks][kHalf], const float* tables) {
+  constexpr int kDimPv = kChunks * kHalf * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int64_t table =
-      (int64_t(task.element.bin) * p.kv_heads + task.head / p.group) * p.head_dim;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(rows.sum[r]);
     const int row = block * kQueryBlock + warp * 16 + lane / 4 + 8 * r;
-    if (row >= p.num_queries) continue;
     const bool empty = sum == 0.f;  // no visible key: zeros
-    const float inverse = empty ? 0.f : __frcp_rn(sum);
+    const float inverse = empty ? 0.f : 1.f / sum;
     uint16_t* const out = static_cast<uint16_t*>(p.out) + task.batch * p.out_strides.batch +
                           row * p.out_strides.token + task.head * p.out_strides.head;
+    const int columns = row < p.num_queries ? p.head_dim : 0;
 #pragma unroll
     for (int n = 0; n < kChunks; ++n)
 #pragma unroll
       for (int c = 0; c < kHalf / 4; ++c) {
         const int column = n * kHalf * 2 + c * 8 + lane % 4 * 2;
-        if (column >= p.head_dim) continue;
         float low = o[n][4 * c + 2 * r] * inverse, high = o[n][4 * c + 2 * r + 1] * inverse;
-        if constexpr (kChannels) {
-          if (!empty) {
-            low = fmaf(low, __ldg(p.v_scale + table + column), __ldg(p.v_offset + table + column));
-            high = fmaf(high, __ldg(p.v_scale + table + column + 1), __ldg(p.v_offset + table + column + 1));
-          }
+        if (tables) {
+          const float2 scale = *reinterpret_cast<const float2*>(tables + column);
+          const float2 offset = *reinterpret_cast<const float2*>(tables + kDimPv + column);
+          low = fmaf(low, scale.x, empty ? 0.f : offset.x);
+          high = fmaf(high, scale.y, empty ? 0.f : offset.y);
         }
-        *reinterpret_cast<uint32_t*>(out + column) = pack_16bit<kBf16>(low, high);
+        if (column < columns) *reinterpret_cast<uint32_t*>(out + column) = pack_16bit<kBf16>(low, high);
       }
   }
 }
@@ -317,26 +320,18 @@ __device__ __forceinline__ TileState start_scores(int32_t (&s)[64], const TileSc
     inverse[r] = state.fast ? rows.inverse[r] * tile.w : 0.f;
     start[r] = fmaf(-tile.x, inverse[r], kMagic);
   }
-  // Mode 3 has no token scales; the same instruction with zeros leaves the busy integer units alone. The loads stay two
-  // groups ahead and no more: the compiler would spend 32 registers on them.
-  constexpr int kGroups = kKeyTile / 16, kAhead = kMode == 2 ? 2 : 0;
-  const uint32_t bias_address = shared_address(scales.log2_v) + threadIdx.x % 4 * 16;
-  float bias[kGroups][4];
 #pragma unroll
-  for (int g = 0; g < kAhead; ++g) load_shared(bias[g], bias_address + g * 64);
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    if constexpr (kMode == 2) {
-      if (g + kAhead < kGroups) load_shared(bias[g + kAhead], bias_address + (g + kAhead) * 64);
-    } else {
-      bias[g][0] = bias[g][1] = bias[g][2] = bias[g][3] = tile.x;
-    }
+  for (int g = 0; g < kKeyTile / 16; ++g) {
+    // Mode 3 has no token scales; the same instruction with zeros leaves the busy integer units alone.
+    float4 v = make_float4(tile.x, tile.x, tile.x, tile.x);
+    if constexpr (kMode == 2) v = *reinterpret_cast<const float4*>(&scales.log2_v[16 * g + threadIdx.x % 4 * 4]);
+    const float bias[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float start_i;
       asm volatile("fma.rn.f32 %0, %1, %2, %3;"
                    : "=f"(start_i)
-                   : "f"(bias[g][i / 4 * 2 + i % 2]), "f"(inverse[i / 2 % 2]), "f"(start[i / 2 % 2]));
+                   : "f"(bias[i / 4 * 2 + i % 2]), "f"(inverse[i / 2 % 2]), "f"(start[i / 2 % 2]));
       s[8 * g + i] = __float_as_int(start_i);
     }
   }
@@ -383,6 +378,50 @@ __device__ __forceinline__ void exponents(float (&x)[64], const TileState& state
   }
 }
 
+// P = 255 exp(w - tile maximum) of a tile: the A operand of the second product in u8, and this thread's part of the row
+// sums of the unrounded P (over sv in mode 2). Between the groups of 16 keys `meanwhile(group)` runs: the exponential unit
+// takes 8 cycles per instruction, and a warp issues in order.
+template <int kMode, typename Meanwhile>
+__device__ __forceinline__ void weights(const float (&x)[64], const TileState& state, const float (&shift)[2],
+                                        const TileScales& scales, uint32_t (&probability)[4][4], float (&sum)[2],
+                                        const Meanwhile& meanwhile) {
+  float partial[2][2] = {};
+#pragma unroll
+  for (int g = 0; g < kKeyTile / 16; ++g) {
+    float inverse[4] = {1.f, 1.f, 1.f, 1.f};
+    if constexpr (kMode == 2) {
+      const float4 v = *reinterpret_cast<const float4*>(&scales.inverse_v[16 * g + threadIdx.x % 4 * 4]);
+      inverse[0] = v.x, inverse[1] = v.y, inverse[2] = v.z, inverse[3] = v.w;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        e[i] = exp2_approx(fmaf(x[8 * g + i / 2 * 4 + 2 * r + i % 2], state.c[r], shift[r]));
+        partial[r][i % 2] = kMode == 2 ? fmaf(e[i], inverse[i], partial[r][i % 2]) : partial[r][i % 2] + e[i];
+      }
+      probability[g / 2][g % 2 * 2 + r] = pack_u8(e[0], e[1], e[2], e[3]);
+    }
+    meanwhile(g);
+  }
+  sum[0] = partial[0][0] + partial[0][1];
+  sum[1] = partial[1][0] + partial[1][1];
+}
+
+// Issues product = P V for the columns of one chunk; `value` is the chunk's first row of the transposed V image.
+template <int kChunk, int kDimPv>
+__device__ __forceinline__ void issue_pv_int8(int32_t (&product)[kChunk / 2], uint32_t (&probability)[4][4], uint32_t value) {
+  const uint64_t b = matrix_descriptor(value, kDimPv * 16, 128);
+  pin(product);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) pin(probability[k]);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma_u8s8<kChunk>(product, probability[k], advance(b, k * 2 * kDimPv * 16), k > 0);
+  wgmma_commit();
+}
+
 // Modes 2 and 3: u8 P times s8 V, in tiles of 128 keys whose integer sums are promoted with the tile's row factor.
 template <int kMode, int kDimQk, int kDimPv>
 __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared, int consumer) {
@@ -392,136 +431,104 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   constexpr int kChunk = C::kChunk, kChunks = C::kChunks;
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
   const uint32_t queries = shared_address(shared) + kBarrierBytes;
-  uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kQueryBytes;
-  const uint64_t query = matrix_descriptor(queries + consumer * S::kQueryBytes, kQueryBlock * 16, 128);
-  const int lane = threadIdx.x % 32, t = lane % 4;
+  uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kConsumerBytes;
+  float* const tables = reinterpret_cast<float*>(shared + kBarrierBytes + consumer * S::kConsumerBytes + S::kQueryBytes);
+  const uint64_t query = matrix_descriptor(queries + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
+  const int lane = threadIdx.x % 32;
+  load_channel_tables<kDimPv>(p, task, tables, consumer);
   const RowScales row_scales(task.row_scales + consumer * kQueryBlock);
   const int tiles = ceil_div(task.element.num_keys, kKeyTile);
   const int last_columns = task.element.num_keys - (tiles - 1) * kKeyTile;
   const auto scales_of = [&](int stage) -> const TileScales& {
     return *reinterpret_cast<const TileScales*>(ring + stage * S::kStageBytes + S::kKeyBytes);
   };
+  const auto key_of = [&](int stage) { return shared_address(ring) + stage * S::kStageBytes; };
+  const auto value_of = [&](int stage) { return key_of(stage) + S::kKeyBytes + int(sizeof(TileScales)); };
 
   Rows rows;
   float o[kChunks][kChunk / 2] = {};
-  int32_t s[64];
-  Cursor<kStages> at;
+  // Of the tile whose second product is under way: P, the integer sums, row maxima and sums, and the factors of the sums.
+  uint32_t probability[4][4] = {};
+  int32_t product[kChunk / 2];
+  float maximum[2], sum[2], factor[2] = {0.f, 0.f};
+  const auto take_tile = [&] {
+    take_maxima(rows, maximum, o);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = exp2_approx(maximum[r] - rows.reference[r]);
+      rows.sum[r] = fmaf(sum[r], factor[r], rows.sum[r]);
+    }
+  };
+  const auto promote = [&](int chunk, int first, int count) {
+#pragma unroll
+    for (int i = first; i < first + count; ++i)
+      o[chunk][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[chunk][i]);
+  };
 
   mbarrier_wait(&barriers.query[consumer], 0);
-  if (tiles > 0) mbarrier_wait(&barriers.key_full[0], 0);
-  TileState state = start_scores<kMode, kDimQk>(s, scales_of(0), row_scales);
-  pin(s);
-  wgmma_fence();
-  issue_qk_int8<kDimQk>(s, query, shared_address(ring), 1);
-
-#ifdef EXP_PP
-  if (task.active == C::kConsumers && consumer == C::kConsumers - 1) named_barrier_arrive(1, 256);
-#endif
+  Cursor<kStages> at, previous;
   for (int tile = 0; tile < tiles; ++tile) {
+    mbarrier_wait(&barriers.key_full[at.stage], at.parity);
     const TileScales& scales = scales_of(at.stage);
-    Cursor<kStages> next = at;
-    next.advance();
-    const bool more = tile + 1 < tiles;
-    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
-    const bool key_ready = !more || mbarrier_test(&barriers.key_full[next.stage], next.parity);
-
-    wgmma_wait<0>();
+    int32_t s[64];
+    const TileState state = start_scores<kMode, kDimQk>(s, scales, row_scales);
+    pin(s);
+    wgmma_fence();
+    issue_qk_int8<kDimQk>(s, query, key_of(at.stage), 1);
+    if constexpr (C::kPipelined) {
+      // The tile before: its second product runs behind this tile's first one and under this tile's maxima. Before the first
+      // tile P is zero, and any V will do.
+      if (tile > 0) mbarrier_wait(&barriers.value_full[previous.stage], previous.parity);
+      issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
+      if (tile > 0) take_tile();
+    }
+    wgmma_wait<C::kPipelined ? 1 : 0>();
     pin(s);
     float x[64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
-    if (!more && last_columns < kKeyTile) mask_columns(x, last_columns);
-    float shift[2], maximum[2];
+    if (tile == tiles - 1 && last_columns < kKeyTile) mask_columns(x, last_columns);
+    float shift[2];
     exponents<kMode>(x, state, scales, shift, maximum);
-
-#ifdef EXP_PP
-    if (task.active == C::kConsumers) named_barrier_sync(1 + consumer, 256);
-#endif
-    // P = 255 * exp(w - tile maximum): summed unrounded, then rounded into the A operand of the second product.
-    uint32_t probability[4][4];
-    float sum[2][2] = {};
+    if constexpr (C::kPipelined) {
+      wgmma_wait<0>();
+      pin(product);
+      if (lane == 0 && tile > 0) mbarrier_arrive(&barriers.value_empty[previous.stage]);
+      weights<kMode>(x, state, shift, scales, probability, sum, [&](int g) { promote(0, g * kChunk / 16, kChunk / 16); });
+    } else {
+      weights<kMode>(x, state, shift, scales, probability, sum, [](int) {});
+      mbarrier_wait(&barriers.value_full[at.stage], at.parity);
 #pragma unroll
-    for (int g = 0; g < kKeyTile / 16; ++g) {
-      float inverse[4] = {1.f, 1.f, 1.f, 1.f};
-      if constexpr (kMode == 2) {
-        const float4 v = *reinterpret_cast<const float4*>(&scales.inverse_v[16 * g + 4 * t]);
-        inverse[0] = v.x, inverse[1] = v.y, inverse[2] = v.z, inverse[3] = v.w;
+      for (int n = 0; n < kChunks; ++n) {
+        issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(at.stage) + n * kChunk * 16);
+        if (n == 0) take_tile();
+        wgmma_wait<0>();
+        pin(product);
+        promote(n, 0, kChunk / 2);
       }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float e[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          e[i] = exp2_approx(fmaf(x[8 * g + i / 2 * 4 + 2 * r + i % 2], state.c[r], shift[r]));
-          sum[r][i % 2] = kMode == 2 ? fmaf(e[i], inverse[i], sum[r][i % 2]) : sum[r][i % 2] + e[i];
-        }
-        probability[g / 2][g % 2 * 2 + r] = pack_u8(e[0], e[1], e[2], e[3]);
-      }
+      if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
     }
-#ifdef EXP_PP
-    if (task.active == C::kConsumers) named_barrier_arrive(1 + (consumer + 1) % C::kConsumers, 256);
-#endif
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&barriers.key_empty[at.stage]);
-
-    // Second product, chunk by chunk. With kOverlap the next tile's first product runs under the last promotion.
-    const uint32_t value = shared_address(ring) + at.stage * S::kStageBytes + S::kKeyBytes + int(sizeof(TileScales));
-    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
-    const auto next_scores = [&] {
-      // After the last tile this multiplies stale keys and nobody looks: a branch around wgmma would serialise it.
-      if (!key_ready) mbarrier_wait(&barriers.key_full[next.stage], next.parity);
-      state = start_scores<kMode, kDimQk>(s, scales_of(next.stage), row_scales);
-      pin(s);
-      wgmma_fence();
-      issue_qk_int8<kDimQk>(s, query, shared_address(ring) + next.stage * S::kStageBytes, 1);
-    };
-    float factor[2];
-#pragma unroll
-    for (int n = 0; n < kChunks; ++n) {
-      const uint64_t b = matrix_descriptor(value + n * kChunk * 16, kDimPv * 16, 128);
-      int32_t product[kChunk / 2];
-      pin(product);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) pin(probability[k]);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma_u8s8<kChunk>(product, probability[k], advance(b, k * 2 * kDimPv * 16), k > 0);
-      wgmma_commit();
-      if (n == 0) {
-        take_maxima(rows, maximum, o);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          factor[r] = exp2_approx(maximum[r] - rows.reference[r]);
-          rows.sum[r] = fmaf(sum[r][0] + sum[r][1], factor[r], rows.sum[r]);
-        }
-      }
-      if (C::kOverlap && n == kChunks - 1) {
-        next_scores();
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
-      }
-      pin(product);
-#pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) o[n][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[n][i]);
-    }
-    if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
-    at = next;
-    if constexpr (!C::kOverlap) next_scores();
+    previous = at;
+    at.advance();
   }
-#ifdef EXP_PP
-  if (task.active == C::kConsumers && consumer == 0) named_barrier_sync(1, 256);
-#endif
-  wgmma_wait<0>();
-  pin(s);
+  if constexpr (C::kPipelined) {
+    if (tiles > 0) mbarrier_wait(&barriers.value_full[previous.stage], previous.parity);
+    issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
+    if (tiles > 0) take_tile();
+    wgmma_wait<0>();
+    pin(product);
+    promote(0, 0, kChunk / 2);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (isnan(row_scales.scale[r])) rows.sum[r] = row_scales.scale[r];
   const int block = task.first_block + consumer;
   if (p.bf16) {
-    store<true, true>(p, task, block, rows, o);
+    store<true>(p, task, block, rows, o, tables);
   } else {
-    store<false, true>(p, task, block, rows, o);
+    store<false>(p, task, block, rows, o, tables);
   }
 }
 
@@ -535,8 +542,8 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
   constexpr int kRegisters = kKeys / 2;  // of S per thread
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
   const uint32_t queries = shared_address(shared) + kBarrierBytes;
-  uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kQueryBytes;
-  const uint64_t query = matrix_descriptor(queries + consumer * S::kQueryBytes, kQueryBlock * 16, 128);
+  uint8_t* const ring = shared + kBarrierBytes + C::kConsumers * S::kConsumerBytes;
+  const uint64_t query = matrix_descriptor(queries + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const float row_scale[2] = {task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4],
                               task.row_scales[consumer * kQueryBlock + warp * 16 + lane / 4 + 8]};
@@ -625,7 +632,7 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (isnan(row_scale[r])) rows.sum[r] = row_scale[r];
-  store<kBf16, false>(p, task, task.first_block + consumer, rows, o);
+  store<kBf16>(p, task, task.first_block + consumer, rows, o, nullptr);
 }
 
 // Grid: (query blocks / consumers, heads, batch).

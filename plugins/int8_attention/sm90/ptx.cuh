@@ -64,13 +64,6 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, uint
       : "memory");
 }
 
-// In program order with the other volatile statements.
-__device__ __forceinline__ void load_shared(float (&x)[4], uint32_t address) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(address));
-}
-
 // ---- Launch order, registers, named barriers ----
 
 // Until here the kernel may run beside the one before it in the stream (programmatic dependent launch).
