@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from trtconvert.attention.kernel import library_path
+from trtconvert.attention.kernel import int8_attention
+from trtconvert.library import library_path
 
 FLOAT, HALF, INT32, BOOL, BF16 = 0, 1, 3, 4, 7
 FIELD_FLOAT32, FIELD_FLOAT64, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 2, 5, 6, 10
@@ -66,7 +68,9 @@ class Driver:
         self.lib.driver_fields.restype = ctypes.POINTER(Fields)
         self.lib.driver_supports.restype = ctypes.c_bool
         self.lib.driver_workspace.restype = ctypes.c_size_t
-        self.creator = ctypes.c_void_p(self.lib.driver_open(str(library_path()).encode()))
+        library = library_path()
+        assert library is not None, "expected the shared library, got none; 'pip install .' builds it"
+        self.creator = ctypes.c_void_p(self.lib.driver_open(str(library).encode()))
         assert self.creator, self.messages()
         self.kept: list[object] = []
 
@@ -370,6 +374,42 @@ def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin:
     assert driver.lib.driver_shape_change(plugin, descs, 10) == 0
     assert driver.lib.driver_enqueue(plugin, descs, 10, nothing, nothing, None) != 0
     assert driver.messages()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("mask", [None, (1, 100, 77)])
+def test_enqueue_computes_what_the_operator_does(driver: Driver, layout: str, mask: tuple[int, ...] | None) -> None:
+    plugin = driver.create(layout=layout, scaling="dynamic", softmax_scale=0.2, timestep_max=500.0, smooth_k=0)
+    descs = (Desc * (11 if mask is None else 12))(*tensors(layout=layout, mask=mask))
+    inputs = len(descs) - 1
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(desc: Desc) -> torch.Tensor:
+        shape = desc.dims.d[: desc.dims.nb]
+        positive = torch.rand(shape, generator=generator, device="cuda")
+        if desc.type == BOOL:
+            return positive > 0.3
+        if desc.type == INT32:
+            return torch.arange(shape[0], dtype=torch.int32, device="cuda")  # modes: one of each
+        return torch.randn(shape, generator=generator, device="cuda").half() if desc.type == HALF else positive + 0.02
+
+    data = [random(desc) for desc in descs[:inputs]]
+    data[3] = torch.tensor([60.0, 450.0], device="cuda")  # the first and the last bin
+    out = torch.full_like(data[0], torch.nan)
+    workspace = torch.full(
+        (driver.lib.driver_workspace(plugin, dynamic(descs, descs), inputs),), 0xFF, dtype=torch.uint8
+    )
+    workspace = workspace.cuda()
+    pointers = (ctypes.c_void_p * inputs)(*(x.data_ptr() for x in data))
+    outputs = (ctypes.c_void_p * 1)(out.data_ptr())
+    assert driver.lib.driver_shape_change(plugin, descs, inputs) == 0, driver.messages()
+    status = driver.lib.driver_enqueue(plugin, descs, inputs, pointers, outputs, ctypes.c_void_p(workspace.data_ptr()))
+    assert status == 0, driver.messages()
+    options = {"layout": layout, "scaling": "dynamic", "softmax_scale": 0.2, "timestep_max": 500.0, "smooth_k": False}
+    expected = int8_attention(*data, **options)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_threads_share_nothing(driver: Driver, plugin: ctypes.c_void_p) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trtconvert.attention.kernel import library_path
+from trtconvert.library import library_path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("10.6", "10.15", "11.2")
@@ -72,7 +72,9 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
     if not folder.exists():
         pytest.skip(f"TensorRT {request.param} is not here; 'make tensorrt' fetches it")
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder / "lib"), "PYTHONPATH": str(folder / "python")}
-    command = [sys.executable, "-c", PROBE, str(library_path())]
+    library = library_path()
+    assert library is not None, "expected the shared library, got none; 'pip install .' builds it"
+    command = [sys.executable, "-c", PROBE, str(library)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return request.param, json.loads(done.stdout.splitlines()[-1]), done.stderr
