@@ -216,6 +216,7 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
             raise UserError(
                 f"the site pattern '{pattern}' matches no attention site",
                 expected="a pattern of one of: " + ", ".join(names),
+                got=f"'{pattern}'",
                 remedy="correct attention.include or attention.exclude in the recipe",
             )
     chosen, left = [], []

@@ -39,6 +39,7 @@ def load(section: ModelSection) -> DiffusionModel:
             raise UserError(
                 "model.weights is missing",
                 expected="a safetensors file for the source 'digits-dit'",
+                got="none",
                 remedy="add 'weights: digits-dit.safetensors' under 'model'",
             )
         return digits_model(section.weights)
@@ -64,6 +65,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
         raise UserError(
             f"unknown model source '{section.source}'",
             expected=f"'{DIGITS}' or 'package.module:function'",
+            got=f"'{section.source}'",
             remedy="correct model.source in the recipe",
         )
     # What the user's own code raises, whatever it is, is no fault of this package.

@@ -1,0 +1,537 @@
+"""The program as its users meet it: what it prints, what it leaves, how it refuses, and what happens when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support import PARTIAL, TESTS, WEIGHTS, contents, finish, partials, refusal, reused, run, start, tiny_recipe
+
+from trtconvert import __version__, bundle
+from trtconvert.bundle import check_files, read_manifest
+from trtconvert.engine import backend_statuses
+from trtconvert.files import sha256
+
+RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
+HEAVY = {"torch", "numpy", "onnx", "onnxruntime"}
+
+
+def imported_by(*arguments: object) -> set[str]:
+    """The heavy packages that a run of the program imports."""
+    code = "import sys\nfrom trtconvert.cli import main\nmain(sys.argv[1:], standalone_mode=False)\nprint(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=TESTS.parent, capture_output=True, text=True, check=True
+    )
+    return HEAVY & set(output.stdout.splitlines()[-1].split())
+
+
+# What is fast ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_loads_no_library():
+    assert imported_by("--version") == set()
+    outcome = run("--help")
+    assert outcome.exit_code == 0
+    for command in ("build", "doctor", "inspect", "run", "schema"):
+        assert command in outcome.output
+
+
+def test_an_unchanged_build_loads_no_library_and_gives_the_same_bundle(digits_build, tmp_path):
+    arguments = ("build", digits_build.recipe, "-o", tmp_path / "again", "--cache", digits_build.cache)
+    assert imported_by(*arguments) == set()
+    assert contents(tmp_path / "again") == contents(digits_build.bundle)
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "made"),
+    [
+        ("verify", {"seed": 5}, {"verify"}),
+        ("output", {"grid": 1}, {"verify"}),
+        ("engine", {"shapes": {"batch": [1, 1, 2]}}, {"export", "verify"}),
+    ],
+    ids=["verify", "output", "engine"],
+)
+def test_a_changed_section_redoes_what_depends_on_it(tiny_build, tmp_path, section, fields, made):
+    cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
+    outcome = run("build", tiny_recipe(tmp_path, **{section: fields}), "-o", tmp_path / "bundle", "--cache", cache)
+    assert outcome.exit_code == 0, outcome.output
+    stages = reused(outcome)
+    assert {"calibrate", "export", "verify"} <= stages.keys()
+    assert {name for name, from_cache in stages.items() if not from_cache} == made
+
+
+def test_another_calibration_or_other_weights_reuse_nothing(tiny_build, tmp_path):
+    save_file(tiny_models.Tiny(False).state_dict(), tmp_path / "same.safetensors")
+    cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
+    recipe = tiny_recipe(tmp_path, model={"weights": "same.safetensors"}, calibration={"seed": 9})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", cache)
+    assert outcome.exit_code == 0, outcome.output
+    assert not any(reused(outcome).values())
+
+
+# What is shown --------------------------------------------------------------------------------------------------------
+
+
+def test_a_build_says_what_it_did(digits_build, tmp_path):
+    outcome = run("build", digits_build.recipe, "-o", tmp_path / "again", "--cache", digits_build.cache)
+    assert outcome.exit_code == 0, outcome.output
+    for part in (
+        "6 found, 6 in INT8",
+        "1 × precision, 2 × balanced, 1 × aggressive",
+        "PSNR",
+        "onnxruntime",
+        "samples.png",
+    ):
+        assert part in outcome.output
+
+
+def test_inspect_checks_and_shows_a_bundle(digits_build):
+    outcome = run("inspect", digits_build.bundle)
+    assert outcome.exit_code == 0, outcome.output
+    for part in ("digits-dit", "6 found, 6 in INT8", "all as built"):
+        assert part in outcome.output
+
+
+def test_inspect_prints_the_manifest_as_json(digits_build):
+    outcome = run("inspect", digits_build.bundle, "--json")
+    assert json.loads(outcome.output) == json.loads((digits_build.bundle / bundle.MANIFEST).read_text())
+
+
+def test_doctor_names_a_remedy_for_what_is_missing():
+    outcome = run("doctor")
+    assert outcome.exit_code == 0, outcome.output
+    words = " ".join(outcome.output.replace("│", " ").split())
+    for status in backend_statuses():
+        assert f"backend {status.name}" in words
+        assert status.available or status.remedy.split()[0] in words
+    assert "onnxruntime" in words and "cache" in words
+
+
+def test_schema_is_json_schema():
+    schema = json.loads(run("schema").output)
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["properties"].keys() >= {"model", "attention", "calibration", "engine", "verify", "output"}
+
+
+def test_version():
+    assert __version__ in run("--version").output
+
+
+def test_a_reader_that_leaves_is_no_fault():
+    process = start("schema")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.wait(60)
+    assert "error" not in errors.lower() and "Traceback" not in errors
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def test_run_samples_the_same_picture_again(digits_build, tmp_path):
+    for name in ("one", "two"):
+        outcome = run("run", digits_build.bundle, "-n", 3, "--steps", 3, "-o", tmp_path / name / "s.png")
+        assert outcome.exit_code == 0, outcome.output
+    assert (tmp_path / "one/s.png").read_bytes() == (tmp_path / "two/s.png").read_bytes()
+    other = run("run", digits_build.bundle, "-n", 3, "--steps", 3, "--seed", 3, "-o", tmp_path / "three.png")
+    assert other.exit_code == 0
+    first, third = (np.asarray(Image.open(tmp_path / name)) for name in ("one/s.png", "three.png"))
+    assert first.shape == third.shape and (first != third).any()
+    assert contents(tmp_path).keys() == {"one/s.png", "two/s.png", "three.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["-o", "samples.txt"], ["a file that ends in .png", "got: .txt"]),
+        (["-o", "samples"], ["a file that ends in .png", "got: no ending"]),
+        (["-o", "/proc/samples.png"], ["cannot write /proc/samples.png"]),
+        (["--steps", "1001"], ["1 to 1000", "got: 1001"]),
+    ],
+    ids=["another ending", "no ending", "unwritable", "steps"],
+)
+def test_run_refuses(digits_build, tmp_path, monkeypatch, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    refusal(run("run", digits_build.bundle, *arguments), *parts)
+    assert contents(tmp_path) == {} and partials(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", ["run", "inspect"])
+def test_a_damaged_bundle_is_refused(tiny_build, tmp_path, command):
+    copy = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    with (copy / "calibration.safetensors").open("ab") as file:
+        file.write(b"\0")
+    refusal(run(command, copy), "calibration.safetensors in the bundle")
+    refusal(run(command, tmp_path / "none"), "is not a bundle")
+    refusal(run(command, tiny_build.recipe), "is not a bundle")
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """An object whose unpickling leaves a file behind."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def write_weights(path: Path, kind: str) -> None:
+    state = load_file(WEIGHTS)
+    name = sorted(state)[0]
+    if kind == "nan":
+        state[name].view(-1)[1] = torch.nan
+        save_file(state, path)
+    elif kind == "inf":
+        state[name].view(-1)[-1] = -torch.inf
+        save_file(state, path)
+    elif kind == "incomplete":
+        del state[name]
+        save_file(state, path)
+    elif kind == "another shape":
+        save_file(state | {name: torch.zeros(3)}, path)
+    elif kind == "truncated":
+        path.write_bytes(WEIGHTS.read_bytes()[:-100])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Trap(path.with_name("executed"))))
+    elif kind == "torch":
+        torch.save({name: Trap(path.with_name("executed"))}, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("nan", "1 of"),
+        ("inf", "1 of"),
+        ("incomplete", "1 missing"),
+        ("another shape", "does not fit"),
+        ("truncated", "whole safetensors file"),
+        ("empty", "whole safetensors file"),
+        ("folder", "Is a directory"),
+        ("missing", "No such file"),
+        ("pickle", "whole safetensors file"),
+        ("torch", "whole safetensors file"),
+    ],
+)
+def test_unfit_weights_are_refused_and_never_executed(tmp_path, kind, part):
+    write_weights(tmp_path / "w.safetensors", kind)
+    recipe = tiny_recipe(tmp_path, model={"source": "digits-dit", "weights": "w.safetensors"})
+    before = contents(tmp_path)
+    refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache"), "w.safetensors", part)
+    assert contents(tmp_path) == before  # so no trap went off, and nothing half-written is left
+    assert partials(tmp_path, tmp_path / "cache") == []
+
+
+def write_data(folder: Path, kind: str) -> str:
+    """A file of calibration data for the tiny model; its name."""
+    x, timestep = np.zeros((2, 1, 4, 4), np.float32), np.array([10, 900], np.float32)
+    if kind == "nan":
+        x[1, 0, 2, 2] = np.nan
+    elif kind == "inf":
+        timestep[0] = np.inf
+    elif kind == "shape":
+        x = np.zeros((2, 3, 4, 4), np.float32)
+    elif kind == "few":
+        x, timestep = x[:1], timestep[:1]
+    elif kind == "garbage":
+        (folder / "d.safetensors").write_bytes(b"garbage")
+        return "d.safetensors"
+    elif kind == "not an archive":
+        (folder / "d.npz").write_bytes(b"garbage")
+        return "d.npz"
+    elif kind == "folder":
+        (folder / "d.npz").mkdir()
+        return "d.npz"
+    elif kind == "missing":
+        return "d.npz"
+    arrays = {"x": x} if kind == "input" else {"x": x, "timestep": timestep}
+    if kind == "pickle":
+        arrays["x"] = np.array([Trap(folder / "executed")], dtype=object)
+    np.savez(folder / "d.npz", **arrays)
+    return "d.npz"
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("nan", "got: 1 of 32 are NaN or Inf"),
+        ("inf", "got: 1 of 2 are NaN or Inf"),
+        ("shape", "got: [2, 3, 4, 4]"),
+        ("few", "too few samples"),
+        ("input", "has no 'timestep'"),
+        ("garbage", "cannot read the calibration data"),
+        ("not an archive", "cannot read the calibration data"),
+        ("pickle", "cannot read the calibration data"),
+        ("folder", "Is a directory"),
+        ("missing", "No such file"),
+    ],
+)
+def test_unfit_calibration_data_is_refused(tmp_path, kind, part):
+    recipe = tiny_recipe(tmp_path, calibration={"data": write_data(tmp_path, kind)})
+    before = contents(tmp_path)
+    refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache"), part)
+    assert contents(tmp_path) == before
+    assert partials(tmp_path, tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"model": {"source": "digits-dti"}}, ["unknown model source 'digits-dti'", "'digits-dit'"]),
+        ({"model": {"source": "digits-dit"}}, ["model.weights is missing"]),
+        ({"model": {"source": "no_such_module:f"}}, ["No module named 'no_such_module'", "PYTHONPATH"]),
+        ({"model": {"source": "tiny_models:bild"}}, ["has no attribute 'bild'"]),
+        ({"model": {"source": ":build"}}, ["cannot be imported"]),
+        ({"model": {"source": "tiny_models:NOT_A_FUNCTION"}}, ["3 is not a callable object"]),
+        ({"model": {"source": "tiny_models:fails"}}, ["RuntimeError: no such checkpoint"]),
+        ({"model": {"source": "tiny_models:another_thing"}}, ["got: Identity"]),
+        ({"model": {"options": {"size": 3}}}, ["model.options", "got: size"]),
+        ({"model": {"options": {"handwritten": True}}}, ["no attention was found", "scaled_dot_product_attention"]),
+        ({"attention": {"include": ["blocks.*"]}}, ["'blocks.*' matches no attention site", "denoiser"]),
+        ({"attention": {"exclude": ["denoiser", "x"]}}, ["'x' matches no attention site"]),
+        ({"attention": {"exclude": ["*"]}}, ["no attention site can be converted", "the recipe excludes it"]),
+        ({"calibration": {"steps": 1001}}, ["1 to 1000", "got: 1001"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else json.dumps(value),
+)
+def test_what_the_model_does_not_have_is_refused(tmp_path, sections, parts):
+    recipe = tiny_recipe(tmp_path, **sections)
+    refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache"), *parts)
+    assert contents(tmp_path).keys() == {"recipe.yaml"}
+    assert partials(tmp_path, tmp_path / "cache") == []
+
+
+def test_nan_in_the_weights_of_a_users_own_model_is_refused(tmp_path):
+    state = tiny_models.Tiny(False).state_dict()
+    state["qkv.bias"][5] = torch.nan
+    save_file(state, tmp_path / "w.safetensors")
+    recipe = tiny_recipe(tmp_path, model={"weights": "w.safetensors"})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(outcome, "the weight qkv.bias of tiny is damaged", "got: 1 of 96 are NaN or Inf")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parts"),
+    [
+        ({"batch": [1, 2, 5]}, ["more of 'batch'", "expected: 1 to 4", "got: 1 to 5"]),
+        ({"frames": 8}, ["the dimension 'frames'", "expected: batch"]),
+    ],
+    ids=["too many", "unknown"],
+)
+def test_shapes_outside_the_models_are_refused(tiny_build, tmp_path, shapes, parts):
+    cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
+    recipe = tiny_recipe(tmp_path, engine={"shapes": shapes})
+    refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", cache), "engine.shapes", *parts)
+    assert not (tmp_path / "bundle").exists()
+    assert partials(tmp_path, cache) == []
+
+
+def test_a_backend_that_this_machine_lacks_is_refused_with_the_way_to_it(tmp_path):
+    missing = next((status for status in backend_statuses() if not status.available), None)
+    if missing is None:
+        pytest.skip("this machine has every backend")
+    recipe = tiny_recipe(tmp_path, engine={"backend": missing.name})
+    refusal(run("build", recipe, "-o", tmp_path / "bundle"), missing.name, missing.detail, missing.remedy)
+
+
+def test_a_recipe_is_refused_by_the_program_too(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {source: digits-dit}\ncalibration:\n  sampels: 3\n")
+    refusal(run("build", recipe, "-o", tmp_path / "bundle"), "recipe.yaml:3", "did you mean 'samples'?")
+    refusal(run("build", tmp_path / "none.yaml", "-o", tmp_path / "bundle"), "none.yaml", "No such file")
+    assert contents(tmp_path).keys() == {"recipe.yaml"}
+
+
+def test_a_missed_gate_ends_the_build_and_keeps_the_earlier_bundle(tiny_build, tmp_path):
+    cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
+    output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    before = contents(output)
+    recipe = tiny_recipe(tmp_path, verify={"min_site_sqnr": 200})
+    outcome = run("build", recipe, "-o", output, "--cache", cache)
+    assert outcome.exit_code == 1
+    for part in ("gate missed", "expected: >= 200", "got: ", "the worst site is denoiser in timestep bin", "remedy: "):
+        assert part in outcome.output
+    assert contents(output) == before
+    assert partials(tmp_path, cache) == []
+
+
+def test_a_traceback_is_shown_on_demand_only(tmp_path):
+    refusal(run("inspect", tmp_path))
+    outcome = run("--debug", "inspect", tmp_path)
+    assert outcome.exit_code == 2
+    assert "Traceback" in outcome.output and "error: " in outcome.output
+
+
+def test_a_fault_of_ours_says_so(monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(bundle, "read_manifest", fail)
+    outcome = run("inspect", "anything")
+    assert outcome.exit_code == 1
+    assert "internal error: ZeroDivisionError: division by zero" in outcome.output
+    assert "please report it" in outcome.output and "Traceback" not in outcome.output
+
+
+# Places that cannot be written ----------------------------------------------------------------------------------------
+
+
+def test_what_is_not_ours_is_not_replaced(tiny_build, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("mine too")
+    for place, got in (("mine", "a folder with other files"), ("file", "a file")):
+        outcome = run("build", tiny_build.recipe, "-o", tmp_path / place, "--cache", tiny_build.cache)
+        refusal(outcome, "exists and is not a bundle", f"got: {got}")
+    assert contents(tmp_path) == {"mine/thesis.txt": b"years of work", "file": b"mine too"}
+
+
+@pytest.mark.parametrize("place", ["/proc/bundle", "file/bundle"])
+def test_an_unwritable_output_is_refused_before_anything_is_done(tiny_build, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    outcome = run("build", tiny_build.recipe, "-o", tmp_path / place, "--cache", tmp_path / "cache")
+    refusal(outcome, f"cannot write {tmp_path / place}")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unwritable_cache_is_refused(tiny_build, tmp_path):
+    (tmp_path / "file").write_text("")
+    outcome = run("build", tiny_build.recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "file")
+    refusal(outcome, f"cannot write {tmp_path / 'file'}", "--cache")
+    assert contents(tmp_path).keys() == {"file"} and partials(tmp_path) == []
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["bundle", "stage"])
+def test_a_file_that_does_not_fit_ends_the_build_with_nothing_half_written(tiny_build, tmp_path, warm):
+    """A limit on the size of files acts like a quota: it lets the calibration pass, and stops the ONNX file."""
+    cache = shutil.copytree(tiny_build.cache, tmp_path / "cache") if warm else tmp_path / "cache"
+    limit = (tiny_build.bundle / "denoiser.onnx").stat().st_size // 2
+    assert (tiny_build.bundle / "calibration.safetensors").stat().st_size < limit
+    process = start(
+        *("build", tiny_build.recipe, "-o", tmp_path / "bundle", "--cache", cache),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    refusal(finish(process), "the disk is full", "File too large")
+    assert not (tmp_path / "bundle").exists()
+    assert partials(tmp_path, cache) == []
+    assert_whole_stages(cache)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_ends_the_build_and_keeps_the_earlier_bundle(tiny_build, small_disk):
+    output = shutil.copytree(tiny_build.bundle, small_disk / "bundle")
+    before = contents(output)
+    refusal(run("build", tiny_build.recipe, "-o", output, "--cache", tiny_build.cache), "the disk is full", "MiB free")
+    assert contents(small_disk) == {f"bundle/{name}": data for name, data in before.items()}
+    assert partials(small_disk) == []
+
+
+def test_a_full_cache_ends_the_build_with_nothing_half_written(tmp_path, small_disk):
+    with pytest.raises(OSError), (small_disk / "filling").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"\0" * 4096)
+    outcome = run("build", tiny_recipe(tmp_path), "-o", tmp_path / "bundle", "--cache", small_disk)
+    refusal(outcome, "the disk is full")
+    assert [path.name for path in small_disk.iterdir()] == ["filling"]
+    assert not (tmp_path / "bundle").exists()
+
+
+# Stopped builds -------------------------------------------------------------------------------------------------------
+
+
+def assert_whole_stages(cache: Path) -> None:
+    """Every stage that bears its own name is as its index says."""
+    for stage in cache.iterdir():
+        if PARTIAL not in stage.name:
+            hashes = json.loads((stage / "stage.json").read_text())
+            assert hashes == {path.name: sha256(path) for path in stage.iterdir() if path.name != "stage.json"}
+
+
+def stop_in(process: subprocess.Popen[str], cache: Path, stage: str, number: signal.Signals, delay: float) -> None:
+    """Signal a build some time after it began a stage."""
+    while not any(name.startswith(f".{stage}-") for name in partials(cache)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.send_signal(number)
+
+
+def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succeeds(tiny_build, tmp_path):
+    cache, output = tmp_path / "cache", shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    before = contents(output)
+    recipe = tiny_recipe(tmp_path, output={"grid": 1})
+    arguments = ("build", recipe, "-o", output, "--cache", cache)
+    delays = random.Random(0)
+    for stage, longest in (("calibrate", 0.5), ("export", 1.0), ("verify", 0.02)):
+        process = start(*arguments)
+        stop_in(process, cache, stage, signal.SIGKILL, delays.uniform(0, longest))
+        assert finish(process).exit_code == -signal.SIGKILL
+        assert contents(output) == before
+        assert_whole_stages(cache)
+        assert len(partials(tmp_path)) == 1  # the build before swept those of the builds before it
+    outcome = run(*arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert reused(outcome)["calibrate"], "what killed builds had finished is used"
+    assert partials(tmp_path, cache) == []
+    assert contents(output) != before
+    check_files(output, read_manifest(output))
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "stage"),
+    [(signal.SIGINT, 130, "calibrate"), (signal.SIGINT, 130, "export"), (signal.SIGTERM, 143, "export")],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value),
+)
+def test_an_interrupted_build_clears_up_at_once(tiny_build, tmp_path, number, exit_code, stage):
+    cache, output = tmp_path / "cache", shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    before = contents(output)
+    if stage != "calibrate":  # everything before the stage is there already
+        shutil.copytree(tiny_build.cache, cache, ignore=shutil.ignore_patterns("export-*", "verify-*"))
+    process = start("build", tiny_build.recipe, "-o", output, "--cache", cache)
+    stop_in(process, cache, stage, number, random.Random(exit_code).uniform(0, 1.0))
+    outcome = finish(process)
+    assert outcome.exit_code == exit_code, outcome.output
+    assert "Traceback" not in outcome.output
+    assert contents(output) == before
+    assert partials(tmp_path, cache) == []
+    assert_whole_stages(cache)
+
+
+def test_two_builds_into_one_folder_at_once_leave_one_whole_bundle(digits_build, tmp_path):
+    arguments = ("build", digits_build.recipe, "-o", tmp_path / "bundle", "--cache", digits_build.cache)
+    for outcome in [finish(process) for process in [start(*arguments) for _ in range(3)]]:
+        assert outcome.exit_code == 0, outcome.output
+    assert contents(tmp_path / "bundle") == contents(digits_build.bundle)
+    assert partials(tmp_path) == []
