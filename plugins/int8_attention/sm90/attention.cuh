@@ -188,7 +188,7 @@ struct Rows {
 template <int kChunks, int kHalf>
 __device__ __forceinline__ void take_maxima(Rows& rows, const float (&maximum)[2], float (&o)[kChunks][kHalf]) {
   const bool grew = maximum[0] > rows.reference[0] + kRescaleThreshold || maximum[1] > rows.reference[1] + kRescaleThreshold;
-  if (!__any_sync(0xffffffffu, grew)) return;
+  if (__builtin_expect(!__any_sync(0xffffffffu, grew), 1)) return;
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -296,34 +296,39 @@ struct RowScales {
   }
 };
 
-// What a thread knows of its tile's scores before they are computed.
+// What a thread knows of a tile's scores before they are computed.
 struct TileState {
-  float c[2];    // base-2 exponent per unit of S
-  float offset;  // base-2 exponent that the whole tile shares
-  bool fast;     // the scores are kMagic + S (+ the token's scale), ready to use; the same in a warp
+  float c[2];                  // base-2 exponent per unit of S
+  float inverse[2], start[2];  // accumulators start at log2_v * inverse + start
+  float offset;                // base-2 exponent that the whole tile shares
+  bool fast;                   // the scores are kMagic + S (+ the token's scale), ready to use; the same in a warp
 };
 
-// Modes 2 and 3: starts the accumulators of the next tile at kMagic, in mode 2 plus log2(sv) in units of S, relative to
-// the tile's largest: exp2(S c) then already carries the token's scale.
 template <int kMode, int kDimQk>
-__device__ __forceinline__ TileState start_scores(int32_t (&s)[64], const TileScales& scales, const RowScales& rows) {
+__device__ __forceinline__ TileState prepare_tile(const TileScales& scales, const RowScales& rows) {
   // Room beside |S| <= 127^2 D within 2^22. Rows of tiny scale against tiny tokens may not fit: the slow way serves them.
   constexpr float kRoom = float((1 << 22) - 127 * 127 * kDimQk - 64);
   const float4 tile = *reinterpret_cast<const float4*>(&scales.log2_v_max);  // max, min, k, 1 / k
   TileState state;
   state.offset = tile.x;
   state.fast = rows.warp_largest * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * rows.warp_smallest * tile.z;
-  float inverse[2], start[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     state.c[r] = rows.scale[r] * tile.z;
-    inverse[r] = state.fast ? rows.inverse[r] * tile.w : 0.f;
-    start[r] = fmaf(-tile.x, inverse[r], kMagic);
+    state.inverse[r] = state.fast ? rows.inverse[r] * tile.w : 0.f;
+    state.start[r] = fmaf(-tile.x, state.inverse[r], kMagic);
   }
+  return state;
+}
+
+// Modes 2 and 3: starts the accumulators of a tile at kMagic, in mode 2 plus log2(sv) in units of S, relative to the tile's
+// largest: exp2(S c) then already carries the token's scale.
+template <int kMode>
+__device__ __forceinline__ void start_scores(int32_t (&s)[64], const TileScales& scales, const TileState& state) {
 #pragma unroll
   for (int g = 0; g < kKeyTile / 16; ++g) {
     // Mode 3 has no token scales; the same instruction with zeros leaves the busy integer units alone.
-    float4 v = make_float4(tile.x, tile.x, tile.x, tile.x);
+    float4 v = make_float4(state.offset, state.offset, state.offset, state.offset);
     if constexpr (kMode == 2) v = *reinterpret_cast<const float4*>(&scales.log2_v[16 * g + threadIdx.x % 4 * 4]);
     const float bias[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -331,29 +336,46 @@ __device__ __forceinline__ TileState start_scores(int32_t (&s)[64], const TileSc
       float start_i;
       asm volatile("fma.rn.f32 %0, %1, %2, %3;"
                    : "=f"(start_i)
-                   : "f"(bias[i / 4 * 2 + i % 2]), "f"(inverse[i / 2 % 2]), "f"(start[i / 2 % 2]));
+                   : "f"(bias[i / 4 * 2 + i % 2]), "f"(state.inverse[i / 2 % 2]), "f"(state.start[i / 2 % 2]));
       s[8 * g + i] = __float_as_int(start_i);
     }
   }
-  return state;
 }
 
-// Turns S into exponents x * c + shift of 255 exp(w - tile maximum), and gives the tile's row maxima of w.
+// A tile's row maxima: of x in `top`, and what x * c + shift gives there in `exponent` (log2(255), or a little less).
+struct Maxima {
+  float top[2], exponent[2];
+};
+
+// The maxima of w, in base-2 units: what P is relative to. What the rounding of `shift` took from P is given back here.
+__device__ __forceinline__ void tile_maxima(const Maxima& m, const TileState& state, float (&maximum)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) maximum[r] = fmaf(m.top[r], state.c[r], state.offset) + (kLog2Of255 - m.exponent[r]);
+}
+
+// Turns S into exponents x * c + shift of 255 exp(w - tile maximum).
 template <int kMode>
-__device__ __forceinline__ void exponents(float (&x)[64], const TileState& state, const TileScales& scales,
-                                          float (&shift)[2], float (&maximum)[2]) {
-  if (state.fast) {
+__device__ __forceinline__ Maxima exponents(float (&x)[64], const TileState& state, const TileScales& scales,
+                                            float (&shift)[2]) {
+  Maxima maxima;
+  if (__builtin_expect(state.fast, 1)) {
     int32_t top[4] = {__float_as_int(x[0]), __float_as_int(x[2]), __float_as_int(x[4]), __float_as_int(x[6])};
 #pragma unroll
-    for (int i = 0; i < 64; i += 4)
-      top[i / 2 % 4] = __vimax3_s32(top[i / 2 % 4], __float_as_int(x[i]), __float_as_int(x[i + 1])),
-                 top[i / 2 % 4 + 1] = __vimax3_s32(top[i / 2 % 4 + 1], __float_as_int(x[i + 2]), __float_as_int(x[i + 3]));
+    for (int i = 0; i < 64; i += 4) {
+      const int chain = i / 2 % 4;
+      top[chain] = __vimax3_s32(top[chain], __float_as_int(x[i]), __float_as_int(x[i + 1]));
+      top[chain + 1] = __vimax3_s32(top[chain + 1], __float_as_int(x[i + 2]), __float_as_int(x[i + 3]));
+    }
+    float m[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float m = quad_max(__int_as_float(max(top[r], top[r + 2])));
-      // Rounded towards smaller P: 255 must not be exceeded. What the rounding took is given back through the maximum.
-      shift[r] = __fsub_rd(kLog2Of255, __fmul_ru(m, state.c[r]));
-      maximum[r] = fmaf(m - kMagic, state.c[r], state.offset) + (kLog2Of255 - fmaf(m, state.c[r], shift[r]));
+      m[r] = quad_max(__int_as_float(max(top[r], top[r + 2])));
+      shift[r] = __fsub_rd(kLog2Of255, __fmul_ru(m[r], state.c[r]));  // rounded towards smaller P: at most 255
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maxima.top[r] = m[r] - kMagic;
+      maxima.exponent[r] = fmaf(m[r], state.c[r], shift[r]);
     }
   } else {
     if constexpr (kMode == 2) {
@@ -366,16 +388,13 @@ __device__ __forceinline__ void exponents(float (&x)[64], const TileState& state
 #pragma unroll
       for (int i = 0; i < 64; ++i) x[i] -= kMagic;
     }
-    float m[2];
-    row_maxima(x, m);
+    row_maxima(x, maxima.top);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] -= m[i / 2 % 2];  // exact for the maximum, however large c is
+    for (int i = 0; i < 64; ++i) x[i] -= maxima.top[i / 2 % 2];  // exact for the maximum, however large c is
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      shift[r] = kLog2Of255;
-      maximum[r] = fmaf(m[r], state.c[r], state.offset);
-    }
+    for (int r = 0; r < 2; ++r) shift[r] = maxima.exponent[r] = kLog2Of255;
   }
+  return maxima;
 }
 
 // P = 255 exp(w - tile maximum) of a tile: the A operand of the second product in u8, and this thread's part of the row
@@ -466,19 +485,27 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   };
 
   mbarrier_wait(&barriers.query[consumer], 0);
+  if (tiles > 0) mbarrier_wait(&barriers.key_full[0], 0);
   Cursor<kStages> at, previous;
+  TileState state = prepare_tile<kMode, kDimQk>(scales_of(0), row_scales);
+  const int partial_tile = last_columns < kKeyTile ? tiles - 1 : -1;
   for (int tile = 0; tile < tiles; ++tile) {
-    mbarrier_wait(&barriers.key_full[at.stage], at.parity);
+    // This tile's keys are there, and with kPipelined the values of the tile before.
     const TileScales& scales = scales_of(at.stage);
     int32_t s[64];
-    const TileState state = start_scores<kMode, kDimQk>(s, scales, row_scales);
+    start_scores<kMode>(s, scales, state);
     pin(s);
     wgmma_fence();
     issue_qk_int8<kDimQk>(s, query, key_of(at.stage), 1);
+    Cursor<kStages> next = at;
+    next.advance();
+    const bool more = tile + 1 < tiles;
+    // Asked now, needed later: an answer takes some fifty cycles.
+    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
+    const bool key_ready = mbarrier_test(&barriers.key_full[next.stage], next.parity);
     if constexpr (C::kPipelined) {
       // The tile before: its second product runs behind this tile's first one and under this tile's maxima. Before the first
       // tile P is zero, and any V will do.
-      if (tile > 0) mbarrier_wait(&barriers.value_full[previous.stage], previous.parity);
       issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
       if (tile > 0) take_tile();
     }
@@ -487,17 +514,19 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
     float x[64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
-    if (tile == tiles - 1 && last_columns < kKeyTile) mask_columns(x, last_columns);
+    if (__builtin_expect(tile == partial_tile, 0)) mask_columns(x, last_columns);
     float shift[2];
-    exponents<kMode>(x, state, scales, shift, maximum);
+    const Maxima maxima = exponents<kMode>(x, state, scales, shift);
     if constexpr (C::kPipelined) {
       wgmma_wait<0>();
       pin(product);
-      if (lane == 0 && tile > 0) mbarrier_arrive(&barriers.value_empty[previous.stage]);
       weights<kMode>(x, state, shift, scales, probability, sum, [&](int g) { promote(0, g * kChunk / 16, kChunk / 16); });
     } else {
       weights<kMode>(x, state, shift, scales, probability, sum, [](int) {});
-      mbarrier_wait(&barriers.value_full[at.stage], at.parity);
+    }
+    tile_maxima(maxima, state, maximum);
+    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
+    if constexpr (!C::kPipelined) {
 #pragma unroll
       for (int n = 0; n < kChunks; ++n) {
         issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(at.stage) + n * kChunk * 16);
@@ -506,15 +535,20 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
         pin(product);
         promote(n, 0, kChunk / 2);
       }
-      if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&barriers.key_empty[at.stage]);
+    if (lane == 0) {
+      mbarrier_arrive(&barriers.key_empty[at.stage]);
+      if (!C::kPipelined || tile > 0) mbarrier_arrive(&barriers.value_empty[C::kPipelined ? previous.stage : at.stage]);
+    }
+    if (more) {
+      if (!key_ready) mbarrier_wait(&barriers.key_full[next.stage], next.parity);
+      state = prepare_tile<kMode, kDimQk>(scales_of(next.stage), row_scales);
+    }
     previous = at;
-    at.advance();
+    at = next;
   }
   if constexpr (C::kPipelined) {
-    if (tiles > 0) mbarrier_wait(&barriers.value_full[previous.stage], previous.parity);
     issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
     if (tiles > 0) take_tile();
     wgmma_wait<0>();
