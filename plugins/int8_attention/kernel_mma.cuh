@@ -5,13 +5,14 @@
 // K0 V0 K1 V1 …, with one thread-block barrier per image. The mode is the batch element's, read on the device, so one
 // launch serves a batch of mixed modes.
 //
-// Names: g is a lane's row in a fragment (and g + 8 its second row), t its place in the quad that shares the row.
+// Names: g is a lane's row in a fragment (g + 8 its second one), t its place in the quad that shares these rows; s_ is an
+// address in shared memory; c counts the four values that a lane holds of a fragment: row c / 2, column 2 t + c % 2.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -196,10 +197,43 @@ __device__ __forceinline__ void copy_image(uint32_t s_target, const uint8_t* g_s
   for (int i = threadIdx.x * 16; i < kBytes; i += kThreads * 16) copy_async(s_target + i, g_source + i);
 }
 
+// The ring of images in shared memory. `copy(slot, image)` enqueues this thread's share of an image's copies.
+template <typename C, typename Copy>
+struct Ring {
+  uint32_t s_slots;
+  int num_images;
+  Copy copy;
+
+  __device__ __forceinline__ uint32_t slot(int image) const { return s_slots + image % C::kSlots * C::kSlotBytes; }
+
+  __device__ __forceinline__ void fetch(int image) const {
+    if (image < num_images) copy(slot(image), image);
+    commit_copies();  // beyond the last image too: groups are counted, not named
+  }
+
+  __device__ __forceinline__ void start() const {
+#pragma unroll
+    for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
+  }
+
+  // Waits for an image, lets every warp finish with the one before, and fetches into the slot that this frees.
+  __device__ __forceinline__ uint32_t advance(int image) const {
+    wait_copies<C::kSlots - 2>();
+    __syncthreads();
+    fetch(image + C::kSlots - 1);
+    return slot(image);
+  }
+};
+
+template <typename C, typename Copy>
+__device__ __forceinline__ Ring<C, Copy> make_ring(uint32_t s_slots, int num_images, const Copy& copy) {
+  return {s_slots, num_images, copy};
+}
+
 // ---- Masks ----
 
-// Hides keys that do not exist and applies the mask to logits in units of log2. Column c of fragment n is key
-// first_key + 8 n + 2 t + c % 2, row c / 2. Loads one element at a time: masks may have any strides.
+// Hides keys that do not exist and applies the mask to logits in units of log2. Fragment n holds the 8 keys from
+// first_key + 8 n. Loads one element at a time: masks may have any strides.
 template <int kFragments>
 __device__ __forceinline__ void apply_mask(float (&z)[kFragments][4], const Params& p, const Work& w, int first_key) {
   const int key0 = first_key + threadIdx.x % 4 * 2;
@@ -318,65 +352,49 @@ __device__ __forceinline__ float inverse_sum(float sum, float row_scale) {
 // ---- Modes 2 and 3: INT8 second product ----
 
 template <int kDimQk, int kDimPv, bool kTokenScales>
-__device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_ring) {
-  const Work w = find_work(p);
+__device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) {
   using C = Config<kDimQk, kDimPv>;
   constexpr int kFragments = kKeyTile / 8;
+  const Work w = find_work(p);
   const int t = threadIdx.x % 4;
   const int num_tiles = ceil_div(w.num_keys, kKeyTile);
 
   // Image 2 j is tile j of K (with the token scales of V), image 2 j + 1 is tile j of V.
-  const auto fetch = [&](int image) {
-    if (image < 2 * num_tiles) {
-      const uint32_t slot = s_ring + image % C::kSlots * C::kSlotBytes;
-      const int64_t tile = w.kv_tile0 + image / 2;
-      if (image % 2 == 0) {
-        copy_image<kKeyTile * kDimQk>(slot, p.k_images + tile * p.k_tile_bytes);
-        if constexpr (kTokenScales)
-          copy_image<kScaleBytes>(slot + C::kImageBytes,
-                                               reinterpret_cast<const uint8_t*>(p.tile_scales + tile));
-      } else {
-        copy_image<kKeyTile * kDimPv>(slot, p.v_images + tile * p.v_tile_bytes);
-      }
-    }
-    commit_copies();
-  };
-  // Waits for an image, lets every warp finish with the one before, and fetches into the slot that this frees.
-  const auto advance = [&](int image) {
-    wait_copies<C::kSlots - 2>();
-    __syncthreads();
-    fetch(image + C::kSlots - 1);
-    return s_ring + image % C::kSlots * C::kSlotBytes;
-  };
+  const auto ring = make_ring<C>(s_memory, 2 * num_tiles, [&](uint32_t slot, int image) {
+    const int64_t tile = w.kv_tile0 + image / 2;
+    if (image % 2 == 1) return copy_image<kKeyTile * kDimPv>(slot, p.v_images + tile * p.v_tile_bytes);
+    copy_image<kKeyTile * kDimQk>(slot, p.k_images + tile * p.k_tile_bytes);
+    if constexpr (kTokenScales)
+      copy_image<kScaleBytes>(slot + C::kImageBytes, reinterpret_cast<const uint8_t*>(p.tile_scales + tile));
+  });
 
-  const uint32_t s_queries = s_ring + C::kSlots * C::kSlotBytes;
+  const uint32_t s_queries = s_memory + C::kSlots * C::kSlotBytes;
   uint32_t queries[C::kQueriesInShared ? 1 : kDimQk / 32][4];
   if constexpr (C::kQueriesInShared) {
     copy_image<kQueryBlock * kDimQk>(s_queries, w.q_image);  // part of the first image's group
   } else {
     load_queries(queries, w);
   }
-#pragma unroll
-  for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
+  ring.start();
 
   int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
   float o[kDimPv / 8][4] = {};
   RowState state;
   for (int tile = 0; tile < num_tiles; ++tile) {
-    const uint32_t s_k = advance(2 * tile);
+    const uint32_t s_k = ring.advance(2 * tile);
     const float k_scale = p.tile_scales[w.kv_tile0 + tile].k;
 
     int32_t s[kFragments][4];
 #pragma unroll
-    for (int step = 0; step < kDimQk / 32; ++step) {
-      uint32_t(&q)[4] = queries[C::kQueriesInShared ? 0 : step];
-      if constexpr (C::kQueriesInShared) load_matrices(q, s_queries + query_offset() + 2 * step * kQueryBlock * 16);
+    for (int depth = 0; depth < kDimQk / 32; ++depth) {
+      uint32_t(&q)[4] = queries[C::kQueriesInShared ? 0 : depth];
+      if constexpr (C::kQueriesInShared) load_matrices(q, s_queries + query_offset() + 2 * depth * kQueryBlock * 16);
 #pragma unroll
       for (int n = 0; n < kFragments; n += 2) {
         uint32_t k[4];
-        load_matrices(k, s_k + fragment_offset<kKeyTile>() + (2 * step * kKeyTile + n * 8) * 16);
-        multiply_s8(s[n], q, k[0], k[1], step == 0 ? zero : s[n]);
-        multiply_s8(s[n + 1], q, k[2], k[3], step == 0 ? zero : s[n + 1]);
+        load_matrices(k, s_k + fragment_offset<kKeyTile>() + (2 * depth * kKeyTile + n * 8) * 16);
+        multiply_s8(s[n], q, k[0], k[1], depth == 0 ? zero : s[n]);
+        multiply_s8(s[n + 1], q, k[2], k[3], depth == 0 ? zero : s[n + 1]);
       }
     }
 
@@ -435,16 +453,16 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_ring) {
     for (int r = 0; r < 2; ++r) state.sum[r] = state.sum[r] * kept[r] + tile_sum[r] * added[r];
     rescale(o, kept);
 
-    const uint32_t s_v = advance(2 * tile + 1);
+    const uint32_t s_v = ring.advance(2 * tile + 1);
 #pragma unroll
     for (int n = 0; n < kDimPv / 8; n += 2) {
       int32_t product[2][4];
 #pragma unroll
-      for (int step = 0; step < kKeyTile / 32; ++step) {
+      for (int depth = 0; depth < kKeyTile / 32; ++depth) {
         uint32_t v[4];
-        load_matrices(v, s_v + fragment_offset<kDimPv>() + (2 * step * kDimPv + n * 8) * 16);
-        multiply_u8s8(product[0], p8[step], v[0], v[1], step == 0 ? zero : product[0]);
-        multiply_u8s8(product[1], p8[step], v[2], v[3], step == 0 ? zero : product[1]);
+        load_matrices(v, s_v + fragment_offset<kDimPv>() + (2 * depth * kDimPv + n * 8) * 16);
+        multiply_u8s8(product[0], p8[depth], v[0], v[1], depth == 0 ? zero : product[0]);
+        multiply_u8s8(product[1], p8[depth], v[2], v[3], depth == 0 ? zero : product[1]);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -475,67 +493,56 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_ring) {
 // ---- Modes 0 and 1: 16-bit second product ----
 
 template <int kDimQk, int kDimPv, typename T, bool kInt8Logits>
-__device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_ring) {
-  const Work w = find_work(p);
+__device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory) {
   using C = Config<kDimQk, kDimPv>;
   constexpr int kFragments = kHalfTile / 8;
   constexpr int kQkSteps = (kInt8Logits ? kDimQk : 2 * kDimPv) / 32;
   constexpr int kHalfImageBytes = kHalfTile * 2 * kDimPv;
+  const Work w = find_work(p);
   const int num_steps = ceil_div(w.num_keys, kHalfTile);
 
   // Image 2 j is 64 keys of K, image 2 j + 1 the same keys' V.
-  const auto fetch = [&](int image) {
-    if (image < 2 * num_steps) {
-      const uint32_t slot = s_ring + image % C::kSlots * C::kSlotBytes;
-      const int half = image / 2 % 2;
-      const int64_t tile = w.kv_tile0 + image / 4;
-      if (image % 2 == 1) {
-        copy_image<kHalfImageBytes>(slot, p.v_images + tile * p.v_tile_bytes + half * kHalfImageBytes);
-      } else if constexpr (kInt8Logits) {
-        // Half the rows of each chunk of a 128-key image.
-        constexpr int kPiece = kHalfTile * 16;
-        const uint8_t* const source = p.k_images + tile * p.k_tile_bytes + half * kPiece;
-        for (int i = threadIdx.x * 16; i < kHalfTile * kDimQk; i += kThreads * 16)
-          copy_async(slot + i, source + i / kPiece * (2 * kPiece) + i % kPiece);
-      } else {
-        copy_image<kHalfImageBytes>(slot, p.k_images + tile * p.k_tile_bytes + half * kHalfImageBytes);
-      }
+  const auto ring = make_ring<C>(s_memory, 2 * num_steps, [&](uint32_t slot, int image) {
+    const int half = image / 2 % 2;
+    const int64_t tile = w.kv_tile0 + image / 4;
+    if (image % 2 == 1) {
+      copy_image<kHalfImageBytes>(slot, p.v_images + tile * p.v_tile_bytes + half * kHalfImageBytes);
+    } else if constexpr (kInt8Logits) {
+      // Half the rows of each chunk of a 128-key image.
+      constexpr int kPiece = kHalfTile * 16;
+      const uint8_t* const source = p.k_images + tile * p.k_tile_bytes + half * kPiece;
+      for (int i = threadIdx.x * 16; i < kHalfTile * kDimQk; i += kThreads * 16)
+        copy_async(slot + i, source + i / kPiece * (2 * kPiece) + i % kPiece);
+    } else {
+      copy_image<kHalfImageBytes>(slot, p.k_images + tile * p.k_tile_bytes + half * kHalfImageBytes);
     }
-    commit_copies();
-  };
-  const auto advance = [&](int image) {
-    wait_copies<C::kSlots - 2>();
-    __syncthreads();
-    fetch(image + C::kSlots - 1);
-    return s_ring + image % C::kSlots * C::kSlotBytes;
-  };
+  });
 
   uint32_t q[kQkSteps][4];
   load_queries(q, w);
-#pragma unroll
-  for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
+  ring.start();
 
   // Where this lane reads V's transposed fragments: 16 keys by two chunks of 8 channels.
   const int lane = threadIdx.x % 32;
   const int v_offset = (lane / 16 * kHalfTile + lane / 8 % 2 * 8 + lane % 8) * 16;
   float o[kDimPv / 8][4] = {};
   RowState state;
-  for (int step64 = 0; step64 < num_steps; ++step64) {
-    const uint32_t s_k = advance(2 * step64) + fragment_offset<kHalfTile>();
+  for (int step = 0; step < num_steps; ++step) {
+    const uint32_t s_k = ring.advance(2 * step) + fragment_offset<kHalfTile>();
     float z[kFragments][4];
     float factor[2] = {w.row_scale[0], w.row_scale[1]};
     if constexpr (kInt8Logits) {
       int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
-      const float k_scale = p.tile_scales[w.kv_tile0 + step64 / 2].k;
+      const float k_scale = p.tile_scales[w.kv_tile0 + step / 2].k;
       int32_t s[kFragments][4];
 #pragma unroll
-      for (int step = 0; step < kQkSteps; ++step)
+      for (int depth = 0; depth < kQkSteps; ++depth)
 #pragma unroll
         for (int n = 0; n < kFragments; n += 2) {
           uint32_t k[4];
-          load_matrices(k, s_k + (2 * step * kHalfTile + n * 8) * 16);
-          multiply_s8(s[n], q[step], k[0], k[1], step == 0 ? zero : s[n]);
-          multiply_s8(s[n + 1], q[step], k[2], k[3], step == 0 ? zero : s[n + 1]);
+          load_matrices(k, s_k + (2 * depth * kHalfTile + n * 8) * 16);
+          multiply_s8(s[n], q[depth], k[0], k[1], depth == 0 ? zero : s[n]);
+          multiply_s8(s[n + 1], q[depth], k[2], k[3], depth == 0 ? zero : s[n + 1]);
         }
 #pragma unroll
       for (int n = 0; n < kFragments; ++n)
@@ -549,16 +556,16 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_ring) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) z[n][c] = 0.f;
 #pragma unroll
-      for (int step = 0; step < kQkSteps; ++step)
+      for (int depth = 0; depth < kQkSteps; ++depth)
 #pragma unroll
         for (int n = 0; n < kFragments; n += 2) {
           uint32_t k[4];
-          load_matrices(k, s_k + (2 * step * kHalfTile + n * 8) * 16);
-          multiply_16bit<T>(z[n], q[step], k[0], k[1]);
-          multiply_16bit<T>(z[n + 1], q[step], k[2], k[3]);
+          load_matrices(k, s_k + (2 * depth * kHalfTile + n * 8) * 16);
+          multiply_16bit<T>(z[n], q[depth], k[0], k[1]);
+          multiply_16bit<T>(z[n + 1], q[depth], k[2], k[3]);
         }
     }
-    mask_logits(z, factor, p, w, step64 * kHalfTile);
+    mask_logits(z, factor, p, w, step * kHalfTile);
 
     float step_maximum[2], kept[2], subtracted[2];
     row_maxima(step_maximum, z);
@@ -582,15 +589,15 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_ring) {
       }
     rescale(o, kept);
 
-    const uint32_t s_v = advance(2 * step64 + 1) + v_offset;
+    const uint32_t s_v = ring.advance(2 * step + 1) + v_offset;
 #pragma unroll
-    for (int step = 0; step < kHalfTile / 16; ++step)
+    for (int depth = 0; depth < kHalfTile / 16; ++depth)
 #pragma unroll
       for (int n = 0; n < kDimPv / 8; n += 2) {
         uint32_t v[4];
-        load_matrices_transposed(v, s_v + (n * kHalfTile + step * 16) * 16);
-        multiply_16bit<T>(o[n], weights[step], v[0], v[1]);
-        multiply_16bit<T>(o[n + 1], weights[step], v[2], v[3]);
+        load_matrices_transposed(v, s_v + (n * kHalfTile + depth * 16) * 16);
+        multiply_16bit<T>(o[n], weights[depth], v[0], v[1]);
+        multiply_16bit<T>(o[n + 1], weights[depth], v[2], v[3]);
       }
   }
 
@@ -605,20 +612,20 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_ring) {
 template <int kDimQk, int kDimPv>
 __global__ void __launch_bounds__(kThreads, Config<kDimQk, kDimPv>::kBlocksPerSm)
     attention_kernel(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) uint8_t s_memory[];
-  const uint32_t s_ring = static_cast<uint32_t>(__cvta_generic_to_shared(s_memory));
+  extern __shared__ __align__(128) uint8_t dynamic_shared[];
+  const uint32_t s_memory = static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
   // The same for the whole thread block: one batch element has one mode.
   switch (p.elements[blockIdx.z].mode) {
     case 0:
-      return p.bf16 ? attend_16bit<kDimQk, kDimPv, __nv_bfloat16, false>(p, s_ring)
-                    : attend_16bit<kDimQk, kDimPv, __half, false>(p, s_ring);
+      return p.bf16 ? attend_16bit<kDimQk, kDimPv, __nv_bfloat16, false>(p, s_memory)
+                    : attend_16bit<kDimQk, kDimPv, __half, false>(p, s_memory);
     case 1:
-      return p.bf16 ? attend_16bit<kDimQk, kDimPv, __nv_bfloat16, true>(p, s_ring)
-                    : attend_16bit<kDimQk, kDimPv, __half, true>(p, s_ring);
+      return p.bf16 ? attend_16bit<kDimQk, kDimPv, __nv_bfloat16, true>(p, s_memory)
+                    : attend_16bit<kDimQk, kDimPv, __half, true>(p, s_memory);
     case 2:
-      return attend_int8<kDimQk, kDimPv, true>(p, s_ring);
+      return attend_int8<kDimQk, kDimPv, true>(p, s_memory);
     default:
-      return attend_int8<kDimQk, kDimPv, false>(p, s_ring);
+      return attend_int8<kDimQk, kDimPv, false>(p, s_memory);
   }
 }
 
