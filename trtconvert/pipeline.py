@@ -1,6 +1,6 @@
 """From a recipe to a bundle.
 
-    recipe ─► models.load ─► calibrate ─► export ─► engines ─► verify ─► bundle
+    recipe ─► models.load ─► calibrate ─► plan ─► export ─► engines ─► verify ─► bundle
 
 Each stage is a folder in the cache, filed under the hash of what the stage reads: a second build redoes what changed and
 nothing else, and loads neither the model nor torch when nothing did.
@@ -12,7 +12,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,14 @@ from trtconvert.progress import Bar, Reporter
 from trtconvert.recipe import Recipe
 
 if TYPE_CHECKING:
+    from trtconvert.attention.reference import AttentionTables
+    from trtconvert.attention.sites import Site
     from trtconvert.models import DiffusionModel
 
 COMPONENT = "denoiser"
 CALIBRATION, SITES = "calibration.safetensors", "sites.json"
 ONNX, SIGNATURE = "denoiser.onnx", "signature.json"
+PLAN, FRONTIER = "plan.json", "frontier.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
 
 
@@ -62,11 +65,13 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter) -> Outco
 
     with whole_folder(output) as folder, report.live():
         calibration = calibrate_stage(recipe, weights, model, cache, report)
-        exported = export_stage(recipe, calibration, model, cache, report)
+        plan = plan_stage(recipe, calibration, model, cache, report)
+        exported = export_stage(recipe, calibration, plan, model, cache, report)
         engines = engine_stages(recipe, exported, backend, cache, report)
-        verified = verify_stage(recipe, calibration, exported, model, cache, report)
+        verified = verify_stage(recipe, calibration, plan, exported, model, cache, report)
         with report.stage("bundle"):
-            manifest = _assemble(folder, recipe, weights, backend, reason, calibration, exported, engines, verified)
+            stages = (calibration, plan, exported, verified)
+            manifest = _assemble(folder, recipe, weights, backend, reason, stages, engines)
     return Outcome(manifest, output)
 
 
@@ -94,14 +99,14 @@ def refuse_foreign(output: Path) -> None:
 def calibrate_stage(
     recipe: Recipe, weights: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
 ) -> Stage:
-    """Find the attention sites and observe their ranges. Leaves the calibration, the sites and the plan of modes."""
+    """Find the attention sites and observe their ranges. Leaves the calibration and the sites."""
     section, data = recipe.calibration, recipe.calibration.data
     data_hash = "" if data == "denoise" else _data_hash(Path(data))
     reads = {
         "weights": weights,
         "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights"}),
         "calibration": section.model_dump(mode="json", exclude={"data"}) | {"data": data_hash or "denoise"},
-        "attention": recipe.attention.model_dump(mode="json"),
+        "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
     }
 
     def make(folder: Path, bar: Bar) -> None:
@@ -109,7 +114,6 @@ def calibrate_stage(
         from trtconvert.calib.calibration import Calibration, Provenance, scales
         from trtconvert.calib.data import batches_of, calibration_drive
         from trtconvert.calib.observer import observe, observe_histograms
-        from trtconvert.calib.plan import make_plan
 
         source = model()
         sizes = {name: opt for name, (_, opt, _) in source.dims.items()}
@@ -134,23 +138,46 @@ def calibrate_stage(
                 **section.model_dump(exclude={"data"}),
             ),
         ).save(folder / CALIBRATION)
-        plan = make_plan(recipe.attention, [site.name for site in chosen], source.sigmas, section.bins)
-        sites = [
-            SiteRecord(name=s.name, heads=s.heads, head_dim=s.head_dim, modes=plan[s.name].tolist() if s.name in plan else [],
-                       reason=s.obstacle)
-            for s in (*chosen, *left)
-        ]  # fmt: skip
-        (folder / SITES).write_text(json.dumps([site.model_dump() for site in sites], indent=1))
+        (folder / SITES).write_text(json.dumps([asdict(site) for site in (*chosen, *left)], indent=1))
 
     return _run("calibrate", reads, make, cache, report)
 
 
-def export_stage(
+def plan_stage(
     recipe: Recipe, calibration: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Give each site and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
+    attention, section = recipe.attention, recipe.plan
+    reads = {"calibration": calibration.key, "attention": attention.model_dump(mode="json")}
+    if attention.modes == "auto":
+        reads |= {"plan": section.model_dump(), "shapes": {n: r.model_dump() for n, r in recipe.engine.shapes.items()}}
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.calibration import Calibration
+        from trtconvert.calib.plan import make_plan, search
+
+        source, bins = model(), recipe.calibration.bins
+        sites = [site for site in _sites(calibration) if not site.obstacle]
+        if attention.modes == "auto":
+            tables = Calibration.load(calibration.folder / CALIBRATION).tables
+            batch = _dims(recipe, source)["batch"][1]
+            plan, points = search(source, sites, tables, attention, section, bins, batch, bar)
+            shown = [{"name": p.name, "speed": p.speed, "psnr": p.psnr, "chosen": p.plan is plan} for p in points]
+            (folder / FRONTIER).write_text(json.dumps(shown, indent=1))
+        else:
+            plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
+        (folder / PLAN).write_text(json.dumps({site: modes.tolist() for site, modes in plan.items()}, indent=1))
+
+    return _run("plan", reads, make, cache, report)
+
+
+def export_stage(
+    recipe: Recipe, calibration: Stage, plan: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
 ) -> Stage:
     """Trace the denoiser to ONNX, and lower it to native attention beside."""
     reads = {
         "calibration": calibration.key,
+        "plan": plan.key,
         "dtype": recipe.model.dtype,
         "shapes": {name: r.model_dump() for name, r in recipe.engine.shapes.items()},
     }
@@ -167,7 +194,7 @@ def export_stage(
         dims = _dims(recipe, source)
         options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
-        exported = trace(source, _tables(calibration), options, dims=dims, dtype=dtype)
+        exported = trace(source, _tables(calibration, plan), options, dims=dims, dtype=dtype)
         ir.save(exported, folder / ONNX)
         onnx.checker.check_model(folder / ONNX, full_check=True)
         native = ir.load(folder / ONNX)
@@ -184,7 +211,7 @@ def export_stage(
             timestep_input=source.timestep_input,
             timestep_max=source.timestep_max,
             dims=dims,
-            sites=_sites(calibration),
+            sites=_site_records(calibration, plan),
             engines=[],
         )
         (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
@@ -229,6 +256,7 @@ def engine_stages(
 def verify_stage(
     recipe: Recipe,
     calibration: Stage,
+    plan: Stage,
     exported: Stage,
     model: Callable[[], DiffusionModel],
     cache: Cache,
@@ -237,7 +265,6 @@ def verify_stage(
     """Measure what the gates need, and fail the build when one is missed. Leaves the figures and the sample grid."""
     section = recipe.verify
     reads = {
-        "calibration": calibration.key,
         "onnx": exported.key,
         "verify": section.model_dump(mode="json"),
         "output": recipe.output.model_dump(mode="json"),
@@ -249,6 +276,7 @@ def verify_stage(
         import torch
 
         from trtconvert.calib.data import batches_of
+        from trtconvert.calib.sensitivity import Int8Sites
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.models.base import intercepted
@@ -257,7 +285,7 @@ def verify_stage(
         source, component, dtype = model(), _component(exported), getattr(torch, recipe.model.dtype)
         denoiser = OnnxRuntimeDenoiser(exported.folder / ONNX, component)
         attention = recipe.attention
-        sites = verify.Int8Sites(_tables(calibration), source.timestep_max, attention.scaling, attention.smooth_k)
+        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, attention.scaling, attention.smooth_k)
         batches = len(batches_of(section.samples, verify.BATCH))
         bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
 
@@ -319,17 +347,31 @@ def _data_hash(path: Path) -> str:
         ) from error
 
 
-def _sites(calibration: Stage) -> list[SiteRecord]:
-    return [SiteRecord.model_validate(s) for s in json.loads((calibration.folder / SITES).read_text())]
+def _sites(calibration: Stage) -> list[Site]:
+    from trtconvert.attention.sites import Site
+
+    return [Site(**site) for site in json.loads((calibration.folder / SITES).read_text())]
 
 
-def _tables(calibration: Stage):
+def _modes(plan: Stage) -> dict[str, list[int]]:
+    return json.loads((plan.folder / PLAN).read_text())
+
+
+def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
     import torch
 
     from trtconvert.calib.calibration import Calibration
 
-    modes = {s.name: torch.tensor(s.modes, dtype=torch.int32) for s in _sites(calibration) if s.modes}
+    modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in _modes(plan).items()}
     return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
+
+
+def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:
+    modes = _modes(plan)
+    return [
+        SiteRecord(name=s.name, heads=s.heads, head_dim=s.head_dim, modes=modes.get(s.name, []), reason=s.obstacle)
+        for s in _sites(calibration)
+    ]
 
 
 def _component(exported: Stage) -> ComponentRecord:
@@ -390,13 +432,14 @@ def _assemble(
     weights: str,
     backend: BackendStatus,
     reason: str,
-    calibration: Stage,
-    exported: Stage,
+    stages: tuple[Stage, Stage, Stage, Stage],
     engines: list[tuple[EngineRecord, Stage]],
-    verified: Stage,
 ) -> Manifest:
     """Copy what the stages left into the bundle's folder, and write the manifest last."""
+    calibration, plan, exported, verified = stages
     shutil.copyfile(calibration.folder / CALIBRATION, folder / CALIBRATION)
+    if (plan.folder / FRONTIER).is_file():
+        shutil.copyfile(plan.folder / FRONTIER, folder / FRONTIER)
     shutil.copyfile(exported.folder / ONNX, folder / ONNX)
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
     for record, stage in engines:

@@ -48,10 +48,11 @@ class AttentionSection(_Section):
 
     include: list[str] = Field(default=["*"], min_length=1, description="Patterns (fnmatch) of site names to convert.")
     exclude: list[str] = Field(default=[], description="Patterns of site names to leave as they are.")
-    modes: Literal["auto"] | ModeName | list[ModeName] = Field(
+    modes: Literal["auto", "sigma-rule"] | ModeName | list[ModeName] = Field(
         default="auto",
-        description="One mode for every timestep, one per timestep bin from low noise up, or `auto`: by each bin's noise "
-        "level, aggressive where σ/σ_mid > 5, precision where σ/σ_mid < 0.1, balanced between.",
+        description="One mode for every timestep, or one per timestep bin from low noise up. `sigma-rule`: aggressive "
+        "where σ/σ_mid > 5, precision where σ/σ_mid < 0.1, balanced between. `auto`: the fastest modes per site and bin "
+        "that keep the budget of the plan section.",
     )
     scaling: Literal["calibrated", "dynamic"] = Field(
         default="calibrated",

@@ -16,7 +16,7 @@ from trtconvert.progress import Reporter
 
 ATTENTION = {
     "plugin": "INT8, our plugin",
-    "native": "native, not INT8",
+    "native": "native, the model's precision, not INT8",
 }
 
 
@@ -70,12 +70,11 @@ def _manifest_rows(table: Table, manifest: Manifest) -> None:
     table.add_row("exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
     table.add_row("backend", f"{manifest.backend}: {manifest.backend_reason}")
     for component in manifest.components.values():
-        for engine in component.engines:
-            size = _size(manifest.files[engine.file].size)
-            table.add_row(
-                f"engine, {engine.target}",
-                f"{size}, {engine.backend} {engine.library}, attention: {ATTENTION[engine.attention]}",
-            )
+        for (backend, library, attention), engines in groupby(
+            component.engines, key=lambda e: (e.backend, e.library, e.attention)
+        ):
+            sizes = ", ".join(f"{e.target} {_size(manifest.files[e.file].size)}" for e in engines)
+            table.add_row("engines", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
         size = _size(manifest.files[component.onnx].size)
         table.add_row(
             "ONNX", f"{size}, any ONNX Runtime, attention: INT8, the op's function body (exact numerics, slow)"

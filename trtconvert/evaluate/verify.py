@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.reference import AttentionTables, timestep_bin
-from trtconvert.attention.sites import Handler, SiteCall
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.data import Progress, batches_of
+from trtconvert.calib.sensitivity import Int8Sites
 from trtconvert.errors import GateError
 from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
 from trtconvert.recipe import VerifySection
@@ -26,35 +25,6 @@ BATCH = 16
 
 SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 """Samples, and denoising steps per timestep bin, over which the sites' errors are measured."""
-
-
-@dataclass(frozen=True)
-class Int8Sites:
-    """How converted sites compute, for running a model's INT8 attention in torch."""
-
-    tables: Mapping[str, AttentionTables]
-    timestep_max: float
-    scaling: str
-    smooth_k: bool
-
-    def attention(self, call: SiteCall) -> Tensor:
-        """The call's output as the `Int8Attention` op defines it."""
-        return reference.attention(
-            call.q,
-            call.k,
-            call.v,
-            call.timestep,
-            self.tables[call.name],
-            softmax_scale=call.scale,
-            timestep_max=self.timestep_max,
-            scaling=self.scaling,
-            smooth_k=self.smooth_k,
-            mask=call.mask,
-        )
-
-    def handler(self) -> Handler:
-        """Runs INT8 attention at converted sites and the model's own elsewhere."""
-        return lambda call: self.attention(call) if call.name in self.tables else call.exact()
 
 
 def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, done: Progress) -> Tensor:

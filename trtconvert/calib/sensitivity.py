@@ -1,0 +1,163 @@
+"""What each choice of a mode costs in quality, at the model's output and in the final samples.
+
+The error of a plan is modelled as a sum: over sites and timestep bins, the squared error that the site's mode alone causes
+at the denoiser's output, times the bin's gain, which is how much squared error in the final samples one unit of it at the
+output becomes. Both factors are measured on seeded denoising runs. What the model leaves out (errors that amplify or cancel
+one another) the plan's search settles by sampling, see `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention import reference
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables, timestep_bin
+from trtconvert.attention.sites import SiteCall
+from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
+
+INT8_MODES = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE)
+
+
+@dataclass(frozen=True)
+class Int8Sites:
+    """How converted sites compute, for running a model's INT8 attention in torch.
+
+    Attributes:
+        tables: per converted site.
+        timestep_max, scaling, smooth_k: as the op's attributes.
+    """
+
+    tables: Mapping[str, AttentionTables]
+    timestep_max: float
+    scaling: str
+    smooth_k: bool
+
+    def attention(self, call: SiteCall, tables: AttentionTables | None = None) -> Tensor:
+        """The call's output as the `Int8Attention` op defines it, with the site's own tables or others."""
+        return reference.attention(
+            call.q,
+            call.k,
+            call.v,
+            call.timestep,
+            tables or self.tables[call.name],
+            softmax_scale=call.scale,
+            timestep_max=self.timestep_max,
+            scaling=self.scaling,
+            smooth_k=self.smooth_k,
+            mask=call.mask,
+        )
+
+    def handler(self) -> Callable[[SiteCall], Tensor]:
+        """Runs INT8 attention at converted sites and the model's own elsewhere."""
+        return lambda call: self.attention(call) if call.name in self.tables else call.exact()
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """S sites, T timestep bins.
+
+    Attributes:
+        sites: names, in the order of the first axis.
+        error: [S, T, 4] mean squared error at the denoiser's output when one site alone runs in each `Mode`; zero for FP16.
+        gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
+        steps: [T] share of the denoising steps that fall into each bin.
+    """
+
+    sites: list[str]
+    error: Tensor
+    gain: Tensor
+    steps: Tensor
+
+    def cost(self) -> Tensor:
+        """[S, T, 4] squared error that each choice is modelled to add to the final samples."""
+        return self.error * self.gain[:, None]
+
+
+def measure_sensitivity(
+    model: DiffusionModel, sites: Int8Sites, bins: int, *, seeds: range, steps: int, done: Callable[[], None]
+) -> Sensitivity:
+    """Measure one site and mode at a time on the model's own trajectories.
+
+    Args:
+        sites: their modes do not matter.
+        seeds: of the samples that are drawn, one batch.
+        steps: denoising steps; at least one per bin, so that every bin is seen.
+        done: called `steps + bins + 1` times.
+    """
+    names = list(sites.tables)
+    squared = torch.zeros(len(names), bins, len(Mode), dtype=torch.float64)
+    visits = torch.zeros(bins, dtype=torch.float64)
+    exact = intercepted(model, lambda call: call.exact())
+    bins_of = _bins_of_calls(model, bins)
+
+    def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
+        """The exact output; on the way, the errors of all single choices."""
+        output = exact(*inputs, **named)
+        index = bins_of(inputs, named, len(output))
+        visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
+        for row, name in enumerate(names):
+            for mode in INT8_MODES:
+                tables = sites.tables[name].with_modes(mode)
+
+                def handler(call: SiteCall, name: str = name, tables: AttentionTables = tables) -> Tensor:
+                    return sites.attention(call, tables) if call.name == name else call.exact()
+
+                difference = intercepted(model, handler)(*inputs, **named) - output
+                squared[row, :, mode].index_add_(0, index, difference.double().square().flatten(1).mean(1))
+        done()
+        return output
+
+    with torch.no_grad():
+        samples = model.sample(watched, seeds, steps=steps, solver="ddim")
+        error = squared / visits.clamp_min(1)[:, None]
+        gain = _gains(model, exact, samples, error, visits, seeds, steps, done)
+    return Sensitivity(names, error, gain, visits / visits.sum())
+
+
+def _gains(
+    model: DiffusionModel,
+    exact: Denoiser,
+    samples: Tensor,
+    error: Tensor,
+    visits: Tensor,
+    seeds: range,
+    steps: int,
+    done: Callable[[], None],
+) -> Tensor:
+    """Disturb the output in one bin at a time with noise as large as all sites' errors, and look at the samples."""
+    bins = len(visits)
+    bins_of = _bins_of_calls(model, bins)
+    gain = torch.zeros(bins, dtype=torch.float64)
+    for index in range(bins):
+        variance = float(error[:, index].amax(-1).sum())
+        if visits[index] and variance:
+            generator = torch.Generator().manual_seed(index)
+
+            def disturbed(*inputs: Tensor, index: int = index, std: float = variance**0.5, **named: Tensor) -> Tensor:
+                output = exact(*inputs, **named)
+                here = bins_of(inputs, named, len(output)) == index
+                noise = torch.randn(output.shape, generator=generator) * std  # noqa: B023 (used within the iteration)
+                return output + noise.to(output) * here.view(-1, *[1] * (output.dim() - 1))
+
+            moved = model.sample(disturbed, seeds, steps=steps, solver="ddim")
+            gain[index] = float((moved - samples).double().square().mean()) / variance
+        done()
+    return gain
+
+
+def _bins_of_calls(
+    model: DiffusionModel, bins: int
+) -> Callable[[tuple[Tensor, ...], Mapping[str, Tensor], int], Tensor]:
+    """What gives the timestep bin of every element of a denoiser call."""
+    names = [spec.name for spec in model.inputs]
+
+    def bins_of(inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], batch: int) -> Tensor:
+        timestep = (dict(zip(names, inputs, strict=False)) | dict(named))[model.timestep_input]
+        return timestep_bin(timestep.reshape(-1).expand(batch), model.timestep_max, bins)
+
+    return bins_of
