@@ -171,6 +171,19 @@ def test_run_refuses(digits_build, tmp_path, monkeypatch, arguments, parts):
     assert contents(tmp_path) == {} and partials(tmp_path) == []
 
 
+def test_run_asks_for_the_weights_that_a_users_own_sampler_needs(tiny_build, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    manifest = read_manifest(copy)
+    model = manifest.recipe.model.model_copy(update={"weights": Path("w.safetensors")})
+    recipe = manifest.recipe.model_copy(update={"model": model})
+    bundle.write_manifest(copy, manifest.model_copy(update={"recipe": recipe}))
+    refusal(run("run", copy), "w.safetensors in the current folder")
+    save_file(tiny_models.Tiny(False).state_dict(), "w.safetensors")
+    assert run("run", copy, "--steps", 2, "-n", 1).exit_code == 0
+    assert Path("samples.png").is_file()
+
+
 @pytest.mark.parametrize("command", ["run", "inspect"])
 def test_a_damaged_bundle_is_refused(tiny_build, tmp_path, command):
     copy = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")

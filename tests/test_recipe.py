@@ -140,7 +140,7 @@ def test_modes_are_one_per_bin(tmp_path):
         (b"some words\n", "text"),
         (b"\x89PNG\r\n\x1a\n\x00\x00\xff", "bytes that are not UTF-8"),
         (b"model: \x00\n", "special characters are not allowed"),
-        (b"model: " + b"[" * 5000, "too many to follow"),
+        (b"model: " + b"[" * 500, "too many to follow"),
         (b"model: {source: a}\nengine:\n\tbackend: auto\n", "recipe.yaml:3: not valid YAML"),
         (b"model: {source: a}\nmodel: {source: b}\n", "recipe.yaml:2: not valid YAML"),
         (b"model: {source: a}\n engine: {}\n", "recipe.yaml:2: not valid YAML"),

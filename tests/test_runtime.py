@@ -2,13 +2,15 @@
 
 import shutil
 
+import onnx
 import pytest
 import torch
 from tolerances import SAME_ARITHMETIC
 
 from trtconvert import models, runtime
-from trtconvert.errors import UserError
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.runtime.session import OnnxRuntimeDenoiser
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +126,13 @@ def test_loading_needs_no_weights_and_not_the_place_where_it_was_built(tiny_buil
     output = runtime.load("moved")["denoiser"](torch.zeros(1, 1, 4, 4), torch.zeros(1))
     assert output.isfinite().all()
     assert moved.is_dir()
+
+
+def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
+    """A matrix product in bfloat16, which it does not have on the CPU."""
+    types = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [2, 2]) for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], "", types[:1], types[1:])
+    path = tmp_path / "bfloat16.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), path)
+    with pytest.raises(BackendUnavailable, match=r"(?s)cannot run bfloat16\.onnx.*got: .*MatMul.*remedy: "):
+        OnnxRuntimeDenoiser(path, loaded["denoiser"].component)

@@ -47,11 +47,22 @@ def load(section: ModelSection) -> DiffusionModel:
 
 
 def load_sampler(section: ModelSection) -> Sampler:
-    """What samples with a bundle's denoiser. The shipped model's needs no weights; others are loaded for it."""
+    """What samples with a bundle's denoiser. The shipped model's needs no weights; others are loaded for it.
+
+    Raises:
+        UserError: see `load`; the weights are looked for in the current folder, since bundles do not hold them.
+    """
     if section.source == DIGITS:
         from trtconvert.models.digits import draw_digits
 
         return draw_digits
+    if section.weights is not None and not section.weights.exists():
+        raise UserError(
+            f"{section.source} samples with its own weights, which a bundle does not hold",
+            expected=f"{section.weights} in the current folder",
+            got="no such file",
+            remedy="run this where the file is",
+        )
     return load(section).sample
 
 

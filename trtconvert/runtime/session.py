@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord, TensorRecord
-from trtconvert.errors import UserError
+from trtconvert.errors import BackendUnavailable, UserError
 
 
 class OnnxRuntimeDenoiser:
@@ -21,6 +21,9 @@ class OnnxRuntimeDenoiser:
     Args:
         path: the component's ONNX file.
         component: its signature.
+
+    Raises:
+        BackendUnavailable: ONNX Runtime lacks an operator or a type that the model uses.
     """
 
     def __init__(self, path: Path, component: ComponentRecord) -> None:
@@ -29,7 +32,17 @@ class OnnxRuntimeDenoiser:
         self.component = component
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime has a class of its own for each status, and no common one
+            raise BackendUnavailable(
+                f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}",
+                expected="operators in types that it has on the CPU",
+                got=str(error).splitlines()[0],
+                remedy="set model.dtype to float32 or float16 in the recipe, or install another onnxruntime",
+            ) from error
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """
