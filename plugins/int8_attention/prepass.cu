@@ -13,11 +13,11 @@
 namespace trtconvert::attention {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kTokens = 128;  // per thread block: one key tile, two query blocks
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kRoundMagic = 12582912.f;      // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
 constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
+constexpr float kZeroRowScale = 0x1p-6f;
 constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part of the numerics
 
 static_assert(kTokens == kKeyTile && kTokens == 2 * kQueryBlock && kKeyTile == 2 * kHalfTile);
@@ -28,32 +28,58 @@ __device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would dro
   return result;
 }
 
+__device__ __forceinline__ __half low_of(const __half2& x) { return __low2half(x); }
+__device__ __forceinline__ __half high_of(const __half2& x) { return __high2half(x); }
+__device__ __forceinline__ __nv_bfloat16 low_of(const __nv_bfloat162& x) { return __low2bfloat16(x); }
+__device__ __forceinline__ __nv_bfloat16 high_of(const __nv_bfloat162& x) { return __high2bfloat16(x); }
+__device__ __forceinline__ float2 to_float2(const __half2& x) { return __half22float2(x); }
+__device__ __forceinline__ float2 to_float2(const __nv_bfloat162& x) { return __bfloat1622float2(x); }
+
+template <typename T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+template <typename T>
+__device__ __forceinline__ const PairOf<T>& pair(const uint4& packed, int i) {
+  return reinterpret_cast<const PairOf<T>*>(&packed)[i];
+}
+
 template <typename T>
 __device__ __forceinline__ void unpack8(const uint4& packed, float (&x)[8]) {
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float2 pair;
-    if constexpr (std::is_same_v<T, __half>) {
-      pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-    } else {
-      pair = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(words[i]));
-    }
-    x[2 * i] = pair.x;
-    x[2 * i + 1] = pair.y;
+    const float2 two = to_float2(pair<T>(packed, i));
+    x[2 * i] = two.x;
+    x[2 * i + 1] = two.y;
   }
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // one unit in the last place is enough for scales
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
 }
 
 // Largest magnitude of eight packed values, NaN if one is.
 template <typename T>
-__device__ __forceinline__ float largest8(const uint4& packed) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-  Pair magnitude[4];
+__device__ __forceinline__ T largest8(const uint4& packed) {
+  const PairOf<T> m = __hmax2_nan(__hmax2_nan(__habs2(pair<T>(packed, 0)), __habs2(pair<T>(packed, 1))),
+                                  __hmax2_nan(__habs2(pair<T>(packed, 2)), __habs2(pair<T>(packed, 3))));
+  return __hmax_nan(low_of(m), high_of(m));
+}
+
+// Largest magnitudes of two rows, over the Lanes threads that share each: exact in 16 bits, so that two travel in a word.
+template <typename T, int Lanes>
+__device__ __forceinline__ float2 largest_of_rows(const uint4& first, const uint4& second) {
+  PairOf<T> m{largest8<T>(first), largest8<T>(second)};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) magnitude[i] = __habs2(reinterpret_cast<const Pair&>(words[i]));
-  const Pair m = __hmax2_nan(__hmax2_nan(magnitude[0], magnitude[1]), __hmax2_nan(magnitude[2], magnitude[3]));
-  return nan_max(__low2float(m), __high2float(m));
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) m = __hmax2_nan(m, __shfl_xor_sync(0xffffffffu, m, offset));
+  return to_float2(m);
 }
 
 // rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
@@ -114,7 +140,7 @@ __device__ bool tables_usable(const Params& p, const Element& e, int head) {
     bad = !usable_scale(p.q_scale[int64_t(e.bin) * p.heads + head]) ||
           !usable_scale(p.k_scale[int64_t(e.bin) * p.kv_heads + kv_head]);
   const int64_t row = (int64_t(e.bin) * p.kv_heads + kv_head) * p.head_dim;
-  for (int d = threadIdx.x; d < p.head_dim; d += kThreads) {
+  for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     if (e.mode != 0 && p.smooth_k) bad |= !isfinite(p.k_offset[row + d]);
     if (e.mode >= 2) bad |= !isfinite(p.v_offset[row + d]) || !usable_scale(p.v_scale[row + d]);
   }
@@ -132,6 +158,9 @@ struct Tile {
 // How threads map to rows: Lanes threads per row with 8 channels each, lanes beyond head_dim hold zeros.
 template <int Lanes>
 struct Map {
+  // Registers for the loads in flight against warps that hide them: four rows a thread, sixteen of the longest kind.
+  static constexpr int kThreads = Lanes == 16 ? 512 : 256;
+  static constexpr int kBlocksPerSm = Lanes == 8 ? 4 : 2;
   static constexpr int kRowsPerPass = kThreads / Lanes;
   static constexpr int kPasses = kTokens / kRowsPerPass;
   static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
@@ -165,7 +194,6 @@ __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const v
 // Keys that do not exist become zeros here: whatever they hold (NaN, say) goes no further.
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses], int valid) {
-  if (valid >= kTokens) return;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i)
     if (row_of<Lanes, kPermuted>(i) >= valid) data[i] = make_uint4(0, 0, 0, 0);
@@ -195,49 +223,67 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
   if (e.mode == 0) {
     uint8_t* const image = p.q_images + block * p.q_block_bytes;
     copy_images<Lanes, false>(data, image, second ? image + p.q_block_bytes : nullptr, p.dims.pv);
-    for (int row = threadIdx.x; row < (second ? 2 : 1) * kQueryBlock; row += kThreads)
+    for (int row = threadIdx.x; row < (second ? 2 : 1) * kQueryBlock; row += Map<Lanes>::kThreads)
       p.row_scales[block * kQueryBlock + row] = logits;
     return;
   }
   const bool usable = tables_usable(p, e, at.head) && e.valid;
   const bool from_data = p.dynamic && e.mode != 3;
   const float fixed = from_data ? 0.f : p.q_scale[int64_t(e.bin) * p.heads + at.head];
-  const float fixed_inverse = __fdividef(1.f, fixed);
+  const float fixed_factor = reciprocal(fixed);
   uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8;
 #pragma unroll
-  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-    const int row = row_of<Lanes, false>(i);
-    float x[8];
-    unpack8<T>(data[i], x);
-    float scale = fixed;
-    uint2 q8;
+  for (int i = 0; i < Map<Lanes>::kPasses; i += 2) {
+    float scale[2] = {fixed, fixed}, factor[2] = {fixed_factor, fixed_factor};
     if (from_data) {
-      const float amax = nan_max(row_max<Lanes>(largest8<T>(data[i])), 127.f * kScaleFloor);
-      scale = amax * (1.f / 127.f);
-      q8 = quantise8<false>(x, __fdividef(127.f, amax));
-    } else {
-      q8 = quantise8<true>(x, fixed_inverse);
+      const float2 largest = largest_of_rows<T, Lanes>(data[i], data[i + 1]);
+      const float amax[2] = {largest.x, largest.y};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // Any scale serves a row of zeros. An ordinary one keeps the attention kernel on its fast way.
+        scale[j] = amax[j] == 0.f ? kZeroRowScale : nan_max(amax[j] * (1.f / 127.f), kScaleFloor);
+        factor[j] = reciprocal(scale[j]);
+      }
     }
-    if (row >= kQueryBlock && !second) continue;
-    if (lane * 8 < p.dims.qk)
-      *reinterpret_cast<uint2*>(image + row / kQueryBlock * p.q_block_bytes + row % kQueryBlock * 16) = q8;
-    if (lane == 0) p.row_scales[block * kQueryBlock + row] = usable ? scale * logits : __int_as_float(0x7fffffff);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int row = row_of<Lanes, false>(i + j);
+      float x[8];
+      unpack8<T>(data[i + j], x);
+      const uint2 q8 = from_data ? quantise8<false>(x, factor[j]) : quantise8<true>(x, factor[j]);
+      if (row >= kQueryBlock && !second) continue;
+      if (lane * 8 < p.dims.qk)
+        *reinterpret_cast<uint2*>(image + row / kQueryBlock * p.q_block_bytes + row % kQueryBlock * 16) = q8;
+      if (lane == 0) p.row_scales[block * kQueryBlock + row] = usable ? scale[j] * logits : __int_as_float(0x7fffffff);
+    }
   }
 }
 
 // Maximum over the thread block, in every thread.
-__device__ __forceinline__ float block_max(float x, float (&warp_values)[kThreads / 32]) {
+template <int kWarps>
+__device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]) {
   x = row_max<32>(x);
   if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = x;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) x = nan_max(x, warp_values[w]);
+  for (int w = 0; w < kWarps; ++w) x = nan_max(x, warp_values[w]);
   return x;
 }
 
-template <typename T, int Lanes>
+// V is transposed through shared memory. 16 bytes of padding after every 8 rows of the image spread the lanes' words over
+// the banks.
+template <int Lanes>
+struct Shared {
+  static constexpr int kLaneBytes = 8 * 16 + 16;
+  static constexpr int kGroupBytes = Lanes * kLaneBytes;  // 16 keys
+  alignas(16) uint8_t transposed[kKeyTile / 16 * kGroupBytes];
+  float warp_values[2][Map<Lanes>::kThreads / 32];
+};
+
+// kFull: every key of the tile exists.
+template <typename T, int Lanes, bool kFull>
 __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
-                                              int valid) {
+                                              int valid, Shared<Lanes>& shared) {
   const Element& e = at.element;
   const int lane = threadIdx.x % Lanes;
   uint8_t* const image = p.k_images + at.index * p.k_tile_bytes;
@@ -250,23 +296,33 @@ __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, c
   float scale, factor;
   const bool from_data = p.dynamic && e.mode != 3;
   if (from_data) {
+    // Rounding x - offset keeps order, so the extremes of x per channel give the largest |x - offset|.
+    PairOf<T> high[4], low[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) high[c] = low[c] = pair<T>(data[0], c);
+#pragma unroll
+    for (int i = 1; i < Map<Lanes>::kPasses; ++i)
+      if (kFull || row_of<Lanes, false>(i) < valid) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          high[c] = __hmax2_nan(high[c], pair<T>(data[i], c));
+          low[c] = __hmin2_nan(low[c], pair<T>(data[i], c));
+        }
+      }
     float amax = 127.f * kScaleFloor;
+    const bool some = kFull || row_of<Lanes, false>(0) < valid;
 #pragma unroll
-    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-      float x[8];
-      unpack8<T>(data[i], x);
-      float largest = 0.f;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) largest = nan_max(largest, fabsf(x[c] - offset[c]));
-      if (row_of<Lanes, false>(i) < valid) amax = nan_max(amax, largest);
+    for (int c = 0; c < 4 && some; ++c) {
+      const float2 h = to_float2(high[c]), l = to_float2(low[c]);
+      amax = nan_max(amax, nan_max(fabsf(h.x - offset[2 * c]), fabsf(l.x - offset[2 * c])));
+      amax = nan_max(amax, nan_max(fabsf(h.y - offset[2 * c + 1]), fabsf(l.y - offset[2 * c + 1])));
     }
-    __shared__ float warp_values[kThreads / 32];
-    amax = block_max(amax, warp_values);
+    amax = block_max(amax, shared.warp_values[0]);
     scale = amax * (1.f / 127.f);
-    factor = __fdividef(127.f, amax);
+    factor = reciprocal(scale);
   } else {
     scale = p.k_scale[int64_t(e.bin) * p.kv_heads + at.head];
-    factor = __fdividef(1.f, scale);
+    factor = reciprocal(scale);
   }
   if (threadIdx.x == 0) {
     p.tile_scales[at.index].k = scale;
@@ -281,31 +337,25 @@ __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, c
 #pragma unroll
     for (int c = 0; c < 8; ++c) x[c] -= offset[c];
     uint2 k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
-    if (row >= valid) k8 = make_uint2(0, 0);
+    if (!kFull && row >= valid) k8 = make_uint2(0, 0);
     *reinterpret_cast<uint2*>(image + lane / 2 * kKeyTile * 16 + lane % 2 * 8 + row * 16) = k8;
   }
 }
 
-template <typename T, int Lanes>
+template <typename T, int Lanes, bool kFull>
 __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
-                                                int valid) {
+                                                int valid, Shared<Lanes>& shared) {
   const Element& e = at.element;
   const int lane = threadIdx.x % Lanes;
   uint8_t* const image = p.v_images + at.index * p.v_tile_bytes;
   if (e.mode <= 1) return copy_images<Lanes, true>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
 
-  // Transposed through shared memory. 16 bytes of padding after every 8 rows of the image spread the lanes' words over the
-  // banks.
-  constexpr int kLaneBytes = 8 * 16 + 16;
-  constexpr int kGroupBytes = Lanes * kLaneBytes;  // 16 keys
-  __shared__ __align__(16) uint8_t transposed[kKeyTile / 16 * kGroupBytes];
-  __shared__ float largest_values[kThreads / 32], smallest_values[kThreads / 32];
   TileScales& scales = p.tile_scales[at.index];
   const bool has_channels = lane * 8 < p.head_dim;
   float factor[8], addend[8];  // (v - offset) / scale = v * factor + addend
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
-    factor[c] = has_channels ? 1.f / p.v_scale[at.table_row + c] : 0.f;
+    factor[c] = has_channels ? reciprocal(p.v_scale[at.table_row + c]) : 0.f;
     addend[c] = has_channels ? -p.v_offset[at.table_row + c] * factor[c] : 0.f;
   }
   float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
@@ -315,7 +365,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
     uint32_t v8[4][8];  // [key of the word][channel]
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const bool exists = row_of<Lanes, true>(i + j) < valid;
+      const bool exists = kFull || row_of<Lanes, true>(i + j) < valid;
       float x[8];
       unpack8<T>(data[i + j], x);
 #pragma unroll
@@ -325,9 +375,9 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 #pragma unroll
         for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
         amax = nan_max(row_max<Lanes>(amax), 127.f * kTokenScaleFloor);
-        const float inverse = __fdividef(127.f, amax);
+        const float inverse = reciprocal(amax * (1.f / 127.f));
         if (exists) {
-          const float log2_scale = __log2f(amax * (1.f / 127.f));
+          const float log2_scale = log2_approx(amax * (1.f / 127.f));
           largest = nan_max(largest, log2_scale);
           negated_smallest = nan_max(negated_smallest, -log2_scale);
           if (lane == 0) {
@@ -345,14 +395,15 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<true>(x[c], 1.f);
       }
     }
-    uint8_t* const target = transposed + word / 4 * kGroupBytes + lane * kLaneBytes + word % 4 * 4;
+    uint8_t* const target =
+        shared.transposed + word / 4 * Shared<Lanes>::kGroupBytes + lane * Shared<Lanes>::kLaneBytes + word % 4 * 4;
 #pragma unroll
     for (int c = 0; c < 8; ++c)
       *reinterpret_cast<uint32_t*>(target + c * 16) = pack4(v8[0][c], v8[1][c], v8[2][c], v8[3][c]);
   }
   if (e.mode == 2) {
-    const float log2_v_max = block_max(largest, largest_values);
-    const float log2_v_min = -block_max(negated_smallest, smallest_values);
+    const float log2_v_max = block_max(largest, shared.warp_values[0]);
+    const float log2_v_min = -block_max(negated_smallest, shared.warp_values[1]);
     if (threadIdx.x == 0) {
       scales.log2_v_max = log2_v_max;
       scales.log2_v_min = log2_v_min;
@@ -361,15 +412,17 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
     scales.log2_v_max = scales.log2_v_min = 0.f;
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < kKeyTile / 16 * p.dims.pv; c += kThreads) {
+  for (int c = threadIdx.x; c < kKeyTile / 16 * p.dims.pv; c += Map<Lanes>::kThreads) {
     const int group = c / p.dims.pv, d = c % p.dims.pv;
     *reinterpret_cast<uint4*>(image + c * 16) =
-        *reinterpret_cast<const uint4*>(transposed + group * kGroupBytes + d / 8 * kLaneBytes + d % 8 * 16);
+        *reinterpret_cast<const uint4*>(shared.transposed + group * Shared<Lanes>::kGroupBytes +
+                                        d / 8 * Shared<Lanes>::kLaneBytes + d % 8 * 16);
   }
 }
 
 template <typename T, int Lanes>
-__global__ void __launch_bounds__(kThreads) prepass_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm) prepass_kernel(const __grid_constant__ Params p) {
+  __shared__ Shared<Lanes> shared;
   cudaTriggerProgrammaticLaunchCompletion();
 
   // Heads run fastest: with tokens outermost in memory, neighbouring thread blocks read neighbouring bytes.
@@ -405,12 +458,15 @@ __global__ void __launch_bounds__(kThreads) prepass_kernel(const __grid_constant
   at.table_row = (int64_t(at.element.bin) * p.kv_heads + at.head) * p.head_dim + threadIdx.x % Lanes * 8;
   const int valid = at.element.num_keys - at.tile * kTokens;
   if (valid <= 0) return;  // the attention kernels do not read this tile
+  const bool full = valid >= kTokens;
   if (is_key) {
+    if (full) return quantise_keys<T, Lanes, true>(p, at, data, valid, shared);
     clear_beyond<Lanes, false>(data, valid);
-    quantise_keys<T, Lanes>(p, at, data, valid);
+    quantise_keys<T, Lanes, false>(p, at, data, valid, shared);
   } else {
+    if (full) return quantise_values<T, Lanes, true>(p, at, data, valid, shared);
     clear_beyond<Lanes, true>(data, valid);
-    quantise_values<T, Lanes>(p, at, data, valid);
+    quantise_values<T, Lanes, false>(p, at, data, valid, shared);
   }
 }
 
@@ -421,11 +477,11 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks), p.batch);
   if (p.dims.qk <= 64) {
-    prepass_kernel<T, 8><<<grid, kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 8><<<grid, Map<8>::kThreads, 0, stream>>>(p);
   } else if (p.dims.qk <= 128) {
-    prepass_kernel<T, 16><<<grid, kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 16><<<grid, Map<16>::kThreads, 0, stream>>>(p);
   } else {
-    prepass_kernel<T, 32><<<grid, kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 32><<<grid, Map<32>::kThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }
