@@ -8,9 +8,11 @@ import torch
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
-from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, Provenance, scales
+from trtconvert.attention.sites import SiteCall
+from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, Provenance, offsets, outliers, scales
 from trtconvert.calib.data import calibration_drive
-from trtconvert.calib.observer import BinRecords, Histogram, observe, observe_histograms
+from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, Histogram, HistogramObserver
+from trtconvert.calib.observer import RangeObserver, Rows, observe
 from trtconvert.calib.plan import make_plan
 from trtconvert.errors import UserError
 from trtconvert.models.base import intercepted
@@ -51,7 +53,7 @@ def of_bin(calls, index):
 
 @pytest.mark.parametrize("percentile", [100.0, 50.0])
 def test_scales_are_percentiles_of_the_batches_maxima(calls, records, percentile):
-    tables = scales(records[0], percentile)[SITE]
+    tables = scales(records[0], percentile, BINS)[SITE]
     for index in range(BINS):
         batches = of_bin(calls, index)
         k_mean = torch.cat([k for _, k, _ in batches]).double().mean((0, 2)).float()
@@ -68,56 +70,153 @@ def test_scales_are_percentiles_of_the_batches_maxima(calls, records, percentile
             torch.testing.assert_close(tables[name][index] * 127, ranges, rtol=1e-5, atol=1e-5)
 
 
-def test_elementwise_percentiles_are_those_of_the_elements(calls, records, digits):
-    histograms = observe_histograms(digits, records[1], records[0])
-    tables = scales(records[0], 99.0, histograms)[SITE]
+@pytest.fixture(scope="module")
+def histograms(digits, records):
+    means = offsets(records[0], BINS)
+    counter = HistogramObserver(means, {SITE: 2}, digits.timestep_max)
+    with torch.no_grad():
+        records[1](intercepted(digits, counter))
+    return counter.histograms
+
+
+def test_elementwise_percentiles_are_those_of_the_elements(calls, records, histograms):
+    tables = scales(records[0], 99.0, BINS, statistic="elements", histograms=histograms)[SITE]
     for index in range(BINS):
-        q = torch.cat([q for q, _, _ in of_bin(calls, index)]).transpose(0, 1).flatten(1).abs()
-        expected = torch.quantile(q, 0.99, dim=1)
-        got = tables["q_scale"][index] * 127
-        assert ((got / expected).log2().abs() < tolerances.HISTOGRAM_OCTAVES).all()
+        q, k, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
+        elements = {
+            "q": q.transpose(0, 1).flatten(1),
+            "k": (k - tables["k_offset"][index][:, None]).transpose(0, 1).flatten(1),
+            "v": (v - tables["v_offset"][index][:, None]).permute(1, 3, 0, 2).flatten(2),
+        }
+        for name, x in elements.items():
+            # Between two elements any value is the percentile.
+            low, high = (torch.quantile(x.abs(), 0.99, dim=-1, interpolation=side) for side in ("lower", "higher"))
+            found, step = tables[f"{name}_scale"][index] * LEVELS, tolerances.HISTOGRAM_STEP[name]
+            assert (found > low / step).all() and (found < high * step).all()
+
+
+def test_clipped_shares_are_those_of_the_elements(calls, records, histograms):
+    tables = scales(records[0], 90.0, BINS, statistic="elements", histograms=histograms)
+    shares = outliers(histograms, tables)[SITE]
+    for index in range(BINS):
+        q, _, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
+        clipped_q = q.abs() > tables[SITE]["q_scale"][index][:, None, None] * LEVELS
+        centred = v - tables[SITE]["v_offset"][index][:, None]
+        clipped_v = centred.abs() > tables[SITE]["v_scale"][index][:, None] * LEVELS
+        for name, clipped in (("q", clipped_q), ("v", clipped_v)):
+            expected = clipped.float().mean((0, 2, 3))
+            torch.testing.assert_close(
+                shares[f"{name}_outliers"][index], expected, rtol=0, atol=tolerances.CLIPPED_SHARE
+            )
+
+
+def test_ranges_of_a_ramp_are_its_closed_forms():
+    # Tokens n/N, n = -N .. N-1, times the channel's number, times the timestep's sign.
+    n, heads, dim, bins = 500, 2, 8, 2
+    ramp = torch.arange(-n, n) / n
+    x = (ramp[:, None] * torch.arange(1, dim + 1)).expand(1, heads, 2 * n, dim)
+    observer = RangeObserver(["site"], 10.0, bins)
+    for timestep in (2.0, 7.0):
+        observer(call(x, x, -x, timestep))
+    rows = observer.finish()["site"]
+    assert rows.bin.tolist() == [0, 1] and rows.tokens.tolist() == [2 * n, 2 * n]
+    channel = torch.arange(1.0, dim + 1)
+    assert torch.equal(rows.q_amax, torch.full((2, heads), float(dim)))
+    assert torch.equal(rows.k_low[0, 0], -channel) and torch.equal(rows.v_high[1, 1], channel)
+    torch.testing.assert_close(rows.k_high[0, 0], channel * (n - 1) / n)
+    torch.testing.assert_close(rows.mean("k")[0], -channel / (2 * n), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(rows.amax("v", channel.expand(heads, dim))[0, 0], channel * (2 * n - 1) / n)
+
+
+@pytest.mark.parametrize("bits", [HEAD_BITS, CHANNEL_BITS])
+def test_histograms_of_a_ramp_are_its_closed_forms(bits):
+    # |x| is uniform on (0, a): the percentile p is a·p, the share above r is 1 - r/a, and nothing is worth clipping.
+    limits = torch.tensor([0.3, 1.0, 777.0])
+    x = (torch.arange(200_000) + 0.5) / 200_000 * limits[:, None] * torch.tensor([1, -1]).repeat(100_000)
+    histogram = Histogram(3, bits)
+    histogram.add(x, torch.arange(3)[:, None])
+    # Interpolation makes a uniform density exact but for the last step, which the ramp ends within.
+    torch.testing.assert_close(histogram.percentile(50.0), limits / 2, rtol=1e-3, atol=0)
+    torch.testing.assert_close(histogram.share_above(limits / 4), torch.full((3,), 0.75), rtol=1e-3, atol=0)
+    assert ((histogram.least_error_range() / limits).log2().abs() <= 2**-bits * math.log2(math.e)).all()
+
+
+def test_the_range_of_least_error_is_the_closed_form_of_a_laplace_distribution():
+    # Exact quantiles of |x| with density e^(-x/b)/b. The clipping error 2b²e^(-r/b) and the rounding error r²/(12·127²) are
+    # least together where e^(-r/b) = (r/b)/(12·127²): r/b = 9.88.
+    b, count = 0.05, 4_000_000
+    magnitudes = -b * torch.log((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    ratio = 9.0
+    for _ in range(50):
+        ratio = -math.log(ratio / (12 * LEVELS**2))
+    histogram = Histogram(1, HEAD_BITS)
+    histogram.add(magnitudes.float(), torch.zeros(1, dtype=torch.int64))
+    assert histogram.least_error_range().item() == pytest.approx(ratio * b, rel=tolerances.LEAST_ERROR_RANGE)
 
 
 def test_histograms_merge_by_addition_and_count_everything():
     x = torch.randn(3, 2, 50, 8, generator=torch.Generator().manual_seed(0)) * 10
-    whole, parts = Histogram(2), Histogram(2)
-    whole.add(x)
+    whole, parts = Histogram(2, HEAD_BITS), Histogram(2, HEAD_BITS)
+    head = torch.arange(2)[:, None, None]
+    whole.add(x, head)
     for part in x.split(1):
-        parts.add(part)
+        parts.add(part, head)
     assert torch.equal(whole.counts, parts.counts)
     assert whole.counts.sum() == x.numel()
-    zeros = Histogram(1)
-    zeros.add(torch.zeros(1, 1, 4, 4))
-    assert zeros.percentile(99).item() < 1e-6
 
 
-def test_records_merge_by_concatenation():
+def test_magnitudes_beyond_the_grid_count_in_its_ends():
+    histogram = Histogram(2, CHANNEL_BITS)
+    histogram.add(torch.tensor([[0.0, 1e-30], [1e30, 3e38]]), torch.arange(2)[:, None])
+    assert histogram.counts[0, 0] == 2 and histogram.counts[1, -1] == 2
+    assert histogram.percentile(99)[0].item() < 1e-6
+
+
+def call(q, k, v, timestep):
+    """A call of one site at one timestep."""
+    return SiteCall("site", q, k, v, None, 1.0, torch.full((len(q),), timestep), "", lambda: q)
+
+
+def observed(*batches, timestep=5.0, bins=1):
+    observer = RangeObserver(["site"], 10.0, bins)
+    for batch in batches:
+        observer(call(*batch, timestep))
+    return observer.finish()
+
+
+def test_samples_of_one_call_go_to_their_own_bins():
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None, None].expand(4, 1, 2, 8)
+    observer = RangeObserver(["site"], 10.0, 2)
+    observer(SiteCall("site", x, x, x, None, 1.0, torch.tensor([1.0, 9.0, 2.0, 8.0]), "", lambda: x))
+    rows = observer.finish()["site"]
+    assert rows.bin.tolist() == [0, 1]
+    assert rows.q_amax.flatten().tolist() == [3.0, 4.0]
+    assert rows.of_bin(1).mean("v").unique().tolist() == [3.0]
+    assert rows.tokens.tolist() == [4, 4]
+
+
+def test_rows_merge_by_concatenation():
     generator = torch.Generator().manual_seed(0)
     batches = [[torch.randn(2, 2, 5, 8, generator=generator) for _ in range(3)] for _ in range(4)]
-    whole, left, right = BinRecords(), BinRecords(), BinRecords()
-    for number, batch in enumerate(batches):
-        whole.add(*batch)
-        (left if number < 2 else right).add(*batch)
-    left.merge(right)
-    assert torch.equal(whole.mean("k"), left.mean("k"))
-    assert torch.equal(whole.amax("v", whole.mean("v")), left.amax("v", left.mean("v")))
+    whole, left, right = (observed(*some)["site"] for some in (batches, batches[:2], batches[2:]))
+    merged = Rows.cat([left, right])
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(tensor, getattr(merged, name))
 
 
 def test_a_bin_without_observations_takes_its_neighbours_ranges():
-    seen, unseen = BinRecords(), BinRecords()
-    seen.add(torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), torch.randn(1, 1, 2, 8))
-    tables = scales({"site": [unseen, seen, unseen]}, 99.0)["site"]
-    assert torch.equal(tables["q_scale"][0], tables["q_scale"][1])
-    assert torch.equal(tables["q_scale"][2], tables["q_scale"][1])
+    rows = observed((torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), torch.randn(1, 1, 2, 8)), bins=3)
+    tables = scales(rows, 99.0, 3)["site"]
+    assert rows["site"].bin.tolist() == [1]
+    for table in tables.values():
+        assert torch.equal(table[0], table[1]) and torch.equal(table[2], table[1])
 
 
 def test_dead_channels_and_heads_get_positive_scales():
     v = torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     v[:, 0, :, 2] = 0.0
     v[:, 1] = 3.0  # a constant head: nothing is left after its mean
-    record = BinRecords()
-    record.add(torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8), v)
-    tables = scales({"site": [record]}, 99.0)["site"]
+    tables = scales(observed((torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8), v)), 99.0, 1)["site"]
     assert all((tables[name] > 0).all() for name in ("q_scale", "k_scale", "v_scale"))
     assert tables["v_scale"][0, 0, 2] == pytest.approx(tables["v_scale"][0, 0].max().item() * CHANNEL_FLOOR)
 
@@ -129,21 +228,24 @@ def provenance():
     )  # fmt: skip
 
 
-def test_the_file_gives_back_exactly_what_was_saved(records, tmp_path):
-    made = Calibration(scales(records[0], 99.0), provenance())
+def test_the_file_gives_back_exactly_what_was_saved(records, histograms, tmp_path):
+    tables = scales(records[0], 99.0, BINS, statistic="mse", histograms=histograms)
+    made = Calibration(tables, provenance(), outliers(histograms, tables))
     made.save(tmp_path / "c.safetensors")
     loaded = Calibration.load(tmp_path / "c.safetensors")
     assert loaded.provenance == made.provenance
     assert loaded.tables.keys() == made.tables.keys()
     for name, tensor in made.tables[SITE].items():
         assert torch.equal(loaded.tables[SITE][name], tensor)
+    for name, tensor in made.outliers[SITE].items():
+        assert torch.equal(loaded.outliers[SITE][name], tensor)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other"])
 def test_a_damaged_file_is_refused(records, tmp_path, damage):
     path = tmp_path / "c.safetensors"
     if damage == "truncated":
-        Calibration(scales(records[0], 99.0), provenance()).save(path)
+        Calibration(scales(records[0], 99.0, BINS), provenance()).save(path)
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "other":
         path.write_bytes(b"not safetensors")
@@ -181,7 +283,7 @@ def test_no_calls_at_all_are_an_error(digits):
 
 def test_plans_follow_the_recipe(digits):
     sites, sigmas = ["a", "b"], digits.sigmas
-    by_noise = make_plan(AttentionSection(modes="auto"), sites, sigmas, 10)["a"].tolist()
+    by_noise = make_plan(AttentionSection(modes="sigma-rule"), sites, sigmas, 10)["a"].tolist()
     assert by_noise == sorted(by_noise) and by_noise[0] == Mode.PRECISION and by_noise[-1] == Mode.AGGRESSIVE
     assert make_plan(AttentionSection(modes="fp16"), sites, sigmas, 3)["b"].tolist() == [Mode.FP16] * 3
     listed = make_plan(AttentionSection(modes=["precision", "aggressive"]), sites, sigmas, 2)

@@ -81,7 +81,7 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
         ("calibration:\n  samples: 0\n", 3, "calibration.samples", "greater than or equal to 1", "0"),
         ("calibration:\n  bins: 65\n", 3, "calibration.bins", "less than or equal to 64", "65"),
         ("calibration:\n  percentile: 101\n", 3, "calibration.percentile", "less than or equal to 100", "101"),
-        ("calibration:\n  data: [1]\n", 3, "calibration.data", "'denoise', or a path", "[1]"),
+        ("calibration:\n  data: [1]\n", 3, "calibration.data", "'denoise', or text, or a path", "[1]"),
         ("calibration: 3\n", 2, "calibration", "a mapping of fields", "3"),
         ("calibration:\n", 2, "calibration", "a mapping of fields", "nothing"),
         ("calibration: !x y\n", 2, "calibration", "a mapping of fields", "a tagged value"),

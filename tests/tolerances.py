@@ -18,8 +18,15 @@ roundings to INT8."""
 WHOLE_DENOISER = 1e-3
 """As SAME_ARITHMETIC, through six blocks that pass such steps on."""
 
-HISTOGRAM_OCTAVES = 2 / 64
-"""A percentile read off a histogram lies within a step of 1/64 octave, and interpolation moves the exact one by less."""
+HISTOGRAM_STEP = {"q": 1 + 1 / 64, "k": 1 + 1 / 64, "v": 1 + 1 / 16}
+"""A percentile read off a histogram lies in the same step as the element it stands for: 64 steps per octave, 16 for channels."""
+
+CLIPPED_SHARE = 0.01
+"""A limit cuts a step of a histogram, 6 % wide for channels, within which the count is taken as even; a tenth of the elements
+lie above it."""
+
+LEAST_ERROR_RANGE = 0.03
+"""Twice a step of 1.6 %: the range is a limit of the grid, and the error is flat around its least value."""
 
 # Quantised against unquantised attention. -----------------------------------------------------------------------------------
 

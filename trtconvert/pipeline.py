@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from trtconvert import bundle
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, QualityRecord, SiteRecord, TensorRecord
 from trtconvert.cache import Cache, Stage, versions
+from trtconvert.calib.identity import calibration_reads, observations_folder
 from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.errors import UserError
-from trtconvert.files import sha256, whole_folder
+from trtconvert.files import whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.progress import Bar, Reporter
 from trtconvert.recipe import Recipe
@@ -100,44 +101,21 @@ def calibrate_stage(
     recipe: Recipe, weights: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
 ) -> Stage:
     """Find the attention sites and observe their ranges. Leaves the calibration and the sites."""
-    section, data = recipe.calibration, recipe.calibration.data
-    data_hash = "" if data == "denoise" else _data_hash(Path(data))
-    reads = {
-        "weights": weights,
-        "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights"}),
-        "calibration": section.model_dump(mode="json", exclude={"data"}) | {"data": data_hash or "denoise"},
-        "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
-    }
+    reads = calibration_reads(recipe, weights)
 
     def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.attention.sites import find_sites, select_sites
-        from trtconvert.calib.calibration import Calibration, Provenance, scales
-        from trtconvert.calib.data import batches_of, calibration_drive
-        from trtconvert.calib.observer import observe, observe_histograms
+        from trtconvert.calib.calibrate import calibrate, sites_to_convert, taken
 
         source = model()
-        sizes = {name: opt for name, (_, opt, _) in source.dims.items()}
-        found = find_sites(source.denoiser, source.example(0, sizes), source.timestep_input)
-        chosen, left = select_sites(found, recipe.attention.include, recipe.attention.exclude)
-        passes = 1 if section.statistic == "batch-max" else 2
-        bar.total(passes * len(batches_of(section.samples, section.batch)))
-        drive = calibration_drive(source, section, bar.step)
-        records = observe(source, drive, sites=[site.name for site in chosen], bins=section.bins)
-        histograms = observe_histograms(source, drive, records) if passes == 2 else None
-        observed = next(iter(records.values()))
-        Calibration(
-            scales(records, section.percentile, histograms),
-            Provenance(
-                model=source.name,
-                weights=weights,
-                data="denoise" if data == "denoise" else Path(data).name,
-                data_hash=data_hash,
-                timestep_max=source.timestep_max,
-                observed=[len(record.tokens) for record in observed],
-                versions={name: v for name, v in versions().items() if name in ("trtconvert", "torch")},
-                **section.model_dump(exclude={"data"}),
-            ),
-        ).save(folder / CALIBRATION)
+        chosen, left = sites_to_convert(source, recipe.attention)
+        if recipe.calibration.from_ is not None:
+            made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)
+        else:
+            # Observations outlive a build that is killed, and go when the stage is done.
+            work = observations_folder(cache, reads)
+            made = calibrate(source, recipe.calibration, weights, chosen, work, bar)
+            shutil.rmtree(work)
+        made.save(folder / CALIBRATION)
         (folder / SITES).write_text(json.dumps([asdict(site) for site in (*chosen, *left)], indent=1))
 
     return _run("calibrate", reads, make, cache, report)
@@ -244,8 +222,7 @@ def engine_stages(
                 onnx = exported.folder / "native.onnx"
                 plan = tensorrt_rtx.build(onnx, inputs, component.dims, record.target, bar.share)
             else:
-                plan = tensorrt.build(_plugin_onnx(exported, folder), inputs, component.dims, bar.share)
-                (folder / "plugin.onnx").unlink()
+                plan = tensorrt.build_from_function(exported.folder / ONNX, inputs, component.dims, bar.share)
             (folder / "engine.plan").write_bytes(plan)
 
         reads = {"onnx": exported.key, "engine": record.model_dump()}
@@ -335,18 +312,6 @@ def _run(name: str, reads: dict[str, Any], make: Callable[[Path, Bar], None], ca
     return stage
 
 
-def _data_hash(path: Path) -> str:
-    try:
-        return sha256(path)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the calibration data {path}",
-            expected="a .safetensors or .npz file",
-            got=error.strerror or type(error).__name__,
-            remedy="correct calibration.data in the recipe",
-        ) from error
-
-
 def _sites(calibration: Stage) -> list[Site]:
     from trtconvert.attention.sites import Site
 
@@ -405,17 +370,6 @@ def _engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) 
     return recipe.model.dtype if dtype == "float32" and name != model.timestep_input else dtype
 
 
-def _plugin_onnx(exported: Stage, folder: Path) -> Path:
-    import onnx_ir as ir
-
-    from trtconvert.export.lowering import lower_to_plugin
-
-    lowered = ir.load(exported.folder / ONNX)
-    lower_to_plugin(lowered)
-    ir.save(lowered, folder / "plugin.onnx")
-    return folder / "plugin.onnx"
-
-
 def _portable(recipe: Recipe) -> Recipe:
     """The recipe without the folders of the machine that built the bundle."""
     model, calibration = recipe.model, recipe.calibration
@@ -423,6 +377,8 @@ def _portable(recipe: Recipe) -> Recipe:
         model = model.model_copy(update={"weights": Path(model.weights.name)})
     if isinstance(calibration.data, Path):
         calibration = calibration.model_copy(update={"data": Path(calibration.data.name)})
+    if calibration.from_ is not None:
+        calibration = calibration.model_copy(update={"from_": Path(calibration.from_.name)})
     return recipe.model_copy(update={"model": model, "calibration": calibration})
 
 

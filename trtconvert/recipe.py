@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trtconvert.errors import UserError
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive"]
+EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
@@ -67,22 +68,42 @@ class AttentionSection(_Section):
 class CalibrationSection(_Section):
     """What is observed, and how ranges become scales."""
 
-    data: Literal["denoise"] | Path = Field(
-        default="denoise",
-        description="`denoise`: seeded denoising runs of the model. Or a .safetensors or .npz file of denoiser inputs.",
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    from_: Path | None = Field(
+        default=None,
+        alias="from",
+        description="A file that `trtconvert calibrate` wrote for this model, instead of calibrating; `bins` must be its own.",
     )
-    samples: Count = Field(default=64, description="Samples to denoise, or recorded inputs to use.")
+    data: Literal["denoise"] | EntryPoint | Path = Field(
+        default="denoise",
+        description="`denoise`: seeded denoising runs of the model. Or denoiser inputs (.safetensors, .npz, .pt), a folder of "
+        "images with or without captions, prompts (.txt), a dataset that datasets.save_to_disk wrote, or "
+        "`package.module:function`, which yields dictionaries of denoiser inputs.",
+    )
+    samples: Count = Field(default=64, description="Samples to denoise, or images, prompts or recorded inputs to use.")
     batch: Count = Field(default=16, description="Samples per batch; percentiles are taken over batches.")
-    steps: Count = Field(default=20, description="Denoising steps of each run.")
+    steps: Count = Field(
+        default=20, description="Denoising steps of each run, or timesteps at which each image is shown."
+    )
     seed: Seed = 0
     percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
-    statistic: Literal["batch-max", "elements"] = Field(
+    statistic: Literal["batch-max", "elements", "mse"] = Field(
         default="batch-max",
-        description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements.",
+        description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements. Or `mse`: "
+        "the ranges of least squared error, without a percentile. The last two run the data twice.",
     )
     bins: Annotated[Count, Field(le=64)] = Field(
         default=10, description="Timestep bins; each has its own scales and mode."
     )
+
+    @model_validator(mode="after")
+    def _made_or_taken(self) -> CalibrationSection:
+        fields = type(self).model_fields.items()
+        also = [n for n, f in fields if n not in ("from_", "bins") and getattr(self, n) != f.default]
+        if self.from_ is not None and also:
+            raise ValueError(f"'from' takes a calibration as it is: remove {', '.join(also)}")
+        return self
 
 
 class PlanSection(_Section):
@@ -277,6 +298,8 @@ def _anchored(recipe: Recipe, folder: Path) -> Recipe:
         model = model.model_copy(update={"weights": folder / model.weights})
     if isinstance(calibration.data, Path):
         calibration = calibration.model_copy(update={"data": folder / calibration.data})
+    if calibration.from_ is not None:
+        calibration = calibration.model_copy(update={"from_": folder / calibration.from_})
     return recipe.model_copy(update={"model": model, "calibration": calibration})
 
 
@@ -385,4 +408,4 @@ def _fields_at(keys: tuple) -> Iterator[str]:
         field = section.model_fields.get(key)
         annotation = field.annotation if field else Range  # the keys of engine.shapes are dimensions
         section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else Range
-    yield from section.model_fields
+    yield from (field.alias or name for name, field in section.model_fields.items())

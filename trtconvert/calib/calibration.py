@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.calib.observer import BinRecords, Histogram, Records
+from trtconvert.calib.histogram import LEVELS, Histograms, SiteHistograms
+from trtconvert.calib.observer import Records, Rows
 from trtconvert.errors import UserError
 
 CHANNEL_FLOOR = 1e-4
@@ -24,6 +25,7 @@ RANGE_FLOOR = 1e-8
 """Smallest range at all: what a head of zeros gets."""
 
 TABLES = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset")
+OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 
 
 class Provenance(BaseModel):
@@ -31,9 +33,10 @@ class Provenance(BaseModel):
 
     Attributes:
         model: name of the model; weights: SHA-256 of its weights.
-        data: "denoise" or the file's name; data_hash: SHA-256 of that file, empty for "denoise".
+        data: "denoise", the function, or the name of the file or folder; data_hash: see `data_identity`.
         samples, batch, steps, seed, percentile, statistic, bins, timestep_max: as in the recipe.
-        observed: batches seen per timestep bin.
+        observed: denoiser calls seen per timestep bin.
+        skipped: bad samples that were left out, with the reason.
         versions: of trtconvert and torch.
     """
 
@@ -52,6 +55,7 @@ class Provenance(BaseModel):
     bins: int
     timestep_max: float
     observed: list[int]
+    skipped: list[str] = []
     versions: dict[str, str]
 
 
@@ -62,10 +66,12 @@ class Calibration:
     Attributes:
         tables: site: the five tensors named in `TABLES`, shapes as in `AttentionTables`.
         provenance: how they were made.
+        outliers: see `outliers`; empty for the statistic "batch-max", which counts no elements.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
     provenance: Provenance
+    outliers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Tensor]) -> dict[str, AttentionTables]:
         """The op's tables for each site, given [T] modes for each."""
@@ -74,7 +80,10 @@ class Calibration:
     def save(self, path: Path) -> None:
         """One safetensors file with the provenance as JSON in its metadata."""
         tensors = {
-            f"{site}/{name}": t.contiguous() for site, tables in self.tables.items() for name, t in tables.items()
+            f"{site}/{name}": t.contiguous()
+            for group in (self.tables, self.outliers)
+            for site, named in group.items()
+            for name, t in named.items()
         }
         # Written by Python, whose errors say when a disk is full; safetensors' own do not.
         path.write_bytes(save(tensors, {"provenance": self.provenance.model_dump_json()}))
@@ -98,57 +107,109 @@ class Calibration:
                 remedy="build again; the calibration is made anew",
             ) from error
         tables: dict[str, dict[str, Tensor]] = {}
+        shares: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
-            tables.setdefault(site, {})[name] = tensor
-        return Calibration(tables, provenance)
+            (shares if name in OUTLIERS else tables).setdefault(site, {})[name] = tensor
+        return Calibration(tables, provenance, shares)
+
+
+def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
+    """`k_offset` and `v_offset` of every site: the means [T, Hkv, D] of what was seen in each bin or the nearest seen one."""
+    return {
+        site: {
+            f"{name}_offset": _spread({i: rows.of_bin(i).mean(name) for i in _seen(rows)}, bins) for name in ("k", "v")
+        }
+        for site, rows in records.items()
+    }
 
 
 def scales(
-    records: Records, percentile: float, histograms: Mapping[str, list[dict[str, Histogram]]] | None = None
+    records: Records,
+    percentile: float,
+    bins: int,
+    *,
+    statistic: str = "batch-max",
+    histograms: Histograms | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Tables of every site.
 
-    A range is the percentile over batches of the batches' maxima, or, given histograms, of all elements' magnitudes.
+    A range is one of
+    - "batch-max": the percentile over denoiser calls of their maxima,
+    - "elements": the percentile of all elements' magnitudes,
+    - "mse": the range of least squared error, see `Histogram.least_error_range`.
     A bin that saw nothing takes the ranges of the nearest one that did.
 
     Args:
-        records: see `observe`.
-        percentile: in (0, 100].
-        histograms: see `observe_histograms`.
+        records: see `RangeObserver`; may load a site's rows when it is asked for them.
+        percentile: in (0, 100]; "mse" does without.
+        bins: timestep bins.
+        histograms: see `HistogramObserver`; needed but for "batch-max".
     Returns:
         site: {name: FP32 tensor}, shapes as in `AttentionTables`.
     """
     tables = {}
-    for site, per_bin in records.items():
-        seen = [index for index, record in enumerate(per_bin) if record.tokens]
-        made = {
-            index: _bin_tables(per_bin[index], percentile, histograms[site][index] if histograms else None)
-            for index in seen
-        }
-        nearest = [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(len(per_bin))]
-        tables[site] = {name: torch.stack([made[j][name] for j in nearest]) for name in TABLES}
+    for site, rows in records.items():
+        # Of the nearest bin, for those that saw nothing.
+        means = offsets({site: rows}, bins)[site]
+        if histograms is None:
+            ranges = _ranges_of_maxima(rows, means, percentile / 100, bins)
+        else:
+            ranges = _ranges_of_elements(histograms[site], rows, means, percentile if statistic == "elements" else None)
+        ranges["v"] = torch.maximum(ranges["v"], ranges["v"].amax(-1, keepdim=True) * CHANNEL_FLOOR)
+        tables[site] = {f"{name}_scale": r.clamp_min(RANGE_FLOOR) / LEVELS for name, r in ranges.items()} | means
     return tables
 
 
-def _bin_tables(record: BinRecords, percentile: float, histograms: dict[str, Histogram] | None) -> dict[str, Tensor]:
-    k_offset, v_offset = record.mean("k"), record.mean("v")
-    if histograms is None:
+def outliers(histograms: Histograms, tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Share of elements that the scales clip.
 
-        def over_batches(rows: Tensor) -> Tensor:
-            return torch.quantile(rows, percentile / 100, dim=0)
+    Returns:
+        site: {"q_outliers": [T, H], "k_outliers": [T, Hkv], "v_outliers": [T, Hkv]}, FP32; 0 where nothing was seen.
+    """
+    shares = {}
+    for site, counted in histograms.items():
+        scale = {name: tables[site][f"{name}_scale"] for name in ("q", "k", "v")}
+        share = {
+            name: getattr(counted, name).share_above(scale[name].flatten() * LEVELS).cpu().view_as(scale[name])
+            for name in scale
+        }
+        share["v"] = share["v"].mean(-1)  # every channel of a head has as many elements
+        shares[site] = {f"{name}_outliers": share[name] for name in share}
+    return shares
 
-        q_range = over_batches(torch.stack(record.q_amax))
-        k_range = over_batches(record.amax("k", k_offset).amax(-1))
-        v_range = over_batches(record.amax("v", v_offset))
-    else:
-        q_range, k_range = (histograms[name].percentile(percentile) for name in ("q", "k"))
-        v_range = histograms["v"].percentile(percentile).view_as(v_offset)
-    v_range = torch.maximum(v_range, v_range.amax(-1, keepdim=True) * CHANNEL_FLOOR)
-    return {
-        "q_scale": q_range.clamp_min(RANGE_FLOOR) / 127,
-        "k_scale": k_range.clamp_min(RANGE_FLOOR) / 127,
-        "v_scale": v_range.clamp_min(RANGE_FLOOR) / 127,
-        "k_offset": k_offset,
-        "v_offset": v_offset,
-    }
+
+def _seen(rows: Rows) -> list[int]:
+    return rows.bin.unique().tolist()
+
+
+def _spread(by_bin: Mapping[int, Tensor], bins: int) -> Tensor:
+    """[T, ...] from the bins that saw something: each bin takes the nearest."""
+    return torch.stack([by_bin[min(by_bin, key=lambda j, i=i: abs(j - i))] for i in range(bins)])
+
+
+def _ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, bins: int) -> dict[str, Tensor]:
+    by_bin: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
+    for index in _seen(rows):
+        seen = rows.of_bin(index)
+        maxima = {
+            "q": seen.q_amax,
+            "k": seen.amax("k", means["k_offset"][index]).amax(-1),
+            "v": seen.amax("v", means["v_offset"][index]),
+        }
+        for name, x in maxima.items():
+            by_bin[name][index] = torch.quantile(x, quantile, dim=0)
+    return {name: _spread(ranges, bins) for name, ranges in by_bin.items()}
+
+
+def _ranges_of_elements(
+    counted: SiteHistograms, rows: Rows, means: Mapping[str, Tensor], percentile: float | None
+) -> dict[str, Tensor]:
+    bins, kv_heads, dim = means["v_offset"].shape
+    ranges = {}
+    for name, shape in (("q", (bins, -1)), ("k", (bins, kv_heads)), ("v", (bins, kv_heads, dim))):
+        histogram = getattr(counted, name)
+        found = histogram.least_error_range() if percentile is None else histogram.percentile(percentile)
+        found = found.cpu().view(shape)
+        ranges[name] = _spread({index: found[index] for index in _seen(rows)}, bins)
+    return ranges

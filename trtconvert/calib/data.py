@@ -1,17 +1,23 @@
-"""Calibration data: seeded denoising runs, or a file of recorded denoiser inputs."""
+"""Calibration data: what a recipe names, as batches that call a denoiser.
+
+Every source is a stream: a batch loads its samples when it runs, and keeps nothing afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
+from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
+from trtconvert.calib.recorded import open_inputs, read_inputs
 from trtconvert.errors import UserError
 from trtconvert.models.base import Denoiser, DiffusionModel
 from trtconvert.recipe import CalibrationSection
@@ -25,78 +31,306 @@ def batches_of(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def calibration_drive(model: DiffusionModel, section: CalibrationSection, done: Progress) -> Drive:
-    """What calls a denoiser on the calibration data that a recipe asks for.
+class BadSamples:
+    """Samples that cannot be used: the first one is an error, or all are left out and listed.
+
+    Args:
+        skip: leave them out.
+    """
+
+    def __init__(self, skip: bool = False) -> None:
+        self._skip = skip
+        self._found: list[str] = []
+
+    def report(self, error: UserError) -> None:
+        """
+        Raises:
+            UserError: `error`, unless bad samples are left out.
+        """
+        if not self._skip:
+            raise error
+        self._found.append(f"{error.problem}: {error.got}")
+
+    def take(self) -> list[str]:
+        """What was left out since the last call."""
+        found, self._found = self._found, []
+        return found
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Batches that can be gone through again and again.
+
+    Attributes:
+        batches: each calls the denoiser on its samples. Not run, a batch costs next to nothing.
+        count: of the batches, where it is known ahead.
+    """
+
+    batches: Iterable[Drive]
+    count: int | None
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """An iterable from a function that starts anew."""
+
+    start: Callable[[], Iterator[Drive]]
+
+    def __iter__(self) -> Iterator[Drive]:
+        return self.start()
+
+
+def open_data(model: DiffusionModel, section: CalibrationSection, bad: BadSamples) -> CalibrationData:
+    """The batches that a recipe asks for.
 
     Raises:
-        UserError: the file of inputs does not fit the model.
+        UserError: the data cannot be read, does not fit the model, or is less than was asked for. Running a batch raises it
+            for single samples, as `bad` decides.
     """
-    if section.data == "denoise":
+    kind, data = data_kind(section.data), section.data
+    pieces = batches_of(section.samples, section.batch)
+    if kind is Kind.FUNCTION:
+        return CalibrationData(_Stream(lambda: _yielded(model, str(data), section.samples)), None)
+    if kind is Kind.DENOISE:
+        return CalibrationData([_denoise(model, section, piece) for piece in pieces], len(pieces))
+    if kind is Kind.INPUTS:
+        return CalibrationData(_recorded(model, section, pieces, bad), len(pieces))
+    opened = {Kind.IMAGES: image_folder, Kind.PROMPTS: prompts_file, Kind.DATASET: dataset_folder}[kind](Path(data))
+    _refuse_too_few(str(data), opened.count, section.samples)
+    return CalibrationData(_Stream(lambda: _from_examples(model, opened, section, bad)), len(pieces))
 
-        def denoise(denoiser: Denoiser) -> None:
-            for batch in batches_of(section.samples, section.batch):
-                seeds = [section.seed + i for i in batch]
-                model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
-                done()
 
-        return denoise
+def calibration_drive(model: DiffusionModel, section: CalibrationSection, done: Progress) -> Drive:
+    """All batches of a recipe as one; bad samples are errors.
 
-    inputs = _recorded(model, Path(section.data), section.samples)
+    Raises:
+        UserError: see `open_data`.
+    """
+    data = open_data(model, section, BadSamples())
 
-    def replay(denoiser: Denoiser) -> None:
-        for batch in batches_of(section.samples, section.batch):
-            denoiser(**{name: x[batch.start : batch.stop] for name, x in inputs.items()})
+    def drive(denoiser: Denoiser) -> None:
+        for batch in data.batches:
+            batch(denoiser)
             done()
 
-    return replay
+    return drive
 
 
-def _recorded(model: DiffusionModel, path: Path, samples: int) -> dict[str, Tensor]:
-    """The model's inputs from a .safetensors or .npz file: one array per input, samples first."""
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-        else:
-            arrays = load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
+# Denoising runs and recorded inputs -----------------------------------------------------------------------------------
+
+
+def _denoise(model: DiffusionModel, section: CalibrationSection, piece: range) -> Drive:
+    seeds = [section.seed + i for i in piece]
+
+    def drive(denoiser: Denoiser) -> None:
+        model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+
+    return drive
+
+
+def _recorded(
+    model: DiffusionModel, section: CalibrationSection, pieces: Sequence[range], bad: BadSamples
+) -> list[Drive]:
+    path = Path(section.data)
+    inputs = open_inputs(model, path)
+    for name, reader in inputs.items():
+        _refuse_too_few(f"'{name}' in {path}", reader.shape[0], section.samples)
+
+    def replay(piece: range, denoiser: Denoiser) -> None:
+        batch, errors = read_inputs(model, path, inputs, piece)
+        for error in errors:
+            bad.report(error)
+        if len(batch[model.timestep_input]):
+            denoiser(**_placed(model, batch))
+
+    return [lambda denoiser, piece=piece: replay(piece, denoiser) for piece in pieces]
+
+
+def _refuse_too_few(place: str, count: int, samples: int) -> None:
+    if count < samples:
         raise UserError(
-            f"cannot read the calibration data {path}",
-            expected="a .safetensors or .npz file without pickled objects",
-            got="no such file" if not path.exists() else str(error).splitlines()[0],
-            remedy="correct calibration.data in the recipe",
-        ) from error
-    inputs: dict[str, Tensor] = {}
+            f"{place} has too few samples",
+            expected=f"{samples}, as calibration.samples asks",
+            got=str(count),
+            remedy="lower calibration.samples (or --samples), or give more data",
+        )
+
+
+def _placed(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs on the model's device."""
+    device = next(model.denoiser.parameters()).device
+    return {name: x.to(device) for name, x in inputs.items()}
+
+
+# A user's own function ------------------------------------------------------------------------------------------------
+
+
+def _yielded(model: DiffusionModel, name: str, samples: int) -> Iterator[Drive]:
+    """Batches of `package.module:function`, called with the model: it yields dictionaries of denoiser inputs."""
+    module, _, function = name.partition(":")
+    try:
+        produced = iter(getattr(importlib.import_module(module), function)(model))
+    except Exception as error:  # of the user's code, whatever it is
+        raise _function_failed(name, error) from error
+    left = samples
+    while left:
+        try:
+            inputs = next(produced, None)
+        except Exception as error:
+            raise _function_failed(name, error) from error
+        if inputs is None:
+            _refuse_too_few(name, samples - left, samples)
+        batch = {key: x[:left] for key, x in _checked_inputs(model, name, inputs).items()}
+        left -= len(batch[model.inputs[0].name])
+        yield lambda denoiser, batch=batch: _run(model, batch, denoiser)
+
+
+def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser) -> None:
+    denoiser(**_placed(model, batch))
+
+
+def _function_failed(name: str, error: Exception) -> UserError:
+    return UserError(
+        f"the calibration data {name} failed",
+        expected="a function of the model that yields dictionaries of denoiser inputs",
+        got=f"{type(error).__name__}: {error}",
+        remedy="correct the function; PYTHONPATH must hold its folder. --debug shows where it failed",
+    )
+
+
+def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[str, Tensor]:
+    """The model's inputs in their types.
+
+    Raises:
+        UserError: they are not what the denoiser takes.
+    """
+    names = [spec.name for spec in model.inputs]
+    if not isinstance(inputs, Mapping) or set(inputs) != set(names):
+        raise UserError(
+            f"{place} does not give the denoiser's inputs",
+            expected=", ".join(names),
+            got=", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__,
+            remedy="give a dictionary with one tensor for each",
+        )
+    checked = {spec.name: torch.as_tensor(inputs[spec.name]).to(getattr(torch, spec.dtype)) for spec in model.inputs}
+    sizes: dict[str, int] = {}
     for spec in model.inputs:
-        if spec.name not in arrays:
+        shape = tuple(checked[spec.name].shape)
+        wanted = [sizes.setdefault(n, m) if isinstance(n, str) else n for n, m in zip(spec.shape, shape, strict=False)]
+        if len(shape) != len(spec.shape) or list(shape) != wanted or not shape[0]:
             raise UserError(
-                f"{path} has no '{spec.name}'",
-                expected="arrays " + ", ".join(s.name for s in model.inputs),
-                got=", ".join(sorted(arrays)) or "none",
-                remedy="record every input of the denoiser",
+                f"'{spec.name}' from {place} has the wrong shape",
+                expected="[" + ", ".join(map(str, spec.shape)) + "], at least one sample",
+                got=str(list(shape)),
+                remedy="give what the denoiser's forward takes",
             )
-        x = arrays[spec.name]
-        fixed = tuple(x.shape[i] if isinstance(n, str) and i < x.dim() else n for i, n in enumerate(spec.shape))
-        if tuple(x.shape) != fixed:
+        if not checked[spec.name].isfinite().all():
             raise UserError(
-                f"'{spec.name}' in {path} has the wrong shape",
-                expected="[" + ", ".join(map(str, spec.shape)) + "]",
-                got=str(list(x.shape)),
-                remedy="record the inputs of this model",
-            )
-        if len(x) < samples:
-            raise UserError(
-                f"'{spec.name}' in {path} has too few samples",
-                expected=f"{samples}, as calibration.samples asks",
-                got=str(len(x)),
-                remedy="lower calibration.samples, or record more",
-            )
-        if not torch.isfinite(x.float()).all():
-            raise UserError(
-                f"'{spec.name}' in {path} is damaged",
+                f"'{spec.name}' from {place} is damaged",
                 expected="finite numbers",
-                got=f"{int((~torch.isfinite(x.float())).sum())} of {x.numel()} are NaN or Inf",
-                remedy="record the inputs again",
+                got=f"{int((~checked[spec.name].isfinite()).sum())} of {checked[spec.name].numel()} are NaN or Inf",
+                remedy="correct what makes it",
             )
-        inputs[spec.name] = x.to(getattr(torch, spec.dtype))
-    return inputs
+    return checked
+
+
+# Images and captions --------------------------------------------------------------------------------------------------
+
+
+def _from_examples(
+    model: DiffusionModel, examples: Examples, section: CalibrationSection, bad: BadSamples
+) -> Iterator[Drive]:
+    stream = islice(examples.read(), section.samples)
+    first = 0
+    while chunk := list(islice(stream, section.batch)):
+        yield lambda denoiser, chunk=chunk, first=first: _run_examples(model, chunk, first, section, bad, denoiser)
+        first += len(chunk)
+
+
+def _run_examples(
+    model: DiffusionModel,
+    chunk: Sequence[Example | UserError],
+    first: int,
+    section: CalibrationSection,
+    bad: BadSamples,
+    denoiser: Denoiser,
+) -> None:
+    """Denoise with a chunk's captions, or show the denoiser its images at `steps` stratified timesteps each."""
+    usable: list[tuple[int, Example]] = []
+    images: list[Tensor] = []
+    for number, example in enumerate(chunk, first):
+        try:
+            if isinstance(example, UserError):
+                raise example
+            if example.image is not None:
+                images.append(load_image(example, _encoder(model, example).shape))
+            usable.append((number, example))
+        except UserError as error:
+            bad.report(error)
+    kept, conditions = _conditions(model, [example for _, example in usable], bad)
+    if not kept:
+        return
+    if not images:
+        seeds = [section.seed + usable[i][0] for i in kept]
+        model.sample(denoiser, seeds, steps=section.steps, solver="ddim", conditions=conditions)
+        return
+    clean = _encoder(model, usable[0][1]).encode(torch.stack([images[i] for i in kept]))
+    generator = torch.Generator().manual_seed(section.seed + first)
+    for stratum in range(section.steps):
+        drawn = (stratum + torch.rand(len(kept), generator=generator)) / section.steps
+        timestep = (drawn * model.timestep_max).floor()
+        noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+        x = model.noised(clean, noise, timestep)
+        inputs = {model.inputs[0].name: x, model.timestep_input: timestep} | conditions
+        denoiser(**_placed(model, _checked_inputs(model, "the image encoder", inputs)))
+
+
+def _encoder(model: DiffusionModel, example: Example):
+    if model.encoder is None:
+        raise UserError(
+            f"{model.name} cannot take the image {example.name}",
+            expected="a model with an encoder from images to what it denoises",
+            got="a model without one",
+            remedy="give DiffusionModel an ImageEncoder, or calibrate on denoise or on recorded inputs",
+        )
+    return model.encoder
+
+
+def _conditions(
+    model: DiffusionModel, examples: Sequence[Example], bad: BadSamples
+) -> tuple[list[int], dict[str, Tensor]]:
+    """The conditions of the examples whose captions the model takes.
+
+    Returns:
+        Their numbers, and the denoiser's further inputs by name.
+    """
+    if model.condition is None:
+        needed = [spec.name for spec in model.inputs[1:] if spec.name != model.timestep_input]
+        if needed or any(example.image is None for example in examples):
+            raise UserError(
+                f"{model.name} cannot take captions",
+                expected="a model that makes " + (", ".join(needed) or "conditions") + " of them",
+                got="a model without `condition`",
+                remedy="give DiffusionModel a `condition`, or calibrate on denoise or on recorded inputs",
+            )
+        return list(range(len(examples))), {}
+    kept = list(range(len(examples)))
+    try:
+        return kept, dict(model.condition([example.caption for example in examples])) if kept else {}
+    except ValueError:
+        # One of the captions is not for this model; which one is worth the time now.
+        kept = []
+        for number, example in enumerate(examples):
+            try:
+                model.condition([example.caption])
+                kept.append(number)
+            except ValueError as error:
+                bad.report(
+                    UserError(
+                        f"{model.name} cannot take the caption of {example.name}",
+                        expected=str(error),
+                        got=repr(example.caption),
+                        remedy="correct the caption, or leave bad samples out with --skip-bad",
+                    )
+                )
+        return kept, dict(model.condition([examples[i].caption for i in kept])) if kept else {}

@@ -1,15 +1,14 @@
-"""Observation: ranges of q, k and v at every site, per batch, in each timestep bin.
+"""Observation of ranges: the extremes and sums of q, k and v at every site, per denoiser call and timestep bin.
 
-One pass records, per batch, what every choice of scale by maxima needs: the largest |q| per head, and the smallest, the
-largest and the mean k and v per channel. The range of k or v about any offset follows from its extremes, so the offset can
-be chosen afterwards. Records only ever grow, so those of several runs or machines merge by concatenation.
+One pass records what every choice of scale by maxima needs. The range of k or v about any offset follows from its extremes, so
+the offset can be chosen afterwards. Rows are never added up while they are observed: those of several batches, runs or machines
+merge by concatenation in the order of the batches, so the outcome does not depend on who observed what, not even by rounding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -20,151 +19,185 @@ from trtconvert.errors import UserError
 from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
 
 
-@dataclass
-class BinRecords:
-    """What was seen at one site in one timestep bin; one row per batch.
+@dataclass(frozen=True)
+class Rows:
+    """What was seen at one site; a row per denoiser call and timestep bin, in the order of the calls. On the CPU.
 
     Attributes:
-        q_amax: rows [H].
-        low, high, total: rows [Hkv, D] of smallest, largest and summed values, for "k" and "v".
-        tokens: values summed in each row of `total`.
+        bin: [R] INT64 timestep bin.
+        tokens: [R] INT64 keys (and values) summed in `k_total` and `v_total`.
+        q_amax: [R, H] FP32 largest |q|.
+        k_low, k_high, v_low, v_high: [R, Hkv, D] FP32 smallest and largest values.
+        k_total, v_total: [R, Hkv, D] FP64 sums.
     """
 
-    q_amax: list[Tensor] = field(default_factory=list)
-    low: dict[str, list[Tensor]] = field(default_factory=lambda: {"k": [], "v": []})
-    high: dict[str, list[Tensor]] = field(default_factory=lambda: {"k": [], "v": []})
-    total: dict[str, list[Tensor]] = field(default_factory=lambda: {"k": [], "v": []})
-    tokens: list[int] = field(default_factory=list)
+    bin: Tensor
+    tokens: Tensor
+    q_amax: Tensor
+    k_low: Tensor
+    k_high: Tensor
+    k_total: Tensor
+    v_low: Tensor
+    v_high: Tensor
+    v_total: Tensor
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Record a batch: q [B, H, Nq, D], k and v [B, Hkv, Nk, D]."""
-        self.q_amax.append(q.abs().amax((0, 2, 3)).float().cpu())
-        for name, x in (("k", k), ("v", v)):
-            self.low[name].append(x.amin((0, 2)).float().cpu())
-            self.high[name].append(x.amax((0, 2)).float().cpu())
-            self.total[name].append(x.double().sum((0, 2)).cpu())
-        self.tokens.append(k.shape[0] * k.shape[2])
+    @staticmethod
+    def cat(parts: Sequence[Rows]) -> Rows:
+        """All rows, in the order of the parts."""
+        return Rows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Rows)})
 
-    def merge(self, other: BinRecords) -> None:
-        self.q_amax += other.q_amax
-        self.tokens += other.tokens
-        for name in ("k", "v"):
-            self.low[name] += other.low[name]
-            self.high[name] += other.high[name]
-            self.total[name] += other.total[name]
+    def of_bin(self, index: int) -> Rows:
+        """The rows of one timestep bin."""
+        chosen = self.bin == index
+        return Rows(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The attributes by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def mean(self, name: str) -> Tensor:
-        """[Hkv, D] FP32 mean of k or v over everything seen."""
-        return (torch.stack(self.total[name]).sum(0) / sum(self.tokens)).float()
+        """[Hkv, D] FP32 mean of "k" or "v" over all rows."""
+        return (getattr(self, f"{name}_total").sum(0) / self.tokens.sum()).float()
 
     def amax(self, name: str, offset: Tensor) -> Tensor:
-        """[batches, Hkv, D] largest magnitude of k or v less an offset [Hkv, D], per batch."""
-        return torch.maximum(torch.stack(self.high[name]) - offset, offset - torch.stack(self.low[name]))
+        """[R, Hkv, D] largest magnitude of "k" or "v" less an offset [Hkv, D], per row."""
+        return torch.maximum(getattr(self, f"{name}_high") - offset, offset - getattr(self, f"{name}_low"))
 
 
-OCTAVES, STEPS_PER_OCTAVE = range(-24, 17), 64
-"""Histograms span 2**-24 to 2**17 in steps of 2**(1/64), 1.1 %; smaller and larger magnitudes count in the end bins."""
-
-
-class Histogram:
-    """Counts of magnitudes per head on a fixed logarithmic grid, so that two of them merge exactly by addition.
-
-    Args:
-        heads: histograms side by side.
-    """
-
-    def __init__(self, heads: int) -> None:
-        self.counts = torch.zeros(heads, len(OCTAVES) * STEPS_PER_OCTAVE, dtype=torch.int64)
-
-    def add(self, x: Tensor) -> None:
-        """Count |x|; x: [B, heads, N, D]."""
-        heads, bins = self.counts.shape
-        index = ((x.abs().float().log2() - OCTAVES.start) * STEPS_PER_OCTAVE).floor().clamp(0, bins - 1).long()
-        index = index.transpose(0, 1).reshape(heads, -1) + torch.arange(heads, device=x.device)[:, None] * bins
-        self.counts += torch.bincount(index.flatten(), minlength=heads * bins).view(heads, bins).cpu()
-
-    def percentile(self, percent: float) -> Tensor:
-        """[heads] smallest magnitude that at least `percent` % do not exceed, up to the width of a step (1.1 %)."""
-        reached = self.counts.cumsum(1).double() >= self.counts.sum(1, keepdim=True) * (percent / 100)
-        edge = reached.long().argmax(1) + 1
-        return torch.exp2(edge / STEPS_PER_OCTAVE + OCTAVES.start).float()
-
-
-Records = dict[str, list[BinRecords]]
-"""Site: records per timestep bin."""
-
+Records = Mapping[str, Rows]
+"""Site: its rows."""
 
 Drive = Callable[[Denoiser], None]
-"""Calls a denoiser on all of the calibration data."""
+"""Calls a denoiser on all of the calibration data, or on a part of it."""
 
 
-def observe(model: DiffusionModel, drive: Drive, *, sites: Sequence[str], bins: int) -> Records:
-    """Record the ranges at the named sites while `drive` runs the model.
+@dataclass(frozen=True)
+class _Extremes:
+    """Per sample of one call, still on the device: reductions over the tokens only, so that nothing waits for a bin.
+
+    Attributes:
+        timestep: [B].
+        tokens: keys per sample.
+        reduced: name: [B, heads, D].
+    """
+
+    timestep: Tensor
+    tokens: int
+    reduced: dict[str, Tensor]
+
+
+class RangeObserver:
+    """A handler that records `Rows` at the named sites, and runs the model's own attention.
+
+    Eight reductions per call and nothing that waits for the device; the rest happens once, in `finish`.
+
+    Args:
+        sites: to observe.
+        timestep_max, bins: see `timestep_bin`.
+    """
+
+    def __init__(self, sites: Collection[str], timestep_max: float, bins: int) -> None:
+        self._sites, self._timestep_max, self._bins = frozenset(sites), timestep_max, bins
+        self._calls: dict[str, list[tuple[int, _Extremes]]] = {}
+        self._count = 0
+
+    def __call__(self, call: SiteCall) -> Tensor:
+        if call.name in self._sites:
+            q, k, v = call.q, call.k, call.v
+            reduced = {"q_low": q.amin(2), "q_high": q.amax(2)}
+            for name, x in (("k", k), ("v", v)):
+                reduced |= {f"{name}_low": x.amin(2), f"{name}_high": x.amax(2)}
+                reduced[f"{name}_total"] = x.sum(2, dtype=torch.float32)
+            self._calls.setdefault(call.name, []).append((self._count, _Extremes(call.timestep, k.shape[2], reduced)))
+            self._count += 1
+        return call.exact()
+
+    def finish(self) -> dict[str, Rows]:
+        """The rows of all calls since the last `finish`; of sites that were called.
+
+        Raises:
+            UserError: NaN or Inf at a site; the message names the first.
+        """
+        calls, self._calls, self._count = self._calls, {}, 0
+        found: dict[str, Rows] = {}
+        damaged: list[tuple[int, UserError]] = []
+        for site, seen in calls.items():
+            reduced = {
+                name: torch.cat([extremes.reduced[name] for _, extremes in seen]).cpu().float()
+                for name in seen[0][1].reduced
+            }
+            timestep = torch.cat([extremes.timestep for _, extremes in seen]).cpu()
+            batch = torch.tensor([len(extremes.timestep) for _, extremes in seen])
+            # Extremes carry NaN and Inf of any element.
+            finite = torch.stack([x.isfinite().flatten(1).all(1) for x in reduced.values()])
+            if not finite.all():
+                sample = int((~finite).any(0).long().argmax())
+                call = int(torch.repeat_interleave(torch.arange(len(seen)), batch)[sample])
+                where = [name for name, good in zip(reduced, finite[:, sample], strict=True) if not good]
+                damaged.append((seen[call][0], _non_finite(site, where[0], timestep[sample].item())))
+                continue
+            tokens = torch.repeat_interleave(torch.tensor([extremes.tokens for _, extremes in seen]), batch)
+            call = torch.repeat_interleave(torch.arange(len(seen)), batch)
+            index = timestep_bin(timestep, self._timestep_max, self._bins)
+            found[site] = _rows(reduced, tokens, call * self._bins + index, self._bins)
+        if damaged:
+            raise min(damaged, key=lambda item: item[0])[1]
+        return found
+
+
+def _rows(reduced: dict[str, Tensor], tokens: Tensor, group: Tensor, bins: int) -> Rows:
+    """One row per group of samples; a group is a call and a bin."""
+    groups, row = group.unique(return_inverse=True)
+
+    members = [row == g for g in range(len(groups))]
+
+    def over_group(x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+        return torch.stack([reduce(x[chosen], 0) for chosen in members])
+
+    q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
+    return Rows(
+        bin=groups % bins,
+        tokens=over_group(tokens, torch.sum),
+        q_amax=over_group(q_amax, torch.amax),
+        k_low=over_group(reduced["k_low"], torch.amin),
+        k_high=over_group(reduced["k_high"], torch.amax),
+        k_total=over_group(reduced["k_total"].double(), torch.sum),
+        v_low=over_group(reduced["v_low"], torch.amin),
+        v_high=over_group(reduced["v_high"], torch.amax),
+        v_total=over_group(reduced["v_total"].double(), torch.sum),
+    )
+
+
+def _non_finite(site: str, reduced: str, timestep: float) -> UserError:
+    tensor = {"q": "queries", "k": "keys", "v": "values"}[reduced[0]]
+    return UserError(
+        f"NaN or Inf among the {tensor} of {site} at timestep {timestep:g}",
+        expected="finite activations",
+        got="NaN, Inf, or values whose sum overflows FP32",
+        remedy="check the weights and the calibration data; FP16 models often need bfloat16 or float32 here",
+    )
+
+
+def observe(model: DiffusionModel, drive: Drive, *, sites: Sequence[str], bins: int) -> dict[str, Rows]:
+    """The rows of the named sites while `drive` runs the model once.
 
     Raises:
         UserError: no call was made, or NaN or Inf at a site; the message names the first.
     """
-    records: Records = {name: [BinRecords() for _ in range(bins)] for name in sites}
-
-    def handler(call: SiteCall) -> Tensor:
-        if call.name in records:
-            _refuse_non_finite(call)
-            for index, rows in _rows_by_bin(call.timestep, model.timestep_max, bins):
-                records[call.name][index].add(call.q[rows], call.k[rows], call.v[rows])
-        return call.exact()
-
+    observer = RangeObserver(sites, model.timestep_max, bins)
     with torch.no_grad():
-        drive(intercepted(model, handler))
-    if not any(record.tokens for per_bin in records.values() for record in per_bin):
-        raise UserError(
-            "there is nothing to calibrate on",
-            expected="at least one batch of denoiser inputs",
-            got="none",
-            remedy="raise calibration.samples, or point calibration.data at a file with inputs",
-        )
-    return records
+        drive(intercepted(model, observer))
+    rows = observer.finish()
+    if not rows:
+        raise nothing_observed()
+    return rows
 
 
-def observe_histograms(model: DiffusionModel, drive: Drive, records: Records) -> dict[str, list[dict[str, Histogram]]]:
-    """A second pass: histograms of |q| and |k - mean k| per head and of |v - mean v| per channel, at each site and bin.
-
-    The means are those of `records`; bins that it did not see stay empty.
-    """
-    histograms: dict[str, list[dict[str, Histogram]]] = {}
-    for name, per_bin in records.items():
-        seen = next(r for r in per_bin if r.tokens)
-        heads, (kv_heads, dim) = len(seen.q_amax[0]), seen.low["k"][0].shape
-        histograms[name] = [
-            {"q": Histogram(heads), "k": Histogram(kv_heads), "v": Histogram(kv_heads * dim)} for _ in per_bin
-        ]
-
-    def handler(call: SiteCall) -> Tensor:
-        if call.name in records:
-            for index, rows in _rows_by_bin(call.timestep, model.timestep_max, len(records[call.name])):
-                record, into = records[call.name][index], histograms[call.name][index]
-                k_mean, v_mean = (record.mean(x).to(call.q.device)[:, None] for x in ("k", "v"))
-                into["q"].add(call.q[rows])
-                into["k"].add(call.k[rows] - k_mean)
-                channels = (call.v[rows] - v_mean).transpose(2, 3).flatten(1, 2)
-                into["v"].add(channels[..., None])
-        return call.exact()
-
-    with torch.no_grad():
-        drive(intercepted(model, handler))
-    return histograms
-
-
-def _rows_by_bin(timestep: Tensor, timestep_max: float, bins: int) -> list[tuple[int, Tensor]]:
-    index = timestep_bin(timestep, timestep_max, bins)
-    return [(int(i), index == i) for i in index.unique()]
-
-
-def _refuse_non_finite(call: SiteCall) -> None:
-    for name, x in (("queries", call.q), ("keys", call.k), ("values", call.v)):
-        if not math.isfinite(float(x.detach().abs().amax())):
-            raise UserError(
-                f"NaN or Inf among the {name} of {call.name} at timestep {call.timestep[0].item():g}",
-                expected="finite activations",
-                got=f"{int((~x.isfinite()).sum())} of {x.numel()} are not",
-                remedy="check the weights and the calibration data; FP16 models often need bfloat16 or float32 here",
-            )
+def nothing_observed() -> UserError:
+    """What to say when no site was called."""
+    return UserError(
+        "there is nothing to calibrate on",
+        expected="at least one batch of denoiser inputs",
+        got="none",
+        remedy="raise calibration.samples, or point calibration.data at a file with inputs",
+    )

@@ -18,13 +18,23 @@ Denoiser = Callable[..., Tensor]
 class Sampler(Protocol):
     """Draws samples with any denoiser that takes and gives what the model's own does."""
 
-    def __call__(self, denoiser: Denoiser, seeds: Sequence[int], *, steps: int, solver: str) -> Tensor:
+    def __call__(
+        self,
+        denoiser: Denoiser,
+        seeds: Sequence[int],
+        *,
+        steps: int,
+        solver: str,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Sample one image per seed.
 
         Args:
             seeds: one per sample; a sample depends on its seed only, whatever the batch.
             steps: denoising steps.
             solver: "ddim", "heun" or "euler".
+            conditions: of the samples, from the model's `condition`, instead of those that the seeds stand for. Never passed
+                to the sampler of a model without one.
         Returns:
             [len(seeds), C, H, W] in [0, 1].
         """
@@ -47,6 +57,19 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
+class ImageEncoder:
+    """How images become what a model denoises.
+
+    Attributes:
+        shape: of an image that it takes, (C, H, W).
+        encode: [B, C, H, W] FP32 in [0, 1] to the denoiser's first input without noise: pixels, or a VAE's latents.
+    """
+
+    shape: tuple[int, int, int]
+    encode: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class DiffusionModel:
     """A denoiser with its schedule and a way to sample from it.
 
@@ -54,13 +77,18 @@ class DiffusionModel:
         name: of the model, for people.
         denoiser: the module, in evaluation mode, full precision. Its attention goes through
             `torch.nn.functional.scaled_dot_product_attention`.
-        inputs: forward's inputs, in order.
+        inputs: forward's inputs, in order; the first is what is denoised.
         output: what forward returns, in the same terms.
         timestep_input: which input is the timestep.
         timestep_max: timesteps lie in [0, timestep_max), from low noise up.
         sigmas: [timestep_max] noise-to-signal ratio of each timestep, rising.
         dims: symbolic dimension: (min, opt, max) that the model supports.
         sample: see `Sampler`.
+        encoder: for calibration on images.
+        condition: captions to the denoiser's inputs but the first and the timestep, by name; the empty caption stands for no
+            condition. Raises ValueError, saying what it takes, for a caption that it cannot take. For calibration on
+            prompts and captions.
+        signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
     """
 
     name: str
@@ -72,6 +100,22 @@ class DiffusionModel:
     sigmas: Tensor
     dims: Mapping[str, tuple[int, int, int]]
     sample: Sampler
+    encoder: ImageEncoder | None = None
+    condition: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None
+    signal: Tensor | None = None
+
+    def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).
+
+        Args:
+            clean, noise: [B, …].
+            timestep: [B], whole numbers in [0, timestep_max).
+        """
+        sigma = self.sigmas[timestep.long()]
+        signal = (1 + sigma**2).rsqrt() if self.signal is None else self.signal[timestep.long()]
+        shape = [-1] + [1] * (clean.dim() - 1)
+        x = clean * signal.to(clean.device).view(shape) + noise * (signal * sigma).to(clean.device).view(shape)
+        return x.to(clean.dtype)
 
     def example(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Random inputs of the given sizes: N(0, 1), small labels, timesteps spread over the schedule.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.evaluate.samplers import initial_noise, sample
-from trtconvert.models.base import Denoiser, DiffusionModel, InputSpec
+from trtconvert.models.base import Denoiser, DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.models.digits_dit import (
     BETA_SCHEDULE,
     CLASSES,
     IMAGE_SHAPE,
+    NULL_LABEL,
     PREDICTION,
     TIMESTEPS,
     load_digits_dit,
@@ -23,8 +24,15 @@ from trtconvert.models.digits_dit import (
 _SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
 
 
-def draw_digits(denoiser: Denoiser, seeds: Sequence[int], *, steps: int, solver: str) -> Tensor:
-    """The model's `Sampler`: seed i draws the digit i mod 10."""
+def draw_digits(
+    denoiser: Denoiser,
+    seeds: Sequence[int],
+    *,
+    steps: int,
+    solver: str,
+    conditions: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """The model's `Sampler`: seed i draws the digit i mod 10, unless conditions say otherwise."""
     return sample(
         denoiser,
         initial_noise(seeds, IMAGE_SHAPE),
@@ -32,8 +40,20 @@ def draw_digits(denoiser: Denoiser, seeds: Sequence[int], *, steps: int, solver:
         prediction=PREDICTION,
         solver=solver,
         steps=steps,
-        conditions={"label": torch.tensor([seed % CLASSES for seed in seeds])},
+        conditions=conditions or {"label": torch.tensor([seed % CLASSES for seed in seeds])},
     )
+
+
+def digit_labels(captions: Sequence[str]) -> dict[str, Tensor]:
+    """The model's condition: a caption is a digit, or empty for none.
+
+    Raises:
+        ValueError: another caption.
+    """
+    known = {str(digit): digit for digit in range(CLASSES)} | {"": NULL_LABEL}
+    if any(caption not in known for caption in captions):
+        raise ValueError(f"a digit from 0 to {CLASSES - 1}")
+    return {"label": torch.tensor([known[caption] for caption in captions])}
 
 
 def digits_model(weights: Path) -> DiffusionModel:
@@ -57,4 +77,6 @@ def digits_model(weights: Path) -> DiffusionModel:
         sigmas=_SCHEDULE.sigmas,
         dims={"batch": (1, 16, 64), "height": (4, 8, 16), "width": (4, 8, 16)},
         sample=draw_digits,
+        encoder=ImageEncoder(IMAGE_SHAPE, lambda images: images * 2 - 1),
+        condition=digit_labels,
     )

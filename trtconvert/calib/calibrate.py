@@ -1,0 +1,183 @@
+"""Calibration from end to end: observe every batch once, keep its statistics, and make scales of all of them.
+
+The outcome depends on the recipe and the data alone: not on how many processes shared the batches, nor on how often the run was
+killed. Each batch's statistics are computed by themselves and merged in the order of the batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.sites import Site, find_sites, select_sites
+from trtconvert.cache import versions
+from trtconvert.calib.calibration import Calibration, Provenance, offsets, outliers, scales
+from trtconvert.calib.data import BadSamples, CalibrationData, open_data
+from trtconvert.calib.distributed import ALONE, Ranks
+from trtconvert.calib.histogram import HistogramObserver
+from trtconvert.calib.identity import data_identity, data_name
+from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
+from trtconvert.calib.shards import Shards
+from trtconvert.errors import UserError
+from trtconvert.models.base import DiffusionModel, intercepted
+from trtconvert.recipe import AttentionSection, CalibrationSection
+
+
+class Steps(Protocol):
+    """Shows progress; `trtconvert.progress.Bar` is one."""
+
+    def total(self, steps: int) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
+    """The model's attention sites, split as a recipe asks; see `select_sites`."""
+    sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
+    found = find_sites(model.denoiser, model.example(0, sizes), model.timestep_input)
+    return select_sites(found, section.include, section.exclude)
+
+
+def calibrate(
+    model: DiffusionModel,
+    section: CalibrationSection,
+    weights: str,
+    sites: Sequence[Site],
+    work: Path,
+    bar: Steps,
+    ranks: Ranks = ALONE,
+    *,
+    skip_bad: bool = False,
+) -> Calibration:
+    """Scales of the given sites.
+
+    Args:
+        weights: SHA-256 of the model, see `trtconvert.models.identity`.
+        sites: to observe.
+        work: folder for the statistics of finished batches. What is there already is not computed again, so it must belong
+            to this very calibration; the caller names it by a hash and removes it in the end.
+        ranks: processes that share the work; all call this alike.
+        skip_bad: leave bad samples out and list them in the provenance.
+    Returns:
+        The calibration, the same on all ranks.
+    Raises:
+        UserError: the data does not fit, or there is none; NaN or Inf at a site.
+        RankLost: another process has ended.
+    """
+    shards, bad = Shards(work), BadSamples(skip_bad)
+    data = open_data(model, section, bad)
+    with_elements = section.statistic != "batch-max"
+    if data.count is not None:
+        bar.total(data.count * (2 if with_elements else 1))
+
+    observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
+    observed = intercepted(model, observer)
+    for index, batch in _own_share(data, shards.batches(), ranks, bar):
+        _run(batch, observed)
+        shards.write(index, observer.finish(), bad.take())
+    ranks.collect(shards.folder, shards.names())
+    if ranks.rank == 0 and not len(shards):
+        raise nothing_observed()
+
+    histograms = None
+    if with_elements:
+        means = ranks.broadcast(offsets(shards, section.bins) if ranks.rank == 0 else {})
+        heads = {site.name: site.heads for site in sites}
+        counter = HistogramObserver(means, heads, model.timestep_max)
+        counting, counted = intercepted(model, counter), []
+        for index, batch in _own_share(data, shards.counted(), ranks, bar):
+            _run(batch, counting)
+            counted.append(index)
+            shards.write_counts(counted, counter.histograms)
+        ranks.collect(shards.folder, shards.names())
+        histograms = HistogramObserver(means, heads, model.timestep_max).histograms
+        if ranks.rank == 0:
+            shards.add_counts(histograms)
+
+    def made() -> Calibration:
+        tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
+        shares = outliers(histograms, tables) if histograms else {}
+        return Calibration(tables, _provenance(model, section, weights, shards), shares)
+
+    made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
+    assert made_by_first is not None
+    return made_by_first
+
+
+def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:
+    """The batches that no process has done yet, dealt out in turn."""
+    done = set().union(*ranks.gather(done))
+    missing = 0
+    for index, batch in enumerate(data.batches):
+        if index not in done:
+            if missing % ranks.size == ranks.rank:
+                yield index, batch
+            missing += 1
+        bar.step()
+
+
+@torch.no_grad()
+def _run(batch: Drive, denoiser: Callable[..., Tensor]) -> None:
+    batch(denoiser)
+
+
+def _provenance(model: DiffusionModel, section: CalibrationSection, weights: str, shards: Shards) -> Provenance:
+    observed = shards[next(iter(shards))].bin.bincount(minlength=section.bins)
+    return Provenance(
+        model=model.name,
+        weights=weights,
+        data=data_name(section.data),
+        data_hash=data_identity(section.data),
+        samples=section.samples,
+        batch=section.batch,
+        steps=section.steps,
+        seed=section.seed,
+        percentile=section.percentile,
+        statistic=section.statistic,
+        bins=section.bins,
+        timestep_max=model.timestep_max,
+        observed=observed.tolist(),
+        skipped=shards.skipped(),
+        versions={name: v for name, v in versions().items() if name in ("trtconvert", "torch")},
+    )
+
+
+def taken(path: Path, model: DiffusionModel, weights: str, bins: int, sites: Sequence[Site]) -> Calibration:
+    """A calibration from a file, for the given sites.
+
+    Raises:
+        UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site.
+    """
+    loaded = Calibration.load(path)
+    made = loaded.provenance
+    if made.weights != weights:
+        raise UserError(
+            f"{path} was calibrated for another model",
+            expected=f"{model.name} with the hash {weights[:16]}",
+            got=f"{made.model} with the hash {made.weights[:16]}",
+            remedy="calibrate this model: its weights, options or code are not those that the file was made with",
+        )
+    if made.bins != bins:
+        raise UserError(
+            f"{path} has other timestep bins",
+            expected=f"{bins}, as calibration.bins asks",
+            got=str(made.bins),
+            remedy=f"set calibration.bins to {made.bins}, or calibrate again",
+        )
+    if missing := [site.name for site in sites if site.name not in loaded.tables]:
+        raise UserError(
+            f"{path} lacks attention sites",
+            expected=", ".join(missing),
+            got=", ".join(loaded.tables),
+            remedy="calibrate again with these sites included, or exclude them with attention.exclude",
+        )
+    names = [site.name for site in sites]
+    return Calibration(
+        {name: loaded.tables[name] for name in names},
+        made,
+        {name: loaded.outliers[name] for name in names if name in loaded.outliers},
+    )

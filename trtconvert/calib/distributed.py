@@ -1,0 +1,133 @@
+"""Calibration on several processes or machines that torchrun started.
+
+What travels are a few names and finished files of statistics, which lie on the CPU; so the processes talk over gloo, on GPUs
+too, where NCCL would only add a copy to the device. gloo also notices at once when a process is gone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import distributed
+
+from trtconvert.errors import TrtconvertError
+from trtconvert.files import whole_file
+
+T = TypeVar("T")
+
+PATIENCE = datetime.timedelta(days=7)
+"""How long a process that is done waits for the slowest one. One that has died is noticed by its closed connection."""
+
+
+class RankLost(TrtconvertError):
+    """Another process of the run has ended. Exit code 1; what was finished is kept."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, value: T) -> list[T]:
+        """Each process's value, by rank, on every process.
+
+        Raises:
+            RankLost: a process has ended.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        with _noticing(self):
+            distributed.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every process.
+
+        Raises:
+            RankLost: a process has ended.
+        """
+        if self.size == 1:
+            return value
+        box = [value]
+        with _noticing(self):
+            distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def collect(self, folder: Path, names: list[str]) -> None:
+        """Bring each process's files to rank 0, where its disk does not have them already.
+
+        Args:
+            folder: of the files, on every process; one and the same where the disk is shared.
+            names: this process's files in it.
+        Raises:
+            RankLost: a process has ended.
+        """
+        held = self.gather(names)
+        for name in sorted(set().union(*held) - set(held[0])):
+            owner = next(rank for rank, theirs in enumerate(held) if name in theirs)
+            with _noticing(self):
+                if self.rank == owner:
+                    content = torch.from_numpy(np.fromfile(folder / name, dtype=np.uint8))
+                    distributed.send(torch.tensor([len(content)]), 0)
+                    distributed.send(content, 0)
+                elif self.rank == 0:
+                    length = torch.zeros(1, dtype=torch.int64)
+                    distributed.recv(length, owner)
+                    content = torch.empty(int(length), dtype=torch.uint8)
+                    distributed.recv(content, owner)
+                    with whole_file(folder / name) as partial:
+                        content.numpy().tofile(partial)
+
+
+ALONE = Ranks()
+"""A run of one process."""
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The processes that torchrun started with this one; just this one without torchrun.
+
+    Raises:
+        RankLost: the others cannot be reached.
+    """
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # "cuda" is then each process's own GPU
+    ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    with _noticing(ranks):
+        distributed.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield ranks
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _noticing(ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # all of torch.distributed's are
+        raise RankLost(
+            f"rank {ranks.rank} has lost the other processes",
+            expected=f"{ranks.size} running processes",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            remedy="see which one failed, and run the same command again: finished batches are kept",
+        ) from error

@@ -1,0 +1,241 @@
+"""Images and captions of users: a folder of images, a file of prompts, a Hugging Face dataset on disk.
+
+All become a stream of `Example`s. Images are opened when they are needed, so nothing but names is kept in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trtconvert.errors import UserError
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+METADATA, CAPTION_KEYS = "metadata.jsonl", ("text", "caption", "label")
+"""As the image folders of Hugging Face's datasets; the first of the keys that is there."""
+
+_UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""What Pillow raises for damaged files of its formats."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sample of a user's data.
+
+    Attributes:
+        name: where it is, for messages.
+        caption: empty when there is none.
+        image: opens the image; None for a prompt.
+    """
+
+    name: str
+    caption: str
+    image: Callable[[], Image.Image] | None = None
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A stream of examples that can be read again.
+
+    Attributes:
+        count: how many there are.
+        read: from the first one on. An example that cannot be read is yielded as its error.
+    """
+
+    count: int
+    read: Callable[[], Iterator[Example | UserError]]
+
+
+def load_image(example: Example, shape: tuple[int, int, int]) -> Tensor:
+    """An example's image as [C, H, W] FP32 in [0, 1]; colours are converted, sizes are not.
+
+    Raises:
+        UserError: it cannot be read, or has another size.
+    """
+    channels, height, width = shape
+    assert example.image is not None
+    try:
+        with example.image() as image:
+            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    except _UNREADABLE as error:
+        raise UserError(
+            f"cannot read the image {example.name}",
+            expected="an image that Pillow reads",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            remedy="replace the file, or leave bad samples out with --skip-bad",
+        ) from error
+    if pixels.shape[:2] != (height, width):
+        raise UserError(
+            f"the image {example.name} has the wrong size",
+            expected=f"{width} × {height}",
+            got=f"{pixels.shape[1]} × {pixels.shape[0]}",
+            remedy="scale or crop it as the model's training did, or leave bad samples out with --skip-bad",
+        )
+    return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
+
+
+def image_folder(folder: Path) -> Examples:
+    """The images below a folder by name, with captions from `metadata.jsonl` or from a .txt file beside each.
+
+    Raises:
+        UserError: there is no image, or the captions are incomplete.
+    """
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+    if not files:
+        raise UserError(
+            f"there is no image in {folder}",
+            expected="files that end in " + ", ".join(IMAGE_SUFFIXES),
+            got="an empty folder" if not any(folder.iterdir()) else "other files",
+            remedy="correct calibration.data in the recipe, or --data",
+        )
+    described = _metadata(folder) if (folder / METADATA).is_file() else None
+    beside = described is None and any(file.with_suffix(".txt").is_file() for file in files)
+
+    def caption(file: Path) -> str:
+        if described is not None:
+            name = file.relative_to(folder).as_posix()
+            if name not in described:
+                raise _no_caption(file, f"a line of {folder / METADATA} with the file_name '{name}'")
+            return described[name]
+        return _text(file.with_suffix(".txt"), file) if beside else ""
+
+    def read() -> Iterator[Example | UserError]:
+        for file in files:
+            try:
+                yield Example(str(file), caption(file), lambda file=file: Image.open(file))
+            except UserError as error:
+                yield error
+
+    return Examples(len(files), read)
+
+
+def _metadata(folder: Path) -> dict[str, str]:
+    captions = {}
+    with (folder / METADATA).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line.decode())
+                key = next(key for key in CAPTION_KEYS if key in entry)
+                captions[entry["file_name"]] = str(entry[key])
+            except (ValueError, KeyError, TypeError, StopIteration) as error:
+                raise UserError(
+                    f"{folder / METADATA}:{number} does not describe an image",
+                    expected='a JSON object in UTF-8 such as {"file_name": "0001.png", "text": "a red house"}',
+                    got=line[:80].decode(errors="replace").strip(),
+                    remedy="correct the line",
+                ) from error
+    return captions
+
+
+def _text(path: Path, image: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_caption(image, f"a UTF-8 file {path.name} beside it") from error
+
+
+def _no_caption(image: Path, expected: str) -> UserError:
+    return UserError(
+        f"the image {image} has no caption, and others have one",
+        expected=expected,
+        got="none that can be read",
+        remedy="add the caption, or leave bad samples out with --skip-bad",
+    )
+
+
+def prompts_file(path: Path) -> Examples:
+    """A prompt per line of a UTF-8 file; empty lines do not count.
+
+    Raises:
+        UserError: there is no prompt.
+    """
+    with path.open("rb") as file:
+        count = sum(1 for line in file if line.strip())
+    if not count:
+        raise UserError(
+            f"there is no prompt in {path}",
+            expected="one per line, in UTF-8",
+            got="an empty file",
+            remedy="correct calibration.data in the recipe, or --data",
+        )
+
+    def read() -> Iterator[Example | UserError]:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield Example(f"{path}:{number}", line.decode("utf-8-sig").strip())
+                    except UnicodeDecodeError as error:
+                        yield UserError(
+                            f"{path}:{number} is not UTF-8",
+                            expected="UTF-8",
+                            got=f"byte 0x{line[error.start]:02x} at column {error.start + 1}",
+                            remedy="convert the file, for example with iconv, or leave bad samples out with --skip-bad",
+                        )
+
+    return Examples(count, read)
+
+
+def dataset_folder(folder: Path) -> Examples:
+    """A dataset that `datasets.Dataset.save_to_disk` wrote: a column `image`, or captions alone; memory-mapped.
+
+    Of a dictionary of splits, "train" is taken, or the first.
+
+    Raises:
+        UserError: the library is missing, or the folder or its columns do not fit.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{folder} is a Hugging Face dataset, and the library that reads it is missing",
+            expected="the Python package datasets",
+            got="not installed",
+            remedy="pip install datasets, or give a folder of images",
+        ) from error
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library's and Arrow's own kinds
+        raise UserError(
+            f"cannot read the dataset {folder}",
+            expected="a folder that datasets.save_to_disk wrote",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            remedy="save it again",
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    caption_key = next((key for key in CAPTION_KEYS if key in loaded.column_names), None)
+    has_image = "image" in loaded.column_names
+    if not has_image and caption_key is None:
+        raise UserError(
+            f"the dataset {folder} has no column to calibrate on",
+            expected="image, " + " or ".join(CAPTION_KEYS),
+            got=", ".join(loaded.column_names),
+            remedy="rename its columns",
+        )
+    if has_image:
+        # Undecoded: a damaged image must be an error of its own, when it is opened.
+        loaded = loaded.cast_column("image", datasets.Image(decode=False))
+
+    def read() -> Iterator[Example | UserError]:
+        for number, row in enumerate(loaded):
+            caption = str(row[caption_key]) if caption_key else ""
+            image = (lambda stored=row["image"]: _stored_image(stored)) if has_image else None
+            yield Example(f"{folder}[{number}]", caption, image)
+
+    return Examples(len(loaded), read)
+
+
+def _stored_image(stored: dict) -> Image.Image:
+    import io
+
+    return Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else stored["path"])

@@ -1,0 +1,184 @@
+"""Histograms of magnitudes: elementwise percentiles, clipped shares, and the range of least squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.attention.sites import SiteCall
+
+OCTAVES = range(-24, 17)
+"""Histograms span 2**-24 to 2**17; smaller and larger magnitudes count in the end steps."""
+
+HEAD_BITS, CHANNEL_BITS = 6, 4
+"""An octave has 2**bits equal steps: at most 1.6 % wide for heads, 6.3 % for the many more channels of the values."""
+
+LEVELS = 127
+"""INT8 steps on either side of zero."""
+
+_MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of FP32
+
+
+class Histogram:
+    """Counts of magnitudes per row on a grid whose steps are equal within an octave and double from one to the next.
+
+    The step of a number is a shift of its bits, and the grid is the same for all data, so two histograms merge exactly, in any
+    order, by adding their counts.
+
+    Args:
+        rows: histograms side by side.
+        bits: steps per octave, as a power of two.
+    """
+
+    def __init__(self, rows: int, bits: int) -> None:
+        self.bits = bits
+        self.counts = torch.zeros(rows, len(OCTAVES) << bits, dtype=torch.int64)
+
+    def add(self, x: Tensor, row: Tensor) -> None:
+        """Count |x|. The counts move to the device of x.
+
+        Args:
+            x: any shape.
+            row: the row of each element, INT64, broadcastable to x.
+        """
+        steps = self.counts.shape[1]
+        if self.counts.device != x.device:
+            self.counts = self.counts.to(x.device)
+        step = (x.float().abs().view(torch.int32) >> (_MANTISSA_BITS - self.bits)) - self._first_step
+        index = (step.clamp_(0, steps - 1) + row * steps).flatten()
+        # Not bincount, which waits for the device, and which would allocate all counts anew at every call.
+        self.counts.view(-1).scatter_add_(0, index, index.new_ones(1).expand_as(index))
+
+    @property
+    def _first_step(self) -> int:
+        return (_EXPONENT_BIAS + OCTAVES.start) << self.bits
+
+    def edges(self) -> Tensor:
+        """[steps + 1] FP64 limits of the steps; the first is 0, since everything smaller counts there too."""
+        bits = torch.arange(self.counts.shape[1] + 1, dtype=torch.int32, device=self.counts.device) + self._first_step
+        edges = (bits << (_MANTISSA_BITS - self.bits)).view(torch.float32).double()
+        edges[0] = 0
+        return edges
+
+    def percentile(self, percent: float) -> Tensor:
+        """[rows] FP32 magnitude that `percent` % do not exceed, interpolated within its step. 0 for an empty row."""
+        wanted = self.counts.sum(1, keepdim=True) * (percent / 100)
+        reached = self.counts.cumsum(1).double()
+        step = (reached < wanted).sum(1, keepdim=True).clamp_max(self.counts.shape[1] - 1)
+        count = self.counts.gather(1, step).double()
+        part = 1 - (reached.gather(1, step) - wanted) / count.clamp_min(1)
+        edges = self.edges()
+        low, high = edges[step], edges[step + 1]
+        return torch.where(count > 0, low + (high - low) * part, 0).squeeze(1).float()
+
+    def share_above(self, limit: Tensor) -> Tensor:
+        """[rows] FP32 share of magnitudes above a limit per row [rows], interpolated within the limit's step."""
+        edges = self.edges()
+        low, high = edges[:-1], edges[1:]
+        above = ((high - limit.double()[:, None]) / (high - low)).clamp(0, 1)
+        return ((self.counts * above).sum(1) / self.counts.sum(1).clamp_min(1)).float()
+
+    def least_error_range(self) -> Tensor:
+        """[rows] FP32 range r of least squared error when magnitudes are rounded to multiples of r/127 and clipped at r.
+
+        A magnitude below half a step becomes 0; above r its error is the distance to r; between, rounding errors are uniform:
+        step²/12. Every limit of the grid from 1/16 of the largest magnitude up is tried, so the range is the best one to
+        within a step of the grid. 0 for an empty row.
+        Source: the clipping and rounding terms of Banner et al. 2019 (arXiv 1810.05723, equation 5), over the observed
+            magnitudes instead of a fitted distribution.
+        """
+        counts, edges = self.counts.double(), self.edges()
+        centre = (edges[:-1] + edges[1:]) / 2
+        # The first limit that nothing exceeds.
+        last = (self.counts > 0).long().mul(torch.arange(1, len(edges), device=counts.device)).amax(1)
+        best = torch.zeros_like(last)
+        best_error = torch.full((len(last),), torch.inf, dtype=torch.float64, device=counts.device)
+        # Sums over magnitudes up to each limit, of 1, x and x²: the error of a range needs no pass of its own.
+        up_to = [torch.nn.functional.pad((counts * centre**power).cumsum(1), (1, 0)) for power in range(3)]
+        total = [sums[:, -1] for sums in up_to]
+        for back in range(4 << self.bits):
+            limit = (last - back).clamp_min(1)
+            r = edges[limit]
+            step = r / LEVELS
+            zero = torch.searchsorted(edges, step / 2, right=True).sub(1).clamp_min(0)
+            at = [[sums.gather(1, where[:, None]).squeeze(1) for sums in up_to] for where in (zero, limit)]
+            rounded = (at[1][0] - at[0][0]) * step**2 / 12
+            beyond = [sums - sums_up_to for sums, sums_up_to in zip(total, at[1], strict=True)]
+            clipped = beyond[2] - 2 * r * beyond[1] + r**2 * beyond[0]
+            error = at[0][2] + rounded + clipped
+            better = error < best_error
+            best, best_error = torch.where(better, limit, best), torch.where(better, error, best_error)
+        return torch.where(last > 0, edges[best], 0).float()
+
+
+@dataclass(frozen=True)
+class SiteHistograms:
+    """Histograms of one site: rows are timestep bin × head, and for the values timestep bin × head × channel.
+
+    Attributes:
+        q: of |q|; k: of |k - offset|; v: of |v - offset|.
+    """
+
+    q: Histogram
+    k: Histogram
+    v: Histogram
+
+    @staticmethod
+    def empty(bins: int, heads: int, kv_heads: int, dim: int) -> SiteHistograms:
+        return SiteHistograms(
+            Histogram(bins * heads, HEAD_BITS),
+            Histogram(bins * kv_heads, HEAD_BITS),
+            Histogram(bins * kv_heads * dim, CHANNEL_BITS),
+        )
+
+
+Histograms = Mapping[str, SiteHistograms]
+"""Site: its histograms."""
+
+
+class Offsets(Protocol):
+    """Tables of a site: at least `k_offset` and `v_offset`, [T, Hkv, D]."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+class HistogramObserver:
+    """A handler that counts magnitudes at the sites that have offsets, and runs the model's own attention.
+
+    Args:
+        offsets: per site, what is subtracted from keys and values.
+        heads: query heads of each site.
+        timestep_max: see `timestep_bin`.
+    """
+
+    def __init__(self, offsets: Mapping[str, Offsets], heads: Mapping[str, int], timestep_max: float) -> None:
+        self._timestep_max = timestep_max
+        self._offsets = {site: (tables["k_offset"], tables["v_offset"]) for site, tables in offsets.items()}
+        self.histograms = {
+            site: SiteHistograms.empty(len(k_offset), heads[site], *k_offset.shape[1:])
+            for site, (k_offset, _) in self._offsets.items()
+        }
+
+    def __call__(self, call: SiteCall) -> Tensor:
+        if call.name in self._offsets:
+            device = call.q.device
+            k_offset, v_offset = (x.to(device) for x in self._offsets[call.name])
+            self._offsets[call.name] = k_offset, v_offset
+            bins, kv_heads, dim = k_offset.shape
+            index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)[:, None, None, None]
+            into = self.histograms[call.name]
+
+            def numbered(count: int) -> Tensor:
+                return torch.arange(count, device=device)
+
+            heads = call.q.shape[1]
+            into.q.add(call.q, index * heads + numbered(heads)[:, None, None])
+            kv_row = index * kv_heads + numbered(kv_heads)[:, None, None]
+            into.k.add(call.k - k_offset[index[:, 0, 0, 0]][:, :, None], kv_row)
+            into.v.add(call.v - v_offset[index[:, 0, 0, 0]][:, :, None], kv_row * dim + numbered(dim))
+        return call.exact()

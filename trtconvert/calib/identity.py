@@ -1,0 +1,123 @@
+"""What calibration data is, and its hash, without loading it: a build that the cache answers does without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from trtconvert.cache import Cache, code_identity
+from trtconvert.errors import UserError
+from trtconvert.files import sha256
+from trtconvert.recipe import Recipe
+
+INPUT_SUFFIXES = (".safetensors", ".npz", ".pt")
+PROMPT_SUFFIXES = (".txt",)
+
+
+class Kind(StrEnum):
+    """Kinds of calibration data."""
+
+    DENOISE = "seeded denoising runs"
+    FUNCTION = "a function that yields inputs"
+    INPUTS = "recorded denoiser inputs"
+    PROMPTS = "prompts"
+    DATASET = "a Hugging Face dataset"
+    IMAGES = "images"
+
+
+def data_kind(data: str | Path) -> Kind:
+    """What `calibration.data` names.
+
+    Raises:
+        UserError: nothing is there, or nothing that can be used.
+    """
+    if data == "denoise":
+        return Kind.DENOISE
+    if isinstance(data, str):
+        return Kind.FUNCTION
+    if data.is_dir():
+        is_dataset = any((data / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return Kind.DATASET if is_dataset else Kind.IMAGES
+    if data.suffix in PROMPT_SUFFIXES and data.is_file():
+        return Kind.PROMPTS
+    if data.suffix in INPUT_SUFFIXES and data.is_file():
+        return Kind.INPUTS
+    raise UserError(
+        f"cannot read the calibration data {data}",
+        expected="denoise, package.module:function, a folder of images, a folder that datasets.save_to_disk wrote, prompts "
+        f"({', '.join(PROMPT_SUFFIXES)}) or recorded inputs ({', '.join(INPUT_SUFFIXES)})",
+        got=f"a file that ends in '{data.suffix}'" if data.exists() else "no such file or folder",
+        remedy="correct calibration.data in the recipe, or --data",
+    )
+
+
+def data_identity(data: str | Path) -> str:
+    """SHA-256 of the data: of a file, of the names and contents in a folder, or of a function's source file. Empty for
+    "denoise", which the rest of the recipe decides.
+
+    Raises:
+        UserError: as `data_kind`, or it cannot be read.
+    """
+    kind = data_kind(data)
+    if kind is Kind.DENOISE:
+        return ""
+    if kind is Kind.FUNCTION:
+        source = _source_file(str(data))
+        return hashlib.sha256(f"{data} {sha256(source) if source else ''}".encode()).hexdigest()
+    path = Path(data)
+    try:
+        if path.is_file():
+            return sha256(path)
+        digest = hashlib.sha256()
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            digest.update(f"{file.relative_to(path).as_posix()} {sha256(file)}\n".encode())
+        return digest.hexdigest()
+    except OSError as error:
+        raise UserError(
+            f"cannot read the calibration data {path}",
+            expected="files that this user may read",
+            got=f"{error.strerror}: {error.filename}",
+            remedy="correct calibration.data in the recipe, or the permissions",
+        ) from error
+
+
+def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
+    """Everything that decides a calibration, as JSON values.
+
+    Args:
+        weights: see `trtconvert.models.identity`.
+    Raises:
+        UserError: the data, or the calibration to take, cannot be read.
+    """
+    section = recipe.calibration
+    return {
+        "weights": weights,
+        "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights"}),
+        "calibration": section.model_dump(mode="json", exclude={"data", "from_"}),
+        "data": data_identity(section.data) or "denoise",
+        "from": sha256(section.from_) if section.from_ is not None and section.from_.is_file() else "",
+        "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
+    }
+
+
+def observations_folder(cache: Cache, reads: dict[str, Any]) -> Path:
+    """Where the finished batches of the calibration that reads this are kept until it is done."""
+    text = json.dumps({"code": code_identity(), "reads": reads}, sort_keys=True, default=str)
+    return cache.folder / f"observed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def data_name(data: str | Path) -> str:
+    """What the provenance calls the data: "denoise", the function, or the name of the file or folder."""
+    return data.name if isinstance(data, Path) else data
+
+
+def _source_file(function: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(function.partition(":")[0])
+    except (ImportError, ValueError):  # using the function reports it
+        return None
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None

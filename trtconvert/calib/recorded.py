@@ -1,0 +1,197 @@
+"""Recorded denoiser inputs: one array per input, samples first, read a batch at a time.
+
+.safetensors and .pt are memory-mapped, and so is .npz unless it is compressed. No pickled code is executed.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trtconvert.errors import UserError
+from trtconvert.models.base import DiffusionModel
+
+
+class RowReader(Protocol):
+    """An array on disk.
+
+    Attributes:
+        shape: samples first.
+    """
+
+    shape: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Samples [start, stop)."""
+        ...
+
+
+class _Tensor:
+    """Rows of a tensor, which may be memory-mapped."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.shape = tensor, tuple(tensor.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._tensor[start:stop].clone()
+
+
+class _Safetensor:
+    """Rows of one tensor of a safetensors file."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+        with safe_open(path, framework="pt") as file:
+            self.shape = tuple(file.get_slice(name).get_shape())
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        with safe_open(self._path, framework="pt") as file:
+            return file.get_slice(self._name)[start:stop] if self.shape else file.get_tensor(self._name)
+
+
+class _ZippedNpy:
+    """Rows of one compressed array of an .npz file: what lies before them is decompressed and dropped."""
+
+    def __init__(self, path: Path, member: str) -> None:
+        self._path, self._member = path, member
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            self.shape, fortran, self._dtype = _npy_header(file)
+            self._data = file.tell()
+        if fortran:
+            raise ValueError(f"'{member}' is stored by columns; save np.ascontiguousarray of it")
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        row = math.prod(self.shape[1:]) * self._dtype.itemsize
+        stop = min(stop, self.shape[0])
+        with zipfile.ZipFile(self._path) as archive, archive.open(self._member) as file:
+            file.seek(self._data + start * row)
+            content = bytearray(file.read((stop - start) * row))
+        return torch.from_numpy(np.frombuffer(content, self._dtype).reshape(stop - start, *self.shape[1:]))
+
+
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is stored by columns, and type; leaves the file at the first element."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, which are not read")
+    return shape, fortran, dtype
+
+
+def _npz(path: Path) -> dict[str, RowReader]:
+    readers: dict[str, RowReader] = {}
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if info.compress_type != zipfile.ZIP_STORED:
+                readers[name] = _ZippedNpy(path, info.filename)
+                continue
+            with archive.open(info) as file:
+                shape, fortran, dtype = _npy_header(file)
+                header = file.tell()
+            with path.open("rb") as raw:  # the local header says where the member's bytes begin (PKWARE APPNOTE 4.3.7)
+                raw.seek(info.header_offset + 26)
+                name_length, extra_length = np.frombuffer(raw.read(4), "<u2")
+            offset = info.header_offset + 30 + int(name_length) + int(extra_length) + header
+            if not shape or 0 in shape:
+                readers[name] = _Tensor(torch.from_numpy(np.empty(shape, dtype)))
+                continue
+            # "c": copy on write, since torch wants to be able to write.
+            mapped = np.memmap(path, dtype, "c", offset, shape, order="F" if fortran else "C")
+            readers[name] = _Tensor(torch.from_numpy(mapped))
+    return readers
+
+
+def _safetensors(path: Path) -> dict[str, RowReader]:
+    with safe_open(path, framework="pt") as file:
+        return {name: _Safetensor(path, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _pt(path: Path) -> dict[str, RowReader]:
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(loaded, Mapping) or not all(isinstance(x, Tensor) for x in loaded.values()):
+        raise ValueError(f"it holds a {type(loaded).__name__}, a dictionary of tensors is needed")
+    return {name: _Tensor(x) for name, x in loaded.items()}
+
+
+_OPEN = {".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
+
+
+def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
+    """The model's inputs in a file, their names, shapes and counts checked. Other arrays in it (`prev_x`, …) are left alone.
+
+    Raises:
+        UserError: the file cannot be read, or does not fit the model.
+    """
+    try:
+        found = _OPEN[path.suffix](path)
+    except (OSError, ValueError, RuntimeError, SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"cannot read the calibration data {path}",
+            expected="a .safetensors, .npz or .pt file of arrays, without pickled objects",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            remedy="save it again: safetensors.torch.save_file, numpy.savez, or torch.save of a dictionary of tensors",
+        ) from error
+    inputs: dict[str, RowReader] = {}
+    for spec in model.inputs:
+        if spec.name not in found:
+            raise UserError(
+                f"{path} has no '{spec.name}'",
+                expected="arrays " + ", ".join(s.name for s in model.inputs),
+                got=", ".join(sorted(found)) or "none",
+                remedy="record every input of the denoiser; `trtconvert record` does",
+            )
+        shape = found[spec.name].shape
+        fits = len(shape) == len(spec.shape) and all(
+            isinstance(n, str) or n == size for n, size in zip(spec.shape, shape, strict=True)
+        )
+        if not fits:
+            raise UserError(
+                f"'{spec.name}' in {path} has the wrong shape",
+                expected="[" + ", ".join(map(str, spec.shape)) + "]",
+                got=str(list(shape)),
+                remedy="record the inputs of this model",
+            )
+        inputs[spec.name] = found[spec.name]
+    return inputs
+
+
+def read_inputs(
+    model: DiffusionModel, path: Path, inputs: Mapping[str, RowReader], samples: range
+) -> tuple[dict[str, Tensor], list[UserError]]:
+    """A batch of the model's inputs, in their types.
+
+    Returns:
+        The inputs without damaged samples, and what is wrong with those.
+    """
+    batch = {spec.name: inputs[spec.name].rows(samples.start, samples.stop) for spec in model.inputs}
+    good = torch.ones(len(samples), dtype=torch.bool)
+    errors = []
+    for name, x in batch.items():
+        if not x.is_floating_point():
+            continue
+        finite = x.isfinite().flatten(1).all(1) if x.dim() > 1 else x.isfinite()
+        if name == model.timestep_input:
+            finite &= (x >= 0) & (x < model.timestep_max)
+        for row in (~finite & good).nonzero().flatten().tolist():
+            bad = int((~x[row].isfinite()).sum())
+            errors.append(
+                UserError(
+                    f"'{name}' in {path} is damaged at sample {samples[row]}",
+                    expected="finite numbers" if bad else f"timesteps in [0, {model.timestep_max:g})",
+                    got=f"{bad} of {x[row].numel()} are NaN or Inf" if bad else f"{x[row].item():g}",
+                    remedy="record the inputs again, or leave bad samples out with --skip-bad",
+                )
+            )
+        good &= finite
+    return {spec.name: batch[spec.name][good].to(getattr(torch, spec.dtype)) for spec in model.inputs}, errors

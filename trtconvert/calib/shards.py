@@ -1,0 +1,124 @@
+"""Statistics of finished batches on disk, so that a calibration that was killed goes on where it was.
+
+Rows are kept in one file per batch. Counts of elements, which only add up, are kept in one file per process, which is
+replaced after each batch and names the batches in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from trtconvert.calib.histogram import Histograms
+from trtconvert.calib.observer import Rows
+from trtconvert.files import whole_file
+
+_ROWS, _ELEMENTS = "rows-", "elements-"
+
+
+class Shards(Mapping[str, Rows]):
+    """The rows of each site in all finished batches, in the batches' order. A site is read when it is asked for.
+
+    Args:
+        folder: holds the statistics of one calibration and nothing else; made when something is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        """The files, in order."""
+        return (
+            sorted(p.name for p in self.folder.iterdir() if p.suffix == ".safetensors") if self.folder.is_dir() else []
+        )
+
+    # Rows
+
+    def batches(self) -> set[int]:
+        """Numbers of the batches whose rows are here."""
+        return {int(Path(name).stem.removeprefix(_ROWS)) for name in self.names() if name.startswith(_ROWS)}
+
+    def write(self, batch: int, rows: Mapping[str, Rows], skipped: list[str]) -> None:
+        """Keep the rows of a batch, and what was left out of it."""
+        tensors = {f"{site}/{name}": x for site, seen in rows.items() for name, x in seen.tensors().items()}
+        self._save(f"{_ROWS}{batch:06d}", tensors, {"skipped": json.dumps(skipped)})
+
+    def __getitem__(self, site: str) -> Rows:
+        parts = []
+        for batch in sorted(self.batches()):
+            with safe_open(self._path(f"{_ROWS}{batch:06d}"), framework="pt") as file:
+                if f"{site}/bin" in file.keys():  # noqa: SIM118 (not a dict)
+                    parts.append(Rows(**{f.name: file.get_tensor(f"{site}/{f.name}") for f in fields(Rows)}))
+        if not parts:
+            raise KeyError(site)
+        return Rows.cat(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        sites: dict[str, None] = {}
+        for batch in sorted(self.batches()):
+            with safe_open(self._path(f"{_ROWS}{batch:06d}"), framework="pt") as file:
+                sites |= dict.fromkeys(sorted(key.rpartition("/")[0] for key in file.keys()))  # noqa: SIM118
+        return iter(sites)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def skipped(self) -> list[str]:
+        """What was left out of the batches, in their order."""
+        left_out: list[str] = []
+        for batch in sorted(self.batches()):
+            left_out += json.loads(self._metadata(f"{_ROWS}{batch:06d}")["skipped"])
+        return left_out
+
+    # Counts of elements
+
+    def counted(self) -> set[int]:
+        """Numbers of the batches whose elements are counted here."""
+        return {batch for name in self._element_files() for batch in json.loads(self._metadata(name)["batches"])}
+
+    def write_counts(self, batches: list[int], histograms: Histograms) -> None:
+        """Keep what a process has counted so far, in place of what it had kept before.
+
+        Args:
+            batches: that were counted, in order; no other process has any of them.
+        """
+        tensors = {}
+        for site, counted in histograms.items():
+            for name in ("q", "k", "v"):
+                counts = getattr(counted, name).counts
+                # Magnitudes fill a few of the octaves: the rest is not worth writing. The name keeps where they begin.
+                used = counts.any(0).nonzero().flatten().tolist() or [0]
+                tensors[f"{site}/{name}/{used[0]}"] = counts[:, used[0] : used[-1] + 1].cpu().contiguous()
+        self._save(f"{_ELEMENTS}{batches[0]:06d}", tensors, {"batches": json.dumps(batches)})
+
+    def add_counts(self, into: Histograms) -> None:
+        """Add everything that was counted to histograms of the same sites and shapes."""
+        for stem in self._element_files():
+            with safe_open(self._path(stem), framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    (site, name, start), counts = key.rsplit("/", 2), file.get_tensor(key)
+                    into_counts: Tensor = getattr(into[site], name).counts
+                    into_counts[:, int(start) : int(start) + counts.shape[1]] += counts
+
+    def _element_files(self) -> list[str]:
+        return [Path(name).stem for name in self.names() if name.startswith(_ELEMENTS)]
+
+    # Files
+
+    def _path(self, stem: str) -> Path:
+        return self.folder / f"{stem}.safetensors"
+
+    def _metadata(self, stem: str) -> dict[str, str]:
+        with safe_open(self._path(stem), framework="pt") as file:
+            return file.metadata()
+
+    def _save(self, stem: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        with whole_file(self._path(stem)) as partial:
+            # Written by Python, whose errors say when a disk is full; safetensors' own do not.
+            partial.write_bytes(save(dict(tensors), metadata))
