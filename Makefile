@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): $(COMPILED)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev]'
 	touch $@
 
 demo: $(STAMP)

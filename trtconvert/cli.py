@@ -139,6 +139,54 @@ def run(bundle: Path, output: Path, samples: int, steps: int, solver: str, seed:
 
 
 @main.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--weights", type=click.Path(path_type=Path), help="Weights of the full-precision model, to compare with."
+)
+@click.option("-n", "--samples", type=click.IntRange(10), default=10_000, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=100_000, show_default=True, help="Seed of the first sample.")
+@click.option(
+    "--features",
+    default="digits-classifier",
+    show_default=True,
+    help="digits-classifier, inception, or package.module:function.",
+)
+@click.option("--features-weights", type=click.Path(path_type=Path), help="Weights of the feature extractor.")
+@click.option("--reference", default="digits", show_default=True, help="digits (held out), or a folder of images.")
+@click.option("--lpips-weights", type=click.Path(path_type=Path), help="torchvision's AlexNet weights: adds LPIPS.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Folder of finished shards; in the user's cache by default."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("evaluation.json"), show_default=True)
+def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> None:
+    """Measure the quality of BUNDLE's samples: PSNR, SSIM, FID, KID, IS, precision, recall.
+
+    Goes on where it was when it was killed. Under torchrun, the processes share the work.
+    """
+    from rich.console import Console
+
+    from trtconvert.cache import default_folder
+    from trtconvert.calib.distributed import joined_ranks
+    from trtconvert.evaluate import evaluation
+    from trtconvert.evaluate.table import print_evaluation
+    from trtconvert.files import whole_file
+    from trtconvert.progress import Reporter
+
+    with joined_ranks() as ranks:
+        console = Console(highlight=False, quiet=ranks.rank > 0)
+        found = evaluation.evaluate(
+            bundle, evaluation.Request(**request), work or default_folder() / "evaluate", ranks, Reporter(console)
+        )
+    if found is not None:
+        with whole_file(output) as partial:
+            partial.write_text(found.model_dump_json(indent=1))
+        print_evaluation(console, found)
+        console.print(f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")
+
+
+@main.command()
 def doctor() -> None:
     """Tell what this machine can build and run, and what is missing."""
     from rich.console import Console

@@ -1,0 +1,504 @@
+"""How good a bundle's samples are: against full precision seed by seed, and against a reference set as a whole.
+
+    pairs ──► INT8 and full precision of the same seeds ─┐
+    others ─► full precision of other seeds ─────────────┼─► statistics ─► Evaluation
+    reference ► the images to resemble ──────────────────┘
+
+Each set is made in shards (`shards.py`) that hold features and errors, never images, so that 50,000 samples of any size fit.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from trtconvert import models, runtime
+from trtconvert.attention.sites import SiteCall
+from trtconvert.bundle import Manifest
+from trtconvert.cache import versions
+from trtconvert.calib.data import batches_of
+from trtconvert.calib.distributed import Ranks
+from trtconvert.errors import UserError
+from trtconvert.evaluate import metrics
+from trtconvert.evaluate.features import Extractor, load_extractor
+from trtconvert.evaluate.metrics import Moments
+from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
+from trtconvert.evaluate.shards import ShardSet
+from trtconvert.files import sha256
+from trtconvert.models.base import Denoiser, DiffusionModel, Sampler, intercepted
+from trtconvert.models.identity import identity
+from trtconvert.progress import Reporter
+
+SHARD = 256
+"""Samples per shard: what a kill costs each process at most."""
+
+BATCH = 64
+"""Samples drawn at once, or as many as the bundle takes."""
+
+FIRST_SEED = 100_000
+"""Far from the seeds of calibration, plan and gates, which the scales were chosen on."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate.
+
+    Attributes:
+        weights: of the full-precision model; None leaves out what compares with it.
+        samples, steps, solver, seed: how samples are drawn; sample i has the seed `seed + i`.
+        features, features_weights: see `load_extractor`.
+        reference: see `load_reference`.
+        lpips_weights: AlexNet's weights; None leaves out LPIPS.
+    """
+
+    weights: Path | None = None
+    samples: int = 10_000
+    steps: int = 100
+    solver: Literal["ddim", "heun", "euler"] = "ddim"
+    seed: int = FIRST_SEED
+    features: str = "digits-classifier"
+    features_weights: Path | None = None
+    reference: str = "digits"
+    lpips_weights: Path | None = None
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SetQuality(_Record):
+    """One set of samples against the reference set, over its finite samples. None: not to be had from these features.
+
+    Attributes:
+        nonfinite: samples in whose making a NaN or Inf occurred; no figure contains them.
+        fid, sfid, kid, kid_std, inception_score, inception_score_std, precision, recall: see `metrics`.
+        accuracy: share of samples that the classifier takes for what was asked of the model.
+    """
+
+    nonfinite: int
+    fid: float | None = None
+    sfid: float | None = None
+    kid: float | None = None
+    kid_std: float | None = None
+    inception_score: float | None = None
+    inception_score_std: float | None = None
+    precision: float | None = None
+    recall: float | None = None
+    accuracy: float | None = None
+
+
+class PairedQuality(_Record):
+    """INT8 against full precision of the same seeds, over pairs that are both finite.
+
+    Attributes:
+        psnr: dB over all pixels of all samples; psnr_worst: of the worst sample, seed psnr_worst_seed.
+        ssim, ssim_worst: mean and worst; lpips, lpips_worst: likewise.
+        fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
+        nonfinite_sites: site: samples for which its attention gave a NaN or Inf in full precision.
+    """
+
+    psnr: float
+    psnr_worst: float
+    psnr_worst_seed: int
+    ssim: float
+    ssim_worst: float
+    lpips: float | None
+    lpips_worst: float | None
+    fid_int8: float
+    fid_full: float
+    nonfinite_sites: dict[str, int]
+
+
+class Evaluation(_Record):
+    """What `trtconvert evaluate` found.
+
+    Attributes:
+        created: UTC time; bundle: digest of its manifest; model, weights: as in the manifest.
+        samples, steps, solver, seed: as in the request.
+        features, features_identity, reference, reference_count, reference_identity: what was compared, and how.
+        backend: what ran INT8, in words.
+        int8, full, other: the bundle's samples, those of full precision from the same seeds, and from other seeds. The
+            difference between the last two is the noise of every figure.
+        paired: INT8 against full precision, sample by sample.
+        versions: of the libraries.
+    """
+
+    format: Literal[1] = 1
+    created: str
+    bundle: str
+    model: str
+    weights: str
+    samples: int
+    steps: int
+    solver: str
+    seed: int
+    features: str
+    features_identity: str
+    reference: str
+    reference_count: int
+    reference_identity: str
+    backend: str
+    int8: SetQuality
+    full: SetQuality | None
+    other: SetQuality | None
+    paired: PairedQuality | None
+    versions: dict[str, str]
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """
+    Raises:
+        UserError: not a file that `trtconvert evaluate` wrote.
+    """
+    try:
+        return Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ValidationError) as error:
+        raise UserError(
+            f"{path} is not an evaluation",
+            expected="a JSON file written by `trtconvert evaluate`",
+            got=error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error).splitlines()[0],
+            remedy="evaluate the bundle again",
+        ) from error
+
+
+def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: Reporter) -> Evaluation | None:
+    """Draw what is missing in the work folder, and compare.
+
+    Args:
+        folder: of the bundle.
+        work: folder of the shards.
+    Returns:
+        The evaluation on rank 0, None on the others.
+    Raises:
+        UserError: the bundle, the weights, the extractor or the reference set cannot be used.
+    """
+    bundle = runtime.load(folder)
+    extractor = load_extractor(request.features, request.features_weights)
+    source = full_precision(bundle.manifest, request.weights)
+    drawing = _Drawing(
+        source.sample if source else models.load_sampler(bundle.manifest.recipe.model),
+        min(BATCH, _largest_batch(bundle.manifest)),
+        request,
+    )
+    reference = load_reference(request.reference, drawing.sample_shape(bundle["denoiser"]))
+    pairs = _Pairs(bundle["denoiser"], source, drawing, extractor, request.lpips_weights)
+
+    common = {"steps": request.steps, "solver": request.solver, "features": extractor.identity, "batch": drawing.batch}
+    seeds, other_seeds = request.seed, request.seed + request.samples
+    full_reads = {"weights": bundle.manifest.weights} if source else {}
+    bundle_reads = {"bundle": bundle.manifest.digest, "lpips": _hash_of(request.lpips_weights)}
+    sets = {
+        "pairs": (
+            ShardSet.at(work, "pairs", common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD),
+            pairs.make,
+        ),
+        "reference": (
+            ShardSet.at(
+                work,
+                "reference",
+                {"images": reference.identity, "features": extractor.identity},
+                reference.count,
+                SHARD,
+            ),
+            lambda held: dict(extractor(reference.read(held)).tensors()),
+        ),
+    }
+    if source:
+        other = ShardSet.at(work, "others", common | full_reads | {"seed": other_seeds}, request.samples, SHARD)
+        sets["others"] = (other, pairs.make_others)
+    with report.live():
+        for name, (shards, make) in sets.items():
+            with report.stage(name) as bar:
+                bar.total(len(shards.share(ranks)))
+                shards.make(make, ranks, bar.step)
+        if ranks.rank:
+            return None
+        with report.stage("statistics"):
+            return _compare(bundle, request, extractor, reference, {name: s for name, (s, _) in sets.items()})
+
+
+def full_precision(manifest: Manifest, weights: Path | None) -> DiffusionModel | None:
+    """The model that a bundle was made from, None where its weights are needed and not given.
+
+    Raises:
+        UserError: the weights are another model's.
+    """
+    section = manifest.recipe.model
+    if section.weights is not None and weights is None:
+        return None
+    section = section.model_copy(update={"weights": weights})
+    if (got := identity(section)) != manifest.weights:
+        raise UserError(
+            f"{weights or section.source} is not what the bundle was made from",
+            expected=f"the model {manifest.weights[:12]}…",
+            got=f"{got[:12]}…",
+            remedy="give the weights file of the recipe that built the bundle",
+        )
+    return models.load(section)
+
+
+def _largest_batch(manifest: Manifest) -> int:
+    """Of the denoiser's first input; guidance doubles the batch, so half of what fits is taken."""
+    component = manifest.components["denoiser"]
+    batch = component.inputs[0].shape[0]
+    return max(1, (component.dims[batch][2] if isinstance(batch, str) else batch) // 2)
+
+
+def _hash_of(path: Path | None) -> str:
+    if path is None:
+        return ""
+    return sha256(path) if path.is_file() else str(path)
+
+
+# Drawing --------------------------------------------------------------------------------------------------------------
+
+
+class _FiniteWatch:
+    """A denoiser that remembers for which samples of its batch it ever gave a NaN or Inf."""
+
+    def __init__(self, denoiser: Denoiser, samples: int) -> None:
+        self._denoiser = denoiser
+        self.finite = torch.ones(samples, dtype=torch.bool)
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        output = self._denoiser(*inputs, **named)
+        # With guidance, row i and row i + samples belong to the same sample.
+        self.finite &= output.detach().flatten(1).isfinite().all(1).cpu().view(-1, len(self.finite)).all(0)
+        return output
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    sampler: Sampler
+    batch: int
+    request: Request
+
+    def draw(self, denoiser: Denoiser, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Samples [N, C, H, W] in [0, 1], and which of them came without NaN or Inf, [N]."""
+        images, finite = [], []
+        for part in batches_of(len(seeds), self.batch):
+            here = seeds[part.start : part.stop]
+            watch = _FiniteWatch(denoiser, len(here))
+            images.append(self.sampler(watch, here, steps=self.request.steps, solver=self.request.solver))
+            finite.append(watch.finite)
+        return torch.cat(images), torch.cat(finite)
+
+    def sample_shape(self, denoiser: Denoiser) -> torch.Size:
+        """[C, H, W], from a sample of one step."""
+        return self.sampler(denoiser, [self.request.seed], steps=1, solver="ddim").shape[1:]
+
+
+class _Pairs:
+    """Makes the shards of samples: features, errors and finiteness."""
+
+    def __init__(
+        self,
+        int8: Denoiser,
+        source: DiffusionModel | None,
+        drawing: _Drawing,
+        extractor: Extractor,
+        lpips_weights: Path | None,
+    ) -> None:
+        self._int8, self._source, self._drawing, self._extractor = int8, source, drawing, extractor
+        self._lpips = metrics.load_lpips(lpips_weights) if lpips_weights and source else None
+
+    def make(self, held: range) -> dict[str, Tensor]:
+        """One shard of INT8 samples, and of full-precision samples of the same seeds if the model is there."""
+        first = self._drawing.request.seed
+        seeds = range(first + held.start, first + held.stop)
+        int8, finite = self._drawing.draw(self._int8, seeds)
+        shard = self._seen("int8", int8, finite)
+        if self._source is None:
+            return shard
+        full, finite, broken = self._full(seeds)
+        shard |= self._seen("full", full, finite) | {f"site.{name}": x for name, x in broken.items()}
+        shard["squared_error"] = (int8.double() - full.double()).square().flatten(1).mean(1)
+        shard["ssim"] = metrics.ssim(int8, full)
+        if self._lpips is not None:
+            shard["lpips"] = metrics.lpips(self._lpips, int8, full)
+        return shard
+
+    def make_others(self, held: range) -> dict[str, Tensor]:
+        """One shard of full-precision samples of the seeds after those of the pairs."""
+        first = self._drawing.request.seed + self._drawing.request.samples
+        images, finite, _ = self._full(range(first + held.start, first + held.stop))
+        return self._seen("full", images, finite)
+
+    def _full(self, seeds: range) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Samples, which are finite, and per site for how many calls on a sample its attention was not."""
+        assert self._source is not None
+        broken: dict[str, Tensor] = {}
+
+        def handler(call: SiteCall) -> Tensor:
+            out = call.exact()
+            rows = (~out.flatten(1).isfinite().all(1)).sum()
+            broken[call.name] = broken.get(call.name, torch.zeros((), dtype=torch.int64)) + rows
+            return out
+
+        images, finite = self._drawing.draw(intercepted(self._source, handler), seeds)
+        return images, finite, broken
+
+    def _seen(self, name: str, images: Tensor, finite: Tensor) -> dict[str, Tensor]:
+        features = self._extractor(images.nan_to_num())  # a row that is not finite is never read
+        return {f"{name}.{kind}": x for kind, x in features.tensors().items()} | {f"{name}.finite": finite}
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FeatureSet:
+    """The finite samples of one set.
+
+    Attributes:
+        moments: by kind of features, "pooled" and perhaps "spatial".
+        pooled, logits: [N, D], [N, classes] or None.
+        indices: [N] numbers of the samples; nonfinite: how many were left out.
+    """
+
+    moments: dict[str, Moments]
+    pooled: Tensor
+    logits: Tensor | None
+    indices: Tensor
+    nonfinite: int
+
+
+def _feature_set(shards: ShardSet, prefix: str) -> _FeatureSet:
+    moments: dict[str, Moments] = {}
+    pooled, logits, indices, start = [], [], [], 0
+    for shard in shards.stream():
+        everything = torch.ones(len(shard[prefix + "pooled"]), dtype=torch.bool)
+        keep = shard.get(prefix + "finite", everything)
+        indices.append(start + keep.nonzero()[:, 0])
+        start += len(keep)
+        if not keep.any():
+            continue
+        for kind in ("pooled", "spatial"):
+            if (x := shard.get(prefix + kind)) is not None:
+                here = Moments.of(x[keep])
+                moments[kind] = moments[kind].merge(here) if kind in moments else here
+        pooled.append(shard[prefix + "pooled"][keep])
+        if (x := shard.get(prefix + "logits")) is not None:
+            logits.append(x[keep])
+    kept = torch.cat(indices)
+    if len(kept) <= metrics.NEIGHBOURS:
+        raise UserError(
+            "too few finite samples to compare",
+            expected=f"more than {metrics.NEIGHBOURS}",
+            got=f"{len(kept)} of {start}",
+            remedy="ask for more with --samples; if many are NaN or Inf, `trtconvert inspect` shows the sites' precision",
+        )
+    return _FeatureSet(moments, torch.cat(pooled), torch.cat(logits) if logits else None, kept, start - len(kept))
+
+
+def _quality(got: _FeatureSet, reference: _FeatureSet, accuracy: Callable[[_FeatureSet], float | None]) -> SetQuality:
+    distance = {
+        kind: metrics.frechet_distance(got.moments[kind], reference.moments[kind]) for kind in reference.moments
+    }
+    kid, kid_std = metrics.kernel_distance(got.pooled, reference.pooled)
+    score, score_std = (None, None) if got.logits is None else metrics.inception_score(got.logits)
+    precision, recall = metrics.precision_recall(got.pooled, reference.pooled)
+    return SetQuality(
+        nonfinite=got.nonfinite,
+        fid=distance["pooled"],
+        sfid=distance.get("spatial"),
+        kid=kid,
+        kid_std=kid_std,
+        inception_score=score,
+        inception_score_std=score_std,
+        precision=precision,
+        recall=recall,
+        accuracy=accuracy(got),
+    )
+
+
+def _compare(
+    bundle: runtime.LoadedBundle,
+    request: Request,
+    extractor: Extractor,
+    reference: ReferenceSet,
+    sets: dict[str, ShardSet],
+) -> Evaluation:
+    asked = bundle.manifest.recipe.model.source == models.DIGITS and extractor.name == "digits-classifier"
+
+    def accuracy_from(seed: int) -> Callable[[_FeatureSet], float | None]:
+        def accuracy(got: _FeatureSet) -> float | None:
+            if not asked or got.logits is None:
+                return None
+            return float((got.logits.argmax(1) == (seed + got.indices) % got.logits.shape[1]).double().mean())
+
+        return accuracy
+
+    target = _feature_set(sets["reference"], "")
+    int8 = _feature_set(sets["pairs"], "int8.")
+    same = accuracy_from(request.seed)
+    full = other = paired = None
+    if "others" in sets:
+        full_set, other_set = _feature_set(sets["pairs"], "full."), _feature_set(sets["others"], "full.")
+        full = _quality(full_set, target, same)
+        other = _quality(other_set, target, accuracy_from(request.seed + request.samples))
+        paired = _paired(sets["pairs"], request.seed, int8, full_set, other_set)
+    return Evaluation(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        bundle=bundle.manifest.digest,
+        model=bundle.manifest.model,
+        weights=bundle.manifest.weights,
+        samples=request.samples,
+        steps=request.steps,
+        solver=request.solver,
+        seed=request.seed,
+        features=extractor.name,
+        features_identity=extractor.identity,
+        reference=reference.name,
+        reference_count=reference.count,
+        reference_identity=reference.identity,
+        backend=bundle.backend,
+        int8=_quality(int8, target, same),
+        full=full,
+        other=other,
+        paired=paired,
+        versions=versions(),
+    )
+
+
+def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, other: _FeatureSet) -> PairedQuality:
+    errors, similarity, perceptual, indices, start = [], [], [], [], 0
+    broken: dict[str, int] = {}
+    for shard in pairs.stream():
+        keep = shard["int8.finite"] & shard["full.finite"]
+        indices.append(start + keep.nonzero()[:, 0])
+        start += len(keep)
+        errors.append(shard["squared_error"][keep])
+        similarity.append(shard["ssim"][keep])
+        if "lpips" in shard:
+            perceptual.append(shard["lpips"][keep])
+        for name, x in shard.items():
+            if name.startswith("site."):
+                broken[name.removeprefix("site.")] = broken.get(name.removeprefix("site."), 0) + int(x)
+    error, ssim = torch.cat(errors), torch.cat(similarity)
+    lpips = torch.cat(perceptual) if perceptual else None
+    worst = int(error.argmax())
+    return PairedQuality(
+        psnr=_decibels(error.mean()),
+        psnr_worst=_decibels(error[worst]),
+        psnr_worst_seed=seed + int(torch.cat(indices)[worst]),
+        ssim=float(ssim.mean()),
+        ssim_worst=float(ssim.min()),
+        lpips=None if lpips is None else float(lpips.mean()),
+        lpips_worst=None if lpips is None else float(lpips.max()),
+        fid_int8=metrics.frechet_distance(int8.moments["pooled"], other.moments["pooled"]),
+        fid_full=metrics.frechet_distance(full.moments["pooled"], other.moments["pooled"]),
+        nonfinite_sites=broken,
+    )
+
+
+def _decibels(squared_error: Tensor) -> float:
+    """PSNR of images in [0, 1]; equal images get 120 dB, as in `verify.psnr`."""
+    return float(-10 * squared_error.clamp_min(1e-12).log10())

@@ -1,0 +1,216 @@
+"""Feature extractors: what turns images into the vectors that sets of samples are compared by."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import UserError
+from trtconvert.files import sha256
+
+CLASSIFIER_WEIGHTS = Path("recipes/digits-classifier.safetensors")
+"""Where the shipped classifier's weights are, from the root of a checkout."""
+
+SPATIAL_CHANNELS = 7
+"""Channels of a feature map that sFID takes: the number of its authors."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What an extractor sees in a batch of images.
+
+    Attributes:
+        pooled: [N, D], for FID, KID, precision and recall.
+        logits: [N, classes] for the inception score, or None.
+        spatial: [N, S], a flattened feature map for sFID, or None.
+    """
+
+    pooled: Tensor
+    logits: Tensor | None = None
+    spatial: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors().items():
+            if tensor.dim() != 2:
+                raise UserError(
+                    f"the extractor's {name} features do not fit",
+                    expected="[samples, features]",
+                    got=str(list(tensor.shape)),
+                    remedy="flatten or pool them",
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """A way to see images.
+
+    Attributes:
+        name: as it was asked for.
+        identity: hash of the weights or of the code, which is what features on disk depend on.
+        extract: [N, C, H, W] in [0, 1] → `Features`.
+    """
+
+    name: str
+    identity: str
+    extract: Callable[[Tensor], Features]
+
+    def __call__(self, images: Tensor) -> Features:
+        with torch.no_grad():
+            return self.extract(images)
+
+
+def load_extractor(name: str, weights: Path | None = None) -> Extractor:
+    """
+    Args:
+        name: "digits-classifier", "inception", or "package.module:function". Such a function takes images [N, C, H, W] in
+            [0, 1] and returns pooled features [N, D], or `Features`.
+        weights: of the extractor; the shipped classifier knows its own.
+    Raises:
+        UserError: there is no such extractor, or its weights are missing or unfit.
+    """
+    if name == "digits-classifier":
+        return _digits(weights)
+    if name == "inception":
+        return _inception(weights)
+    if ":" in name:
+        return _from_function(name, weights)
+    raise UserError(
+        f"there is no feature extractor '{name}'",
+        expected="digits-classifier, inception, or package.module:function",
+        got=name,
+        remedy="correct --features",
+    )
+
+
+def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
+    """Tensors by name from a .safetensors file or a checkpoint of torch. No code in the file is executed.
+
+    Args:
+        what: the file should be, in words.
+    Raises:
+        UserError: the file is missing or damaged, or holds something else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+            raise ValueError(f"a {type(state).__name__}")
+        return state
+    # Damaged checkpoints raise whatever the unpickler stumbles over.
+    except Exception as error:
+        got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+        if isinstance(error, SafetensorError):
+            got = f"a damaged file, {error}"
+        raise UserError(
+            f"cannot read the weights {path}",
+            expected=what,
+            got=got if path.exists() else "no such file",
+            remedy="download that file yourself and give its path; nothing is downloaded silently",
+        ) from error
+
+
+def _digits(weights: Path | None) -> Extractor:
+    from trtconvert.evaluate.classifier import load_digits_classifier
+
+    path = weights or Path(__file__).parents[2] / CLASSIFIER_WEIGHTS
+    classifier = load_digits_classifier(path)
+    convolutions = classifier.body[:5]
+
+    def extract(images: Tensor) -> Features:
+        spatial = convolutions(images)[:, :SPATIAL_CHANNELS]  # [N, 7, 4, 4]
+        pooled = classifier.features(images)
+        return Features(pooled, classifier.head(pooled), spatial.flatten(1))
+
+    return Extractor("digits-classifier", sha256(path), extract)
+
+
+def _inception(weights: Path | None) -> Extractor:
+    """FID's InceptionV3 as torch-fidelity has it, with the layers that IS and sFID take."""
+    from trtconvert.evaluate.metrics import require
+
+    what = "torch-fidelity's InceptionV3 weights (pt_inception or weights-inception-2015-12-05-6726825d.pth)"
+    if weights is None:
+        raise UserError(
+            "the inception features need weights",
+            expected=what,
+            got="none",
+            remedy="download the file and give its path with --features-weights; nothing is downloaded silently",
+        )
+    module = require("torch_fidelity.feature_extractor_inceptionv3", "torch-fidelity")
+    state = load_state(weights, what)
+    with tempfile.TemporaryDirectory() as folder:
+        # The class unpickles its file without restraint, so it is given one that was written here.
+        safe = Path(folder) / "inception.pth"
+        torch.save(dict(state), safe)
+        try:
+            network = module.FeatureExtractorInceptionV3(
+                "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=safe
+            )
+        except RuntimeError as error:
+            raise UserError(
+                f"{weights} does not fit InceptionV3",
+                expected=what,
+                got=str(error).splitlines()[-1].strip(),
+                remedy="take the file that torch-fidelity uses",
+            ) from error
+    maps: list[Tensor] = []
+    # Nash et al. 2021 (arXiv 2103.03841) take the first channels of "mixed_6/conv", the branch that comes first here.
+    network.Mixed_6d.register_forward_hook(lambda *call: maps.append(call[2][:, :SPATIAL_CHANNELS].flatten(1)))
+
+    def extract(images: Tensor) -> Features:
+        maps.clear()
+        pooled, logits = network((images.expand(-1, 3, -1, -1) * 255).round().byte())
+        return Features(pooled, logits, maps[0])
+
+    return Extractor("inception", sha256(weights), extract)
+
+
+def _from_function(name: str, weights: Path | None) -> Extractor:
+    module, _, function = name.partition(":")
+    # What the user's own code raises, whatever it is, is no fault of this package.
+    try:
+        extract: Any = getattr(importlib.import_module(module), function)
+        source = inspect.getsourcefile(extract)
+    except Exception as error:
+        raise UserError(
+            f"the feature extractor '{name}' cannot be imported",
+            expected="an importable module with that function",
+            got=f"{type(error).__name__}: {error}",
+            remedy="install the module, or set PYTHONPATH to the folder that holds it",
+        ) from error
+    if weights is not None:
+        raise UserError(
+            f"the feature extractor '{name}' loads its own weights",
+            expected="no --features-weights",
+            got=str(weights),
+            remedy="leave the option out",
+        )
+
+    def checked(images: Tensor) -> Features:
+        seen = extract(images)
+        if isinstance(seen, Tensor):
+            seen = Features(seen)
+        if not isinstance(seen, Features) or len(seen.pooled) != len(images):
+            raise UserError(
+                f"the feature extractor '{name}' returns something else",
+                expected=f"a tensor [{len(images)}, features] or trtconvert.evaluate.features.Features",
+                got=str(list(seen.pooled.shape)) if isinstance(seen, Features) else type(seen).__name__,
+                remedy="correct the function",
+            )
+        return seen
+
+    return Extractor(name, sha256(Path(source)) if source else name, checked)

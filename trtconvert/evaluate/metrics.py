@@ -1,0 +1,212 @@
+"""Quality of samples, from statistics that shards of them leave: merged in the order of the shards, in float64.
+
+What compares two sets sees features only, [N, D] from any extractor. The distances themselves are torch-fidelity's, which
+are checked against the original TensorFlow ones; streaming the moments that they need is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trtconvert.errors import UserError
+
+if TYPE_CHECKING:
+    from lpips import LPIPS
+
+NEIGHBOURS = 3
+"""k of the nearest-neighbour balls of precision and recall, as their authors use it."""
+
+KID_SUBSET = 1000
+"""Samples per subset of the kernel distance, or all of the smaller set: the convention of its authors."""
+
+SSIM_SIGMA, SSIM_SIGMA_SMALL = 1.5, 0.5
+"""Standard deviation in pixels of SSIM's window: the paper's (11 pixels wide), and one (5 wide) for images under 16 pixels."""
+
+LPIPS_SIDE = 64
+"""Images smaller than this many pixels are enlarged: AlexNet's strides leave nothing of them otherwise."""
+
+REMEDY = "pip install 'trtconvert[evaluate]'"
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and scatter of a set of features.
+
+    Attributes:
+        count: N.
+        mean: [D] float64.
+        scatter: [D, D] float64, the sum of outer products of deviations from the mean.
+    """
+
+    count: int
+    mean: Tensor
+    scatter: Tensor
+
+    @staticmethod
+    def of(features: Tensor) -> Moments:
+        """features: [N, D], N at least 1."""
+        features = features.double()
+        mean = features.mean(0)
+        deviation = features - mean
+        return Moments(len(features), mean, deviation.T @ deviation)
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets together (Chan, Golub and LeVeque 1979, equation 2.1, for matrices)."""
+        count = self.count + other.count
+        step = other.mean - self.mean
+        scatter = self.scatter + other.scatter + step.outer(step) * (self.count * other.count / count)
+        return Moments(count, self.mean + step * (other.count / count), scatter)
+
+    def covariance(self) -> Tensor:
+        """[D, D] with N - 1 in the denominator, as FID's authors take it."""
+        return self.scatter / (self.count - 1)
+
+
+def merged(moments: Iterable[Moments]) -> Moments:
+    """All sets together, merged from the first to the last: the same order gives the same bits."""
+    rest = iter(moments)
+    total = next(rest)
+    for one in rest:
+        total = total.merge(one)
+    return total
+
+
+def frechet_distance(one: Moments, other: Moments) -> float:
+    """FID with Inception's features, sFID with its spatial ones (Heusel et al. 2017, arXiv 1706.08500, equation 6)."""
+    fid = _fidelity("metric_fid")
+    statistics = [{"mu": m.mean.numpy(), "sigma": m.covariance().numpy()} for m in (one, other)]
+    return fid.fid_statistics_to_metric(*statistics, verbose=False)[fid.KEY_METRIC_FID]
+
+
+def kernel_distance(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """KID (Bińkowski et al. 2018, arXiv 1801.01401, section 4): unbiased, so it may be below 0.
+
+    Args:
+        one, other: features [N, D] and [M, D].
+    Returns:
+        Mean and standard deviation over 100 random subsets.
+    """
+    kid = _fidelity("metric_kid")
+    size = min(KID_SUBSET, len(one), len(other))
+    result = kid.kid_features_to_metric(one.double(), other.double(), kid_subset_size=size, verbose=False)
+    return float(result[kid.KEY_METRIC_KID_MEAN]), float(result[kid.KEY_METRIC_KID_STD])
+
+
+def inception_score(logits: Tensor) -> tuple[float, float]:
+    """IS (Salimans et al. 2016, arXiv 1606.03498, section 4), in ten splits of the shuffled set; fewer below ten samples.
+
+    Args:
+        logits: [N, classes] of whichever classifier gave them.
+    Returns:
+        Mean and standard deviation over the splits.
+    """
+    isc = _fidelity("metric_isc")
+    result = isc.isc_features_to_metric(logits, splits=min(10, len(logits)))
+    return result[isc.KEY_METRIC_ISC_MEAN], result[isc.KEY_METRIC_ISC_STD]
+
+
+def precision_recall(generated: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991, equations 1 and 2).
+
+    Args:
+        generated, reference: features [N, D] and [M, D], more than `NEIGHBOURS` of each.
+    """
+    prc = _fidelity("metric_prc")
+    result = prc.prc_features_to_metric(
+        generated.double(),
+        reference.double(),
+        prc_neighborhood=NEIGHBOURS,
+        prc_batch_size=1000,  # [1000, N] distances at a time instead of [N, N]
+        save_cpu_ram=True,
+        verbose=False,
+    )
+    return result[prc.KEY_METRIC_PRECISION], result[prc.KEY_METRIC_RECALL]
+
+
+def ssim(images: Tensor, expected: Tensor) -> Tensor:
+    """Structural similarity (Wang et al. 2004, equation 13) of images in [0, 1]. [N, C, H, W] twice → [N].
+
+    Raises:
+        UserError: the images are smaller than its smallest window.
+    """
+    functional = require("torchmetrics.functional.image", "torchmetrics")
+    side = min(images.shape[-2:])
+    if side < 5:
+        raise UserError(
+            "SSIM cannot be computed on these images",
+            expected="at least 5 × 5 pixels, the smallest window",
+            got=" × ".join(map(str, images.shape[-2:])),
+            remedy="evaluate larger samples",
+        )
+    sigma = SSIM_SIGMA if side >= 16 else SSIM_SIGMA_SMALL
+    values = functional.structural_similarity_index_measure(
+        images.double(), expected.double(), sigma=sigma, data_range=1.0, reduction="none"
+    )
+    return values.reshape(len(images))
+
+
+def load_lpips(path: Path) -> LPIPS:
+    """The LPIPS network over AlexNet (Zhang et al. 2018, arXiv 1801.03924); its linear layers come with the package.
+
+    Args:
+        path: torchvision's ImageNet weights of AlexNet. Nothing is downloaded; no code in the file is executed.
+    Raises:
+        UserError: the file is missing or is not AlexNet's, or the package is not installed.
+    """
+    from trtconvert.evaluate.features import load_state
+
+    package = require("lpips", "lpips")
+    state = load_state(path, "torchvision's AlexNet weights (alexnet-owt-7be5be79.pth)")
+    network = package.LPIPS(net="alex", pnet_rand=True, verbose=False)
+    wanted = network.net.state_dict()
+    # slice2.3.weight of the package is features.3.weight of torchvision.
+    taken = {name: state.get("features." + name.partition(".")[2]) for name in wanted}
+    unfit = [name for name, tensor in taken.items() if tensor is None or tensor.shape != wanted[name].shape]
+    if unfit:
+        raise UserError(
+            f"{path} does not hold AlexNet's weights",
+            expected=f"a tensor features.{unfit[0].partition('.')[2]} {list(wanted[unfit[0]].shape)}",
+            got=", ".join(list(state)[:3]) or "an empty file",
+            remedy="give the file that torchvision.models.alexnet takes",
+        )
+    network.net.load_state_dict(taken)
+    return network.eval().requires_grad_(False)
+
+
+def lpips(network: LPIPS, images: Tensor, expected: Tensor) -> Tensor:
+    """Perceptual distance of images in [0, 1]. [N, C, H, W] twice, C 1 or 3 → [N]."""
+
+    def prepared(x: Tensor) -> Tensor:
+        x = x.float().expand(-1, 3, -1, -1)
+        side = min(x.shape[-2:])
+        return x if side >= LPIPS_SIDE else F.interpolate(x, scale_factor=LPIPS_SIDE / side, mode="bilinear")
+
+    with torch.no_grad():
+        return network(prepared(images), prepared(expected), normalize=True).reshape(len(images)).double()
+
+
+def require(module: str, package: str) -> Any:
+    """An imported module of an optional package.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"this metric needs {package}", expected=f"the package {package}", got=str(error), remedy=REMEDY
+        ) from error
+
+
+def _fidelity(module: str) -> Any:
+    return require(f"torch_fidelity.{module}", "torch-fidelity")

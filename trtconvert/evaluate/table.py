@@ -1,0 +1,126 @@
+"""An evaluation as rows for people: what the terminal, the report and the benchmark show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from trtconvert.evaluate.evaluation import Evaluation, SetQuality
+
+FIGURES = (
+    ("fid", "FID", "lower is better", ".3f"),
+    ("sfid", "sFID", "lower is better", ".3f"),
+    ("kid", "KID", "lower is better", ".5f"),
+    ("inception_score", "IS", "higher is better", ".3f"),
+    ("precision", "precision", "higher is better", ".4f"),
+    ("recall", "recall", "higher is better", ".4f"),
+    ("accuracy", "classifier accuracy", "higher is better", ".4f"),
+)
+"""Field of `SetQuality`, its name for people, its direction and its format."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the three sets, as text; "" where it is not to be had.
+
+    Attributes:
+        noise: what full precision differs from itself, with other seeds; difference: what INT8 differs from full precision.
+        within: whether the difference is at most the noise; None without a full-precision run.
+    """
+
+    name: str
+    direction: str
+    int8: str
+    full: str = ""
+    other: str = ""
+    difference: str = ""
+    noise: str = ""
+    within: bool | None = None
+
+
+def rows(evaluation: Evaluation) -> list[Row]:
+    """The figures that this evaluation has."""
+    return [
+        row
+        for field, *words in FIGURES
+        if (row := _row(field, *words, evaluation.int8, evaluation.full, evaluation.other))
+    ]
+
+
+def _row(
+    field: str,
+    name: str,
+    direction: str,
+    form: str,
+    int8: SetQuality,
+    full: SetQuality | None,
+    other: SetQuality | None,
+) -> Row | None:
+    got = getattr(int8, field)
+    if got is None:
+        return None
+    if full is None or other is None:
+        return Row(name, direction, format(got, form))
+    same, apart = getattr(full, field), getattr(other, field)
+    signed = "+" + form
+    return Row(
+        name,
+        direction,
+        format(got, form),
+        format(same, form),
+        format(apart, form),
+        format(got - same, signed),
+        format(abs(same - apart), form),
+        abs(got - same) <= abs(same - apart),
+    )
+
+
+def paired_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """INT8 against full precision of the same seeds."""
+    paired = evaluation.paired
+    if paired is None:
+        return []
+    found = [
+        ("PSNR", f"{paired.psnr:.2f} dB; worst {paired.psnr_worst:.2f} dB, seed {paired.psnr_worst_seed}"),
+        ("SSIM", f"{paired.ssim:.5f}; worst {paired.ssim_worst:.5f}"),
+    ]
+    if paired.lpips is not None:
+        found.append(("LPIPS", f"{paired.lpips:.5f}; worst {paired.lpips_worst:.5f}"))
+    found.append(
+        (
+            "FID to other seeds",
+            f"{paired.fid_int8:.4f} for INT8, {paired.fid_full:.4f} for full precision",
+        )
+    )
+    return found
+
+
+def watch_line(evaluation: Evaluation) -> str:
+    """What the watch for NaN and Inf saw."""
+    sets = (("INT8", evaluation.int8), ("full precision", evaluation.full), ("other seeds", evaluation.other))
+    seen = [f"{quality.nonfinite} of {evaluation.samples} samples, {name}" for name, quality in sets if quality]
+    sites = evaluation.paired.nonfinite_sites if evaluation.paired else {}
+    broken = [f"{site} {count}" for site, count in sites.items() if count]
+    return "; ".join(seen) + (f"; sites in full precision: {', '.join(broken)}" if broken else "")
+
+
+def print_evaluation(console: Console, evaluation: Evaluation) -> None:
+    """The tables at the end of `trtconvert evaluate`."""
+    drawn = f"{evaluation.samples} samples, {evaluation.solver} {evaluation.steps} steps"
+    against = f"{evaluation.reference} ({evaluation.reference_count} images), features {evaluation.features}"
+    table = Table(title=f"{evaluation.model}: {drawn}; against {against}", title_justify="left", pad_edge=False)
+    compared = evaluation.full is not None
+    for heading in ("", "INT8", *(("full precision", "other seeds", "difference", "noise") if compared else ())):
+        table.add_column(heading, justify="right" if heading else "left", style="" if heading else "bold")
+    for row in rows(evaluation):
+        beyond = "" if row.within or row.within is None else " *"
+        cells = (row.int8, row.full, row.other, row.difference + beyond, row.noise) if compared else (row.int8,)
+        table.add_row(row.name, *cells)
+    console.print(table)
+    if compared:
+        console.print("noise: full precision against itself with other seeds; * a difference beyond it")
+    for name, value in paired_rows(evaluation):
+        console.print(f"{name}: {value}")
+    console.print(f"NaN or Inf: {watch_line(evaluation)}")
