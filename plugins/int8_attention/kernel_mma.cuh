@@ -39,21 +39,33 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kRows = kWarps * kRowsPerWarp;
 static_assert(kRows == kQueryBlock);  // a thread block takes one Q image
 
-// Small thread blocks, several to a multiprocessor: while one waits at its barrier, the others compute. On an H200, three of
-// these are 10 to 30 % faster at D 64 and 128 than one or two of 8 warps, although 168 registers spill a few values.
+// Shared memory of a multiprocessor, and what the system takes of it for each thread block.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kSharedPerSm = 100 * 1024;
+#else
+constexpr int kSharedPerSm = 164 * 1024;
+#endif
+constexpr int kSharedPerBlock = 1024;
+constexpr int kSharedLimit = 99 * 1024;  // of one thread block, on the smallest of these architectures
+
 template <int kDimQk, int kDimPv>
 struct Config {
-  static constexpr int kBlocksPerSm = kDimPv <= 128 ? 3 : 2;
   // Images in flight and in use.
   static constexpr int kSlots = kDimPv <= 64 ? 3 : 2;
   // An INT8 image of 128 keys and a 16-bit image of 64 keys have the same size.
   static constexpr int kImageBytes = kKeyTile * (kDimQk > kDimPv ? kDimQk : kDimPv);
   static constexpr int kSlotBytes = kImageBytes + kScaleBytes;
-  // INT8 queries stay in shared memory where the registers of kBlocksPerSm thread blocks do not hold them.
+  // INT8 queries stay in shared memory where the registers of three thread blocks do not hold them.
   static constexpr bool kQueriesInShared = kDimPv >= 80 && kDimPv <= 128;
   static constexpr int kQueryBytes = kQueriesInShared ? kQueryBlock * kDimQk : 0;
   static constexpr int kSharedBytes = kSlots * kSlotBytes + kQueryBytes;
-  static_assert(kSharedBytes <= 99 * 1024);  // what sm_86, sm_89 and sm_120 give one thread block
+  static_assert(kSharedBytes <= kSharedLimit);
+
+  // Small thread blocks, several to a multiprocessor: while one waits at its barrier, the others compute. On an H200, three
+  // of these are 10 to 30 % faster at D 64 and 128 than one or two of 8 warps, although 168 registers spill a few values.
+  static constexpr int kWantedBlocks = kDimPv <= 128 ? 3 : 2;
+  static constexpr int kFittingBlocks = kSharedPerSm / (kSharedBytes + kSharedPerBlock);
+  static constexpr int kBlocksPerSm = kFittingBlocks < kWantedBlocks ? kFittingBlocks : kWantedBlocks;
 };
 
 // ---- PTX ----
