@@ -246,7 +246,7 @@ def _run_cuda(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = _heads_first(q, layout), _heads_first(k, layout)
     # Held until the launch is enqueued. After that the caching allocator keeps their memory for this stream's later work.
-    tables = [x.contiguous().float() for x in (timestep, q_scale, k_scale, v_scale, k_offset, v_offset)]
+    tables = [_table(x) for x in (timestep, q_scale, k_scale, v_scale, k_offset, v_offset)]
     modes = modes.contiguous().int()
     params = _Params(
         struct_size=ctypes.sizeof(_Params),
@@ -323,6 +323,12 @@ def _aligned(x: Tensor) -> Tensor:
     """x itself where its rows start at multiples of 16 bytes, as the kernels load them, a copy elsewhere."""
     rows_aligned = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return x if rows_aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _table(x: Tensor) -> Tensor:
+    """x as contiguous FP32 that starts at a multiple of 16 bytes."""
+    x = x.contiguous().float()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _check(
