@@ -6,9 +6,9 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,10 +17,25 @@ from trtconvert.errors import TrtconvertError, UserError
 
 if TYPE_CHECKING:
     from trtconvert.cache import Cache
+    from trtconvert.recipe import Recipe
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asked the program to stop. A class of its own: after a plain KeyboardInterrupt that crossed code which a
+    library compiles as it is imported, Python ends by SIGINT, whatever exit code was asked for."""
 
 
 class _Commands(click.Group):
-    """Turns every failure into a message and an exit code: 2 for the user's mistakes, 1 for what went wrong here."""
+    """Turns every failure into a message and an exit code: 2 for the user's mistakes, 1 for what went wrong here, and for
+    what a signal stopped 128 and its number.
+    """
+
+    stopped_by: int | None = None
+
+    def stop(self, number: int, _frame: object) -> None:
+        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go."""
+        self.stopped_by = number
+        raise _Stopped
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -30,20 +45,24 @@ class _Commands(click.Group):
         except BrokenPipeError:
             raise  # the reader of a pipe has left; click ends quietly
         except KeyboardInterrupt:
-            click.echo("interrupted; finished stages stay in the cache, nothing half-written is left", err=True)
-            sys.exit(130)
-        except TrtconvertError as error:
-            if ctx.params["debug"]:
-                traceback.print_exc()
-            click.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_code)
+            self._end_stopped()
         except Exception as error:
+            if self.stopped_by is not None:
+                # A library that was being imported made an error of its own of the interrupt.
+                self._end_stopped()
             if ctx.params["debug"]:
                 traceback.print_exc()
+            if isinstance(error, TrtconvertError):
+                click.echo(f"error: {error}", err=True)
+                sys.exit(error.exit_code)
             text = str(error).strip().splitlines()
             click.echo(f"internal error: {type(error).__name__}: {text[0] if text else 'no message'}", err=True)
             click.echo("  remedy: this is a fault of trtconvert; please report it with the output of --debug", err=True)
             sys.exit(1)
+
+    def _end_stopped(self) -> NoReturn:
+        click.echo("interrupted; finished stages stay in the cache, nothing half-written is left", err=True)
+        sys.exit(128 + (self.stopped_by or signal.SIGINT))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,8 +70,8 @@ class _Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:
     """Turn diffusion models into TensorRT engines with INT8 attention that follows the denoising timestep."""
-    # Leave by the way of an exception, so that temporary folders go.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, main.stop)
 
 
 @main.command()
@@ -86,6 +105,21 @@ def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
             yield Cache(Path(name))
     else:
         yield Cache(folder or default_folder())
+
+
+@main.command("compile")
+@click.argument("bundle", type=click.Path(path_type=Path))
+def compile_command(bundle: Path) -> None:
+    """Build the TensorRT engine of this machine's GPU into BUNDLE, with no model code and no calibration."""
+    from rich.console import Console
+
+    from trtconvert import summary
+    from trtconvert.compile import compile_bundle
+    from trtconvert.progress import Reporter
+
+    report = Reporter(Console(highlight=False))
+    manifest = compile_bundle(bundle, report)
+    summary.print_manifest(report.console, manifest, bundle)
 
 
 @main.command()
@@ -184,6 +218,98 @@ def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> N
             partial.write_text(found.model_dump_json(indent=1))
         print_evaluation(console, found)
         console.print(f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")
+
+
+def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of the commands that override a recipe's calibration data."""
+    options = (
+        click.argument("recipe", type=click.Path(path_type=Path)),
+        click.option("--data", help="Instead of the recipe's calibration.data; see `trtconvert schema`."),
+        click.option("-n", "--samples", type=click.IntRange(1), help="Instead of the recipe's calibration.samples."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
+    """The recipe, with the calibration data of the command line."""
+    from pydantic import ValidationError
+
+    from trtconvert.recipe import CalibrationSection, load_recipe
+
+    recipe = load_recipe(path)
+    given = {"data": data, "samples": samples}
+    changed = recipe.calibration.model_dump() | {name: value for name, value in given.items() if value is not None}
+    try:
+        section = CalibrationSection.model_validate(changed)
+    except ValidationError as error:
+        raise UserError(
+            "the recipe and the command line do not fit together",
+            expected=error.errors()[0]["msg"].removeprefix("Value error, "),
+            got=", ".join(f"--{name} {value}" for name, value in given.items() if value is not None),
+            remedy="change the recipe's calibration section or leave the option out",
+        ) from error
+    return recipe.model_copy(update={"calibration": section})
+
+
+@main.command()
+@_calibration_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("calibration.safetensors"), show_default=True)
+@click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder for finished batches until the end.")
+@click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
+def calibrate(
+    recipe: Path, data: str | None, samples: int | None, output: Path, cache_folder: Path | None, skip_bad: bool
+) -> None:
+    """Calibrate the model of RECIPE and write its scales, for `calibration: {from: FILE}` in recipes.
+
+    Goes on where it was when it was killed. Under torchrun, the processes share the work.
+    """
+    from rich.console import Console
+
+    from trtconvert.cache import Cache, default_folder
+    from trtconvert.calib.command import calibrate_recipe, summary
+    from trtconvert.calib.distributed import joined_ranks
+    from trtconvert.progress import Reporter
+
+    chosen, cache = _with_data(recipe, data, samples), Cache(cache_folder or default_folder())
+    with joined_ranks() as ranks:
+        report = Reporter(Console(highlight=False, quiet=ranks.rank > 0))
+        made = calibrate_recipe(chosen, output, cache, ranks, report, skip_bad=skip_bad)
+    if ranks.rank == 0:
+        click.echo("\n".join([*summary(made), f"written to {output}"]))
+
+
+@main.command()
+@_calibration_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("inputs.safetensors"), show_default=True)
+@click.option("--per-run", type=click.IntRange(1), default=4, show_default=True, help="Steps recorded of each run.")
+def record(recipe: Path, data: str | None, samples: int | None, output: Path, per_run: int) -> None:
+    """Record denoiser inputs of RECIPE's model at stratified timesteps, with the step before each.
+
+    The file serves as calibration data.
+    """
+    from rich.console import Console
+
+    from trtconvert import models
+    from trtconvert.calib import record as recording
+    from trtconvert.files import whole_file
+    from trtconvert.models.identity import identity
+    from trtconvert.progress import Reporter
+
+    chosen = _with_data(recipe, data, samples)
+    if output.suffix != ".safetensors":
+        raise UserError(
+            f"inputs are not written as '{output.name}'",
+            expected="a file that ends in .safetensors",
+            got=output.suffix or "no ending",
+            remedy="give another file with -o",
+        )
+    report = Reporter(Console(highlight=False))
+    with whole_file(output) as partial, report.live(), report.stage("record") as bar:
+        model = models.load(chosen.model)
+        rows = recording.record(model, chosen.calibration, per_run, identity(chosen.model), partial, bar)
+    click.echo(f"{rows} inputs of {model.name} written to {output}")
 
 
 @main.command()
