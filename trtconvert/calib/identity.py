@@ -50,7 +50,7 @@ def data_kind(data: str | Path) -> Kind:
         f"cannot read the calibration data {data}",
         expected="denoise, package.module:function, a folder of images, a folder that datasets.save_to_disk wrote, prompts "
         f"({', '.join(PROMPT_SUFFIXES)}) or recorded inputs ({', '.join(INPUT_SUFFIXES)})",
-        got=f"a file that ends in '{data.suffix}'" if data.exists() else "no such file or folder",
+        got=f"a file that ends in '{data.suffix}'" if data.exists() else "No such file or folder",
         remedy="correct calibration.data in the recipe, or --data",
     )
 

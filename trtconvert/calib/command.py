@@ -1,0 +1,87 @@
+"""`trtconvert calibrate`: from a recipe to a calibration file, on one process or on those of torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from pathlib import Path
+
+from trtconvert import models
+from trtconvert.cache import Cache
+from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.distributed import Ranks
+from trtconvert.calib.identity import calibration_reads, observations_folder
+from trtconvert.calib.shards import Shards
+from trtconvert.errors import UserError
+from trtconvert.files import whole_file
+from trtconvert.models.identity import identity
+from trtconvert.progress import Reporter
+from trtconvert.recipe import Recipe
+
+
+def calibrate_recipe(
+    recipe: Recipe, output: Path, cache: Cache, ranks: Ranks, report: Reporter, *, skip_bad: bool
+) -> Calibration:
+    """Calibrate as a recipe says; rank 0 writes the file. A run that ends early says how to go on.
+
+    Raises:
+        UserError: see `calibrate`; or the recipe takes a calibration from a file.
+        RankLost: another process has ended.
+    """
+    section = recipe.calibration
+    if section.from_ is not None:
+        raise UserError(
+            "there is nothing to calibrate",
+            expected="a recipe without calibration.from",
+            got=f"one that takes {section.from_}",
+            remedy="remove calibration.from from the recipe",
+        )
+    weights = identity(recipe.model)
+    work = observations_folder(cache, calibration_reads(recipe, weights))
+    # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
+    target = whole_file(output) if ranks.rank == 0 else contextlib.nullcontext()
+    with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
+        model = models.load(recipe.model)
+        chosen, _ = sites_to_convert(model, recipe.attention)
+        made = calibrate(model, section, weights, chosen, work, bar, ranks, skip_bad=skip_bad)
+        if partial is not None:
+            made.save(partial)
+    ranks.gather(None)  # rank 0 has written
+    shutil.rmtree(work, ignore_errors=True)
+    return made
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(work: Path, ranks: Ranks):
+    try:
+        yield
+    except BaseException:  # a signal as well: SystemExit and KeyboardInterrupt
+        kept = Shards(work)
+        finished, counted = len(kept.batches()), len(kept.counted())
+        if finished:
+            of = f"{finished} batches" + (f" ({counted} of them counted)" if counted else "")
+            print(
+                f"rank {ranks.rank}: {of} finished and kept in {work}; the same command goes on there", file=sys.stderr
+            )
+        raise
+
+
+def summary(made: Calibration) -> list[str]:
+    """What was calibrated, in lines for people."""
+    p = made.provenance
+    lines = [
+        f"{len(made.tables)} sites of {p.model}, {p.bins} timestep bins, statistic {p.statistic}",
+        f"{sum(p.observed)} denoiser calls observed; per bin: {', '.join(map(str, p.observed))}",
+    ]
+    if made.outliers:
+        worst = max(
+            (float(share.max()), site, name[0])
+            for site, shares in made.outliers.items()
+            for name, share in shares.items()
+        )
+        lines.append(f"clipped elements: at most {worst[0]:.3%} of a head, in {worst[2]} of {worst[1]}")
+    if p.skipped:
+        lines += [f"{len(p.skipped)} bad samples left out:", *(f"  {bad}" for bad in p.skipped)]
+    return lines
