@@ -16,7 +16,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.errors import UserError
 from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, Variant, function_body
-from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
+from trtconvert.export.lowering import fold_transposes, lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import intercepted
@@ -162,6 +162,42 @@ def test_a_model_without_our_node_is_refused(lower):
     with pytest.raises(UserError, match="holds no trtconvert::Int8Attention node") as raised:
         lower(ir.from_proto(helper.make_model(graph)))
     assert raised.value.got == "1 other nodes"
+
+
+@pytest.mark.parametrize("output_use", ["transposed", "direct", "both"])
+def test_transposes_fold_into_the_layout(output_use):
+    """q, k and v transposed to heads first, as models do; what the graph computes stays the same."""
+    feeds, expected = case(Variant())
+    names = ("q", "k", "v")
+    inputs = {n: np.ascontiguousarray(x.transpose(0, 2, 1, 3)) if n in names else x for n, x in feeds.items()}
+    model = node_model(Variant(), inputs)
+    graph = model.graph
+    (node,) = attention_nodes(model).values()
+    for index in range(3):
+        transpose = ir.node("Transpose", [graph.inputs[index]], {"perm": [0, 2, 1, 3]})
+        graph.insert_before(node, transpose)
+        node.replace_input_with(index, transpose.outputs[0])
+    out = node.outputs[0]
+    out.shape = None
+    outputs = [out] if output_use != "transposed" else []
+    if output_use != "direct":
+        back = ir.node("Transpose", [out], {"perm": [0, 2, 1, 3]})
+        back.outputs[0].name, back.outputs[0].type = "tokens_first", out.type
+        graph.append(back)
+        outputs.append(back.outputs[0])
+    graph.outputs[:] = outputs
+    names_before = [value.name for value in outputs]
+
+    assert fold_transposes(model) == 1
+    assert node.attributes["layout"].as_string() == "BNHD"
+    left = sum(n.op_type == "Transpose" for n in graph)
+    assert left == (0 if output_use == "transposed" else 1)
+    assert fold_transposes(model) == 0
+    lower_to_function(model)
+    results = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, inputs)
+    for name, result in zip(names_before, results, strict=True):
+        wanted = expected.transpose(1, 2) if name == "tokens_first" else expected
+        assert error(torch.from_numpy(result)[:4], wanted[:4]) < tolerances.SAME_ARITHMETIC
 
 
 def test_variants_share_the_op_and_differ_in_the_overload():

@@ -135,4 +135,4 @@ def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
     path = tmp_path / "bfloat16.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), path)
     with pytest.raises(BackendUnavailable, match=r"(?s)cannot run bfloat16\.onnx.*got: .*MatMul.*remedy: "):
-        OnnxRuntimeDenoiser(path, loaded["denoiser"].component)
+        OnnxRuntimeDenoiser(path, loaded.manifest.components["denoiser"])

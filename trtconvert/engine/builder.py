@@ -45,7 +45,7 @@ def build_plan(
         TrtconvertError: the parser or the builder refuses; the message carries what the library logged last.
         KeyboardInterrupt: Ctrl-C while building, after the builder has let go.
     """
-    log = _log(trt)
+    log = make_log(trt)
     builder = trt.Builder(log)
     # From TensorRT 11 and in TensorRT-RTX every network is strongly typed and the flag is gone.
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
@@ -83,7 +83,9 @@ def build_plan(
     return bytes(plan)
 
 
-def _log(trt: Any) -> Any:
+def make_log(trt: Any) -> Any:
+    """A logger of the library that keeps its errors; `last()` gives the latest ones."""
+
     class Log(trt.ILogger):
         """Keeps errors for the message to the user instead of printing them."""
 

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,26 @@ def device_architecture() -> str | None:
     return f"sm{major.value}{minor.value}"
 
 
+def bindings() -> Any:
+    """TensorRT's Python module.
+
+    Raises:
+        BackendUnavailable: see `status`.
+    """
+    state = status()
+    if not state.available:
+        raise BackendUnavailable("TensorRT cannot be used here", got=state.detail, remedy=state.remedy)
+    return importlib.import_module(next(name for name in _PACKAGES if importlib.util.find_spec(name)))
+
+
 def load() -> Any:
-    """The bindings' module, with our plugin registered.
+    """TensorRT's Python module, with our plugin registered, for building. Plans carry the plugin library themselves.
 
     Raises:
         BackendUnavailable: see `status`.
         TrtconvertError: the plugin library is there and cannot be registered.
     """
-    state = status()
-    if not state.available:
-        raise BackendUnavailable("TensorRT cannot be used here", got=state.detail, remedy=state.remedy)
-    trt = importlib.import_module(next(name for name in _PACKAGES if importlib.util.find_spec(name)))
+    trt = bindings()
     registry = trt.get_plugin_registry()
     if registry.get_creator("Int8Attention", "1", "") is None and registry.load_library(str(library_path())) is None:
         raise TrtconvertError(
@@ -98,3 +108,21 @@ def build(onnx: Path, inputs: Sequence[PlanInput], dims: Dims, progress: BuildPr
     return build_plan(
         trt, onnx, inputs, dims, configure=configure, progress=progress, title=f"TensorRT {trt.__version__}"
     )
+
+
+def build_from_function(onnx: Path, inputs: Sequence[PlanInput], dims: Dims, progress: BuildProgress) -> bytes:
+    """As `build`, from a model as it is exported: its nodes are lowered to the plugin first.
+
+    Raises:
+        UserError: the model has no `Int8Attention` node.
+    """
+    import onnx_ir as ir
+
+    from trtconvert.export.lowering import lower_to_plugin
+
+    lowered = ir.load(onnx)
+    lower_to_plugin(lowered)
+    with tempfile.TemporaryDirectory(prefix="trtconvert-") as folder:
+        path = Path(folder) / "plugin.onnx"
+        ir.save(lowered, path)
+        return build(path, inputs, dims, progress)

@@ -17,7 +17,7 @@ from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
-from trtconvert.export.lowering import lower_to_function
+from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
 from trtconvert.models.base import DiffusionModel
 
@@ -96,6 +96,7 @@ def trace(
             got=", ".join(sorted(nodes)) or "no attention node",
             remedy="exclude the sites whose calls depend on the shape of the input",
         )
+    fold_transposes(exported)
     lower_to_function(exported)
     return exported
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import ComponentRecord, TensorRecord
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.bundle import ComponentRecord
+from trtconvert.errors import BackendUnavailable
+from trtconvert.runtime.signature import Signature
 
 
 class OnnxRuntimeDenoiser:
@@ -29,7 +29,8 @@ class OnnxRuntimeDenoiser:
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime
 
-        self.component = component
+        self._signature = Signature(component)
+        self._output = component.outputs[0].name
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
@@ -49,53 +50,7 @@ class OnnxRuntimeDenoiser:
         Raises:
             UserError: an input is missing, unknown, or of a type or shape outside the signature.
         """
-        given = self._by_name(inputs, named)
-        sizes: dict[str, int] = {}
-        feeds = {spec.name: self._checked(spec, given[spec.name], sizes) for spec in self.component.inputs}
-        (output,) = self._session.run([self.component.outputs[0].name], feeds)
+        checked = self._signature.check(inputs, named)
+        feeds = {name: x.cpu().numpy() for name, x in checked.items()}
+        (output,) = self._session.run([self._output], feeds)
         return torch.from_numpy(output)
-
-    def _by_name(self, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = [spec.name for spec in self.component.inputs]
-        given = dict(zip(names, inputs, strict=False)) | named
-        if len(inputs) + len(named) != len(names) or given.keys() != set(names):
-            raise UserError(
-                "the denoiser was called with other inputs than it has",
-                expected=", ".join(names),
-                got=", ".join([*names[: len(inputs)], *["…"] * (len(inputs) - len(names)), *named]) or "none",
-                remedy="pass each input once, by position or by name",
-            )
-        return given
-
-    def _checked(self, spec: TensorRecord, x: Tensor, sizes: dict[str, int]) -> np.ndarray:
-        if not isinstance(x, Tensor):
-            raise UserError(
-                f"'{spec.name}' is not a tensor",
-                expected=f"a torch.Tensor of {spec.dtype}",
-                got=type(x).__name__,
-                remedy="convert it with torch.as_tensor",
-            )
-        dims = self.component.dims
-        fits = x.dim() == len(spec.shape)
-        for size, dim in zip(x.shape, spec.shape, strict=False):
-            if isinstance(dim, str):
-                fits = fits and dims[dim][0] <= size <= dims[dim][2] and sizes.setdefault(dim, size) == size
-            else:
-                fits = fits and size == dim
-        if not fits:
-            ranges = [f"{d} {dims[d][0]}..{dims[d][2]}" if isinstance(d, str) else str(d) for d in spec.shape]
-            raise UserError(
-                f"the shape of '{spec.name}' is outside what the bundle was built for",
-                expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
-                got=str(list(x.shape)),
-                remedy="widen engine.shapes in the recipe and build again",
-            )
-        wanted = getattr(torch, spec.dtype)
-        if x.dtype != wanted and not (x.is_floating_point() and wanted.is_floating_point):
-            raise UserError(
-                f"'{spec.name}' has the wrong type",
-                expected=spec.dtype,
-                got=str(x.dtype).removeprefix("torch."),
-                remedy=f"convert it with .to(torch.{spec.dtype})",
-            )
-        return x.detach().cpu().to(wanted).numpy()

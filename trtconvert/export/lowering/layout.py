@@ -1,0 +1,77 @@
+"""Folding of transposes into the node's layout, so that a plugin reads projections where they lie.
+
+Models project to [B, N, H·D], view that as [B, N, H, D], transpose to heads first for `scaled_dot_product_attention`, and
+transpose back. A plugin would make TensorRT copy all four tensors; with layout BNHD the transposes are gone.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from trtconvert.export.nodes import attention_nodes
+
+PERMUTATION = [0, 2, 1, 3]
+
+
+def fold_transposes(model: ir.Model) -> int:
+    """Turn nodes of layout BHND whose q, k and v are all transposed from BNHD into nodes of layout BNHD.
+
+    The output is transposed back unless every use of it does the opposite; those uses then read it directly.
+
+    Returns:
+        How many nodes were folded.
+    """
+    count = 0
+    for node in attention_nodes(model).values():
+        sources = [_untransposed(value) for value in node.inputs[:3]]
+        if node.attributes["layout"].as_string() != "BHND" or any(source is None for source in sources):
+            continue
+        for index, source in enumerate(sources):
+            _replace_input(node, index, source)
+        node.attributes["layout"] = ir.AttrString("layout", "BNHD")
+        _transpose_output(node)
+        count += 1
+    return count
+
+
+def _is_transpose(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == PERMUTATION
+
+
+def _untransposed(value: ir.Value | None) -> ir.Value | None:
+    producer = value.producer() if value is not None else None
+    return producer.inputs[0] if producer is not None and _is_transpose(producer) else None
+
+
+def _replace_input(node: ir.Node, index: int, source: ir.Value | None) -> None:
+    old = node.inputs[index]
+    node.replace_input_with(index, source)
+    producer = old.producer() if old is not None else None
+    if old is not None and producer is not None and not old.uses() and not old.is_graph_output():
+        producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
+
+
+def _transpose_output(node: ir.Node) -> None:
+    """Give the node an output in BNHD; consumers that want BHND get it through a transpose."""
+    out = node.outputs[0]
+    heads_first = out.shape
+    if heads_first is not None:
+        out.shape = ir.Shape([heads_first[i] for i in PERMUTATION])
+    back = [user for user, _ in out.uses() if _is_transpose(user)]
+    others = [(user, index) for user, index in out.uses() if not _is_transpose(user)]
+    graph = node.graph
+    assert graph is not None
+    if others or out.is_graph_output():
+        transposed = ir.node("Transpose", [out], {"perm": PERMUTATION})
+        result = transposed.outputs[0]
+        result.name, result.shape, result.type = f"{out.name}_heads_first", heads_first, out.type
+        graph.insert_after(node, transposed)
+        for user, index in others:
+            user.replace_input_with(index, result)
+        for index, value in enumerate(graph.outputs):
+            if value is out:
+                graph.outputs[index] = result
+                out.name, result.name = f"{out.name}_tokens_first", out.name
+    for user in back:
+        ir.convenience.replace_all_uses_with(user.outputs[0], out, replace_graph_outputs=True)
+        graph.remove(user, safe=True)
