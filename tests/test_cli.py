@@ -242,7 +242,7 @@ def write_weights(path: Path, kind: str) -> None:
         ("another shape", "does not fit"),
         ("truncated", "whole safetensors file"),
         ("empty", "whole safetensors file"),
-        ("folder", "there is no image in"),
+        ("folder", "Is a directory"),
         ("missing", "No such file"),
         ("pickle", "whole safetensors file"),
         ("torch", "whole safetensors file"),
