@@ -313,6 +313,18 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
 
 
 @main.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--evaluation", type=click.Path(path_type=Path), help="What `trtconvert evaluate` wrote.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+def report(bundle: Path, evaluation: Path | None, output: Path) -> None:
+    """Show BUNDLE as one HTML file: gates, samples, quality, precision and scales per site and timestep."""
+    from trtconvert.evaluate.report import write_report
+
+    write_report(bundle, evaluation, output)
+    click.echo(f"report of {bundle}: {output}")
+
+
+@main.command()
 def doctor() -> None:
     """Tell what this machine can build and run, and what is missing."""
     from rich.console import Console

@@ -10,15 +10,15 @@ from rich.table import Table
 from trtconvert.evaluate.evaluation import Evaluation, SetQuality
 
 FIGURES = (
-    ("fid", "FID", "lower is better", ".3f"),
-    ("sfid", "sFID", "lower is better", ".3f"),
-    ("kid", "KID", "lower is better", ".5f"),
-    ("inception_score", "IS", "higher is better", ".3f"),
-    ("precision", "precision", "higher is better", ".4f"),
-    ("recall", "recall", "higher is better", ".4f"),
-    ("accuracy", "classifier accuracy", "higher is better", ".4f"),
+    ("fid", "FID ↓", ".3f"),
+    ("sfid", "sFID ↓", ".3f"),
+    ("kid", "KID ↓", ".4g"),
+    ("inception_score", "IS ↑", ".3f"),
+    ("precision", "precision ↑", ".4f"),
+    ("recall", "recall ↑", ".4f"),
+    ("accuracy", "classifier accuracy ↑", ".4f"),
 )
-"""Field of `SetQuality`, its name for people, its direction and its format."""
+"""Field of `SetQuality`, its name with an arrow to where it is better, and its format."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Row:
     """
 
     name: str
-    direction: str
     int8: str
     full: str = ""
     other: str = ""
@@ -52,7 +51,6 @@ def rows(evaluation: Evaluation) -> list[Row]:
 def _row(
     field: str,
     name: str,
-    direction: str,
     form: str,
     int8: SetQuality,
     full: SetQuality | None,
@@ -62,12 +60,11 @@ def _row(
     if got is None:
         return None
     if full is None or other is None:
-        return Row(name, direction, format(got, form))
+        return Row(name, format(got, form))
     same, apart = getattr(full, field), getattr(other, field)
-    signed = "+" + form
+    signed = "+z" + form  # z: no minus before a difference that is rounded to nothing
     return Row(
         name,
-        direction,
         format(got, form),
         format(same, form),
         format(apart, form),

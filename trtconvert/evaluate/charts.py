@@ -1,0 +1,298 @@
+"""Geometry and colours of the report's charts. The template draws them; nothing here knows of HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trtconvert.attention.modes import Mode
+
+ERROR_RAMP = ("#fff4e8", "#fddcb0", "#f8b06a", "#de7431", "#9c3d10")
+RANGE_RAMP = ("#eef5fb", "#c9def0", "#86b6dd", "#3f82bd", "#164e86")
+"""Light to dark, each with a lightness that falls evenly, so that they also read in grey and with colour blindness."""
+
+MODE_FILLS = {
+    Mode.FP16: "#e3e6ea",
+    Mode.PRECISION: "#c3e6d6",
+    Mode.BALANCED: "#6cbb9b",
+    Mode.AGGRESSIVE: "#17694c",
+}
+
+DARK_INK, LIGHT_INK = "#15181d", "#ffffff"
+
+EXACT_DB = 119.9
+"""From here on a PSNR stands for equality: `verify.psnr` ends at 120 dB."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One field of a heat map: its text, its colour and a colour that can be read on it."""
+
+    text: str
+    fill: str
+    ink: str
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Sites by timestep bins.
+
+    Attributes:
+        columns: heads of the columns; rows: the site's name and its cells.
+        legend: colours with their meaning, from left to right.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+    legend: Sequence[tuple[str, str]]
+
+
+def heat_map(
+    values: Mapping[str, Sequence[float | None]],
+    columns: Sequence[str],
+    ramp: Sequence[str],
+    form: Callable[[float], str],
+    *,
+    log: bool = False,
+    inverted: bool = False,
+) -> HeatMap:
+    """Coloured numbers.
+
+    Args:
+        values: site: a number per column, None where nothing was seen.
+        ramp: colours from the smallest to the largest value; the other way round if `inverted`.
+        form: a number as text.
+        log: colours follow the logarithm; values are positive then.
+    """
+    scale = math.log if log else float
+    known = [value for row in values.values() for value in row if value is not None]
+    low, high = min(known), max(known)
+    span = (scale(high) - scale(low)) or 1.0
+
+    def share(value: float) -> float:
+        position = (scale(value) - scale(low)) / span
+        return 1 - position if inverted else position
+
+    def cell(value: float | None) -> Cell:
+        if value is None:
+            return Cell("–", "transparent", "inherit")
+        fill = blend(ramp, share(value))
+        return Cell(form(value), fill, ink_on(fill))
+
+    rows = [(site, [cell(value) for value in row]) for site, row in values.items()]
+    return HeatMap(columns, rows, [(blend(ramp, share(value)), form(value)) for value in (low, high)])
+
+
+def mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
+    """Which precision each site has at each time."""
+
+    def cell(mode: int) -> Cell:
+        fill = MODE_FILLS[Mode(mode)]
+        return Cell(Mode(mode).name.lower(), fill, ink_on(fill))
+
+    legend = [(fill, mode.name.lower()) for mode, fill in MODE_FILLS.items()]
+    return HeatMap(columns, [(site, [cell(mode) for mode in row]) for site, row in modes.items()], legend)
+
+
+def blend(ramp: Sequence[str], share: float) -> str:
+    """The colour at a share, 0 to 1, of the way through a ramp of #rrggbb colours."""
+    position = min(max(share, 0.0), 1.0) * (len(ramp) - 1)
+    index = min(int(position), len(ramp) - 2)
+    weight = position - index
+    pairs = zip(_channels(ramp[index]), _channels(ramp[index + 1]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * weight):02x}" for a, b in pairs)
+
+
+def ink_on(fill: str) -> str:
+    """Dark or light, whichever contrasts more with a colour (WCAG 2.2's relative luminance)."""
+    dark, light, here = (luminance(colour) for colour in (DARK_INK, LIGHT_INK, fill))
+    return DARK_INK if (here + 0.05) / (dark + 0.05) >= (light + 0.05) / (here + 0.05) else LIGHT_INK
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #rrggbb, 0 to 1 (WCAG 2.2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in _channels(colour))]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+# Line charts of the ranges --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A chart's area in its own units, and the ticks around it.
+
+    Attributes:
+        width, height: of everything; left, top, right, bottom: edges of the area.
+        xticks, yticks: place along the axis, and text.
+    """
+
+    width: int
+    height: int
+    left: float
+    top: float
+    right: float
+    bottom: float
+    xticks: Sequence[tuple[float, str]]
+    yticks: Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Curves in a frame: each a class for its colour, a name, and the points of an SVG polyline."""
+
+    title: str
+    frame: Frame
+    lines: Sequence[tuple[str, str, str]]
+
+
+def head_charts(
+    ranges: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], starts: Sequence[str]
+) -> list[LineChart]:
+    """One chart per site: a curve per tensor and head, over the timestep bins. All share one logarithmic axis.
+
+    Args:
+        ranges: site: tensor ("q", "k", "v"): [T][H] positive numbers.
+        starts: first timestep of each bin.
+    """
+    everything = [x for site in ranges.values() for tensor in site.values() for row in tensor for x in row]
+    low, high = math.log10(min(everything)), math.log10(max(everything))
+    margin = max(0.05 * (high - low), 0.02)
+    low, high = low - margin, high + margin
+    width, height, left, top, right, bottom = 340, 190, 40.0, 10.0, 330.0, 160.0
+
+    def x(index: int) -> float:
+        return left + (right - left) * (index + 0.5) / len(starts)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * (math.log10(value) - low) / (high - low)
+
+    every = math.ceil(len(starts) / 5)
+    frame = Frame(
+        width,
+        height,
+        left,
+        top,
+        right,
+        bottom,
+        [(x(index), start) for index, start in enumerate(starts) if index % every == 0],
+        [(y(tick), f"{tick:g}") for tick in log_ticks(10**low, 10**high)],
+    )
+    charts = []
+    for site, tensors in ranges.items():
+        lines = [
+            (
+                tensor,
+                f"{tensor}, head {head}",
+                " ".join(f"{x(index):.1f},{y(row[head]):.1f}" for index, row in enumerate(rows)),
+            )
+            for tensor, rows in tensors.items()
+            for head in range(len(rows[0]))
+        ]
+        charts.append(LineChart(site, frame, lines))
+    return charts
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """The finest round numbers inside a range that are no more than six; powers of ten for wide ranges."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1,)):
+        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= 6:
+            break
+    return ticks
+
+
+def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """About `count` round numbers inside a range."""
+    step = 10 ** math.floor(math.log10((high - low) / count))
+    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+# The frontier ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan: its name, attention speed relative to FP16, PSNR in dB as text, and where it is drawn."""
+
+    name: str
+    speed: str
+    psnr: str
+    chosen: bool
+    exact: bool
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans by speed and quality.
+
+    Attributes:
+        points: fastest first; budget: height of the line that a plan must stay above.
+        label_anchor: SVG's text-anchor for the label of the chosen plan, away from the nearer edge.
+    """
+
+    frame: Frame
+    points: Sequence[Point]
+    chosen: Point | None
+    label_anchor: str
+    budget: float
+    budget_text: str
+
+
+def frontier(plans: Sequence[Mapping[str, object]], min_psnr: float) -> Frontier:
+    """
+    Args:
+        plans: of frontier.json, each with name, speed (relative to FP16), psnr (dB) and chosen.
+        min_psnr: the budget in dB.
+    """
+    width, height, left, top, right, bottom = 680, 330, 52.0, 34.0, 664.0, 284.0
+    measured = [(str(p["name"]), float(p["speed"]), float(p["psnr"]), bool(p["chosen"])) for p in plans]  # type: ignore[arg-type]
+    speeds = [speed for _, speed, _, _ in measured]
+    finite = [db for _, _, db, _ in measured if db < EXACT_DB]
+    low_x, high_x = min(speeds), max(speeds)
+    pad = 0.06 * (high_x - low_x) or 0.05
+    low_x, high_x = low_x - pad, high_x + pad
+    low_y, high_y = min([*finite, min_psnr]) - 3, max([*finite, min_psnr]) + 3
+
+    def x(speed: float) -> float:
+        return left + (right - left) * (speed - low_x) / (high_x - low_x)
+
+    def y(db: float) -> float:
+        # What is exact sits on the upper edge: its decibels are a limit of the measure, not a distance.
+        return top - 12 if db >= EXACT_DB else bottom - (bottom - top) * (db - low_y) / (high_y - low_y)
+
+    points = [
+        Point(
+            name,
+            f"{speed:.3f} ×",
+            "exact" if db >= EXACT_DB else f"{db:.1f} dB",
+            chosen,
+            db >= EXACT_DB,
+            round(x(speed), 1),
+            round(y(db), 1),
+        )
+        for name, speed, db, chosen in sorted(measured, key=lambda plan: -plan[1])
+    ]
+    best = next((point for point in points if point.chosen), None)
+    frame = Frame(
+        width,
+        height,
+        left,
+        top,
+        right,
+        bottom,
+        [(x(tick), f"{tick:.3g} ×") for tick in linear_ticks(low_x, high_x)],
+        [(y(tick), f"{tick:g}") for tick in linear_ticks(low_y, high_y)],
+    )
+    anchor = "end" if best and best.x > (left + right) / 2 else "start"
+    return Frontier(frame, points, best, anchor, round(y(min_psnr), 1), f"budget, {min_psnr:g} dB")

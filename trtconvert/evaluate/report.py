@@ -1,0 +1,251 @@
+"""The report of a bundle: one HTML file that needs nothing else, for people who decide whether to deploy it.
+
+Charts are tables and inline SVG that the template draws from `charts.py`; a content security policy in the file forbids
+browsers to load anything. All text is escaped by jinja2.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import Tensor
+
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import ComponentRecord, Manifest, check_files, read_manifest
+from trtconvert.calib.calibration import Calibration
+from trtconvert.errors import UserError
+from trtconvert.evaluate import charts
+from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
+from trtconvert.evaluate.table import paired_rows, rows, watch_line
+from trtconvert.files import whole_file
+from trtconvert.summary import ATTENTION
+
+SAMPLES, FRONTIER = "samples.png", "frontier.json"
+"""Files of a bundle that the report shows where they are there."""
+
+INT8_VALUES = (Mode.BALANCED, Mode.AGGRESSIVE)
+"""Modes whose second product is INT8 too."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One gate of the build: its name, what was asked, what came, and whether it holds."""
+
+    name: str
+    limit: str
+    got: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure of the summary: what it is, the figure, and what to compare it with."""
+
+    label: str
+    figure: str
+    note: str
+
+
+def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
+    """
+    Args:
+        folder: of the bundle.
+        evaluation: file of `trtconvert evaluate`, or None.
+        output: the HTML file.
+    Raises:
+        UserError: not a bundle or a damaged one, not an evaluation or one of another bundle, or the place cannot be written.
+    """
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    found = read_evaluation(evaluation) if evaluation else None
+    if found is not None and found.bundle != manifest.digest:
+        raise UserError(
+            f"{evaluation} is the evaluation of another bundle",
+            expected=f"one of the bundle {manifest.digest[:12]}…",
+            got=f"one of {found.bundle[:12]}…",
+            remedy=f"run `trtconvert evaluate {folder}`",
+        )
+    html = render(folder, manifest, found)
+    with whole_file(output) as partial:
+        partial.write_text(html, encoding="utf-8")
+
+
+def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> str:
+    """The report as HTML. The bundle's files are taken to be whole."""
+    environment = Environment(
+        loader=PackageLoader("trtconvert.evaluate"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    components = [_component_view(name, component, manifest, folder) for name, component in manifest.components.items()]
+    picture = folder / SAMPLES
+    return environment.get_template("report.html.j2").render(
+        manifest=manifest,
+        recipe=_yaml(manifest.recipe.model_dump(mode="json")),
+        gates=gates(manifest),
+        tiles=tiles(manifest, evaluation),
+        picture=base64.b64encode(picture.read_bytes()).decode() if picture.is_file() else "",
+        shown=min(manifest.recipe.output.grid, manifest.quality.samples),
+        components=components,
+        frontier=_frontier(folder / FRONTIER, manifest),
+        evaluation=evaluation,
+        figures=rows(evaluation) if evaluation else [],
+        paired=paired_rows(evaluation) if evaluation else [],
+        watch=watch_line(evaluation) if evaluation else "",
+    )
+
+
+def gates(manifest: Manifest) -> list[Gate]:
+    """The gates that the build passed, as `verify.check_gates` compares them."""
+    quality, section = manifest.quality, manifest.recipe.verify
+    db, site, index = quality.worst_site()
+    return [
+        Gate(
+            "Images against full precision, PSNR",
+            f"at least {section.min_psnr:g} dB",
+            f"{quality.psnr:.1f} dB",
+            quality.psnr >= section.min_psnr,
+        ),
+        Gate(
+            f"Worst attention site, {site} in bin {index}",
+            f"at least {section.min_site_sqnr:g} dB",
+            f"{db:.1f} dB",
+            db >= section.min_site_sqnr,
+        ),
+        Gate(
+            "Exported arithmetic against the torch reference, relative error",
+            f"at most {section.max_error:g}",
+            f"{quality.error:.1e}",
+            quality.error <= section.max_error,
+        ),
+        Gate(
+            "Native against INT8 lowering, mean difference",
+            f"at most {quality.lowering_limit:.2e}",
+            f"{quality.lowering_difference:.2e}",
+            quality.lowering_difference <= quality.lowering_limit,
+        ),
+    ]
+
+
+def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
+    """The figures at the top."""
+    quality, section = manifest.quality, manifest.recipe.verify
+    sites = [site for component in manifest.components.values() for site in component.sites]
+    modes = [mode for site in sites for mode in site.modes]
+    converted = sum(bool(site.modes) for site in sites)
+    share = sum(Mode(mode) in INT8_VALUES for mode in modes) / len(modes) if modes else 0.0
+    found = [
+        Tile("Images match full precision", f"{quality.psnr:.1f} dB", f"PSNR; the gate is {section.min_psnr:g} dB"),
+        Tile(
+            "Worst attention site",
+            f"{quality.worst_site()[0]:.1f} dB",
+            f"SQNR; the gate is {section.min_site_sqnr:g} dB",
+        ),
+        Tile("Sites in INT8", f"{converted} of {len(sites)}", "attention calls of the model"),
+        Tile("Both products in INT8", f"{share:.0%}", "of converted sites and timesteps"),
+    ]
+    if evaluation is not None and (first := rows(evaluation)[0]).difference:
+        found.append(Tile("FID, INT8 less full precision", first.difference, f"noise between seeds {first.noise}"))
+    return found
+
+
+def _component_view(name: str, component: ComponentRecord, manifest: Manifest, folder: Path) -> dict[str, Any]:
+    """What the template shows of one model of the bundle."""
+    converted = {site.name: site.modes for site in component.sites if site.modes}
+    view: dict[str, Any] = {
+        "name": name,
+        "record": component,
+        "left": [site for site in component.sites if not site.modes],
+        "engines": [
+            (engine, ATTENTION[engine.attention], manifest.files[engine.file].size) for engine in component.engines
+        ],
+        "onnx_size": manifest.files[component.onnx].size,
+        "maps": [],
+        "heads": [],
+    }
+    if not converted:
+        return view
+    bins = len(next(iter(converted.values())))
+    starts = [f"{component.timestep_max * index / bins:g}" for index in range(bins)]
+    ranges = _ranges(Calibration.load(folder / manifest.calibration).tables, converted)
+    sqnr = {site: row for site, row in manifest.quality.site_sqnr.items() if site in converted}
+    view["maps"] = [
+        (
+            "Error of each site",
+            "Signal to quantisation noise in dB against exact attention; more is better, and dark cells are the weakest.",
+            charts.heat_map(sqnr, starts, charts.ERROR_RAMP, lambda db: f"{db:.1f}", inverted=True),
+        ),
+        (
+            "Precision of each site",
+            "The mode that runs in each timestep bin, more of it in INT8 the darker.",
+            charts.mode_map(converted, starts),
+        ),
+        *(
+            (
+                f"Range of {what}",
+                f"The magnitude that INT8 covers (127 times the scale), of the {largest}.",
+                charts.heat_map(
+                    {site: [max(row) for row in tensors[tensor]] for site, tensors in ranges.items()},
+                    starts,
+                    charts.RANGE_RAMP,
+                    lambda value: f"{value:#.3g}".rstrip("."),
+                    log=True,
+                ),
+            )
+            for tensor, what, largest in (
+                ("q", "queries", "head with the largest"),
+                ("k", "keys", "head with the largest"),
+                ("v", "values", "head and channel with the largest"),
+            )
+        ),
+    ]
+    view["heads"] = charts.head_charts(ranges, starts)
+    return view
+
+
+def _ranges(
+    tables: Mapping[str, Mapping[str, Tensor]], sites: Mapping[str, list[int]]
+) -> dict[str, dict[str, list[list[float]]]]:
+    """Site: tensor: [T][H] magnitudes that INT8 covers; for values, of the largest channel."""
+    return {
+        site: {
+            "q": (tables[site]["q_scale"] * 127).tolist(),
+            "k": (tables[site]["k_scale"] * 127).tolist(),
+            "v": (tables[site]["v_scale"].amax(-1) * 127).tolist(),
+        }
+        for site in sites
+    }
+
+
+def _frontier(path: Path, manifest: Manifest) -> charts.Frontier | None:
+    if not path.is_file():
+        return None
+    try:
+        return charts.frontier(json.loads(path.read_text(encoding="utf-8")), manifest.recipe.plan.min_psnr)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{path} is not a frontier",
+            expected="a list of plans with name, speed, psnr and chosen",
+            got=f"{type(error).__name__}: {error}",
+            remedy="build the bundle again",
+        ) from error
+
+
+def _yaml(content: Any) -> str:
+    from ruamel.yaml import YAML
+
+    text = io.StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.width = 72
+    yaml.dump(content, text)
+    return text.getvalue()
