@@ -100,7 +100,7 @@ def kernel_distance(one: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:
-    """IS (Salimans et al. 2016, arXiv 1606.03498, section 4), in ten splits of the shuffled set; fewer below ten samples.
+    """IS (Salimans et al. 2016, arXiv 1606.03498, section 4), in ten splits of the shuffled set, or fewer of 100 samples.
 
     Args:
         logits: [N, classes] of whichever classifier gave them.
@@ -108,7 +108,7 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
         Mean and standard deviation over the splits.
     """
     isc = _fidelity("metric_isc")
-    result = isc.isc_features_to_metric(logits, splits=min(10, len(logits)))
+    result = isc.isc_features_to_metric(logits, splits=min(10, max(1, len(logits) // 100)))
     return result[isc.KEY_METRIC_ISC_MEAN], result[isc.KEY_METRIC_ISC_STD]
 
 

@@ -16,7 +16,7 @@ FIGURES = (
     ("inception_score", "IS ↑", ".3f"),
     ("precision", "precision ↑", ".4f"),
     ("recall", "recall ↑", ".4f"),
-    ("accuracy", "classifier accuracy ↑", ".4f"),
+    ("accuracy", "accuracy ↑", ".4f"),
 )
 """Field of `SetQuality`, its name with an arrow to where it is better, and its format."""
 
