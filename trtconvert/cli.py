@@ -37,6 +37,10 @@ class _Commands(click.Group):
         self.stopped_by = number
         raise _Stopped
 
+    def was_stopped(self) -> bool:
+        """Whether a signal asked the program to stop."""
+        return self.stopped_by is not None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -47,7 +51,7 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             self._end_stopped()
         except Exception as error:
-            if self.stopped_by is not None:
+            if self.was_stopped():
                 # A library that was being imported made an error of its own of the interrupt.
                 self._end_stopped()
             if ctx.params["debug"]:
@@ -87,7 +91,7 @@ def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
 
-    report = Reporter(Console(highlight=False))
+    report = Reporter(Console(highlight=False), main.was_stopped)
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
         outcome = pipeline.build(load_recipe(recipe), output, cache, report)
@@ -117,7 +121,7 @@ def compile_command(bundle: Path) -> None:
     from trtconvert.compile import compile_bundle
     from trtconvert.progress import Reporter
 
-    report = Reporter(Console(highlight=False))
+    report = Reporter(Console(highlight=False), main.was_stopped)
     manifest = compile_bundle(bundle, report)
     summary.print_manifest(report.console, manifest, bundle)
 
@@ -255,8 +259,12 @@ def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
 
 @main.command()
 @_calibration_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("calibration.safetensors"), show_default=True)
-@click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder for finished batches until the end.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default=Path("calibration.safetensors"), show_default=True
+)
+@click.option(
+    "--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder for finished batches until the end."
+)
 @click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
 def calibrate(
     recipe: Path, data: str | None, samples: int | None, output: Path, cache_folder: Path | None, skip_bad: bool
@@ -305,7 +313,7 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
             got=output.suffix or "no ending",
             remedy="give another file with -o",
         )
-    report = Reporter(Console(highlight=False))
+    report = Reporter(Console(highlight=False), main.was_stopped)
     with whole_file(output) as partial, report.live(), report.stage("record") as bar:
         model = models.load(chosen.model)
         rows = recording.record(model, chosen.calibration, per_run, identity(chosen.model), partial, bar)

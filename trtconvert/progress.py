@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,14 +13,19 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 class Reporter:
     """Shows a bar per stage and keeps the stages' times.
 
+    Args:
+        stopped: whether the user asked to stop. Asked at the edges of stages: an interrupt that arrives while a library is
+            being imported can get lost on its way up.
+
     Attributes:
         console: where everything goes.
         seconds: time of each stage, in order.
         reused: stages that the cache answered.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, stopped: Callable[[], bool] = lambda: False) -> None:
         self.console = console
+        self._stopped = stopped
         self.seconds: dict[str, float] = {}
         self.reused: set[str] = set()
         self._bars = Progress(
@@ -40,15 +45,25 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Bar]:
-        """One stage and its bar."""
+        """One stage and its bar.
+
+        Raises:
+            KeyboardInterrupt: the user asked to stop.
+        """
         started = time.perf_counter()
         task = self._bars.add_task(name, total=None, detail="")
         bar = Bar(self._bars, task)
+        self._stop_if_asked()
         yield bar
+        self._stop_if_asked()
         self.seconds[name] = time.perf_counter() - started
         if bar.reused:
             self.reused.add(name)
         self._bars.update(task, total=1, completed=1, detail="from the cache" if bar.reused else "")
+
+    def _stop_if_asked(self) -> None:
+        if self._stopped():
+            raise KeyboardInterrupt
 
 
 class Bar:
