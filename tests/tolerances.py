@@ -28,6 +28,12 @@ lie above it."""
 LEAST_ERROR_RANGE = 0.03
 """Twice a step of 1.6 %: the range is a limit of the grid, and the error is flat around its least value."""
 
+SAME_DOUBLE = 1e-13
+"""Float64 against float64 in another order, relative: some hundred roundings of 1e-16."""
+
+EIGENVALUES = 1e-6
+"""Fréchet's distance takes square roots of eigenvalues: one that should be 0 and is 1e-15 becomes 3e-8, and there are several."""
+
 # Quantised against unquantised attention. -----------------------------------------------------------------------------------
 
 MODE_ERROR = {Mode.FP16: 1e-6, Mode.PRECISION: 0.03, Mode.BALANCED: 0.035, Mode.AGGRESSIVE: 0.04}

@@ -99,7 +99,7 @@ class PairedQuality(_Record):
 
     Attributes:
         psnr: dB over all pixels of all samples; psnr_worst: of the worst sample, seed psnr_worst_seed.
-        ssim, ssim_worst: mean and worst; lpips, lpips_worst: likewise.
+        ssim, ssim_worst, lpips, lpips_worst: mean and worst; None where they were not computed.
         fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
         nonfinite_sites: site: samples for which its attention gave a NaN or Inf in full precision.
     """
@@ -107,8 +107,8 @@ class PairedQuality(_Record):
     psnr: float
     psnr_worst: float
     psnr_worst_seed: int
-    ssim: float
-    ssim_worst: float
+    ssim: float | None
+    ssim_worst: float | None
     lpips: float | None
     lpips_worst: float | None
     fid_int8: float
@@ -320,7 +320,8 @@ class _Pairs:
         full, finite, broken = self._full(seeds)
         shard |= self._seen("full", full, finite) | {f"site.{name}": x for name, x in broken.items()}
         shard["squared_error"] = (int8.double() - full.double()).square().flatten(1).mean(1)
-        shard["ssim"] = metrics.ssim(int8, full)
+        if min(int8.shape[-2:]) >= metrics.SSIM_SMALLEST:
+            shard["ssim"] = metrics.ssim(int8, full)
         if self._lpips is not None:
             shard["lpips"] = metrics.lpips(self._lpips, int8, full)
         return shard
@@ -469,28 +470,29 @@ def _compare(
 
 
 def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, other: _FeatureSet) -> PairedQuality:
-    errors, similarity, perceptual, indices, start = [], [], [], [], 0
+    errors, indices, start = [], [], 0
+    measured: dict[str, list[Tensor]] = {"ssim": [], "lpips": []}
     broken: dict[str, int] = {}
     for shard in pairs.stream():
         keep = shard["int8.finite"] & shard["full.finite"]
         indices.append(start + keep.nonzero()[:, 0])
         start += len(keep)
         errors.append(shard["squared_error"][keep])
-        similarity.append(shard["ssim"][keep])
-        if "lpips" in shard:
-            perceptual.append(shard["lpips"][keep])
+        for name, values in measured.items():
+            if name in shard:
+                values.append(shard[name][keep])
         for name, x in shard.items():
             if name.startswith("site."):
                 broken[name.removeprefix("site.")] = broken.get(name.removeprefix("site."), 0) + int(x)
-    error, ssim = torch.cat(errors), torch.cat(similarity)
-    lpips = torch.cat(perceptual) if perceptual else None
+    error = torch.cat(errors)
+    ssim, lpips = (torch.cat(values) if values else None for values in measured.values())
     worst = int(error.argmax())
     return PairedQuality(
         psnr=_decibels(error.mean()),
         psnr_worst=_decibels(error[worst]),
         psnr_worst_seed=seed + int(torch.cat(indices)[worst]),
-        ssim=float(ssim.mean()),
-        ssim_worst=float(ssim.min()),
+        ssim=None if ssim is None else float(ssim.mean()),
+        ssim_worst=None if ssim is None else float(ssim.min()),
         lpips=None if lpips is None else float(lpips.mean()),
         lpips_worst=None if lpips is None else float(lpips.max()),
         fid_int8=metrics.frechet_distance(int8.moments["pooled"], other.moments["pooled"]),

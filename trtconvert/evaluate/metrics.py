@@ -6,6 +6,8 @@ are checked against the original TensorFlow ones; streaming the moments that the
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,9 @@ KID_SUBSET = 1000
 
 SSIM_SIGMA, SSIM_SIGMA_SMALL = 1.5, 0.5
 """Standard deviation in pixels of SSIM's window: the paper's (11 pixels wide), and one (5 wide) for images under 16 pixels."""
+
+SSIM_SMALLEST = 5
+"""Pixels of the smaller window: images below it have no SSIM."""
 
 LPIPS_SIDE = 64
 """Images smaller than this many pixels are enlarged: AlexNet's strides leave nothing of them otherwise."""
@@ -131,21 +136,15 @@ def precision_recall(generated: Tensor, reference: Tensor) -> tuple[float, float
 
 
 def ssim(images: Tensor, expected: Tensor) -> Tensor:
-    """Structural similarity (Wang et al. 2004, equation 13) of images in [0, 1]. [N, C, H, W] twice → [N].
+    """Structural similarity (Wang et al. 2004, equation 13) of images in [0, 1].
 
-    Raises:
-        UserError: the images are smaller than its smallest window.
+    Args:
+        images, expected: [N, C, H, W], H and W at least `SSIM_SMALLEST`.
+    Returns:
+        [N] float64.
     """
     functional = require("torchmetrics.functional.image", "torchmetrics")
-    side = min(images.shape[-2:])
-    if side < 5:
-        raise UserError(
-            "SSIM cannot be computed on these images",
-            expected="at least 5 × 5 pixels, the smallest window",
-            got=" × ".join(map(str, images.shape[-2:])),
-            remedy="evaluate larger samples",
-        )
-    sigma = SSIM_SIGMA if side >= 16 else SSIM_SIGMA_SMALL
+    sigma = SSIM_SIGMA if min(images.shape[-2:]) >= 16 else SSIM_SIGMA_SMALL
     values = functional.structural_similarity_index_measure(
         images.double(), expected.double(), sigma=sigma, data_range=1.0, reduction="none"
     )
@@ -164,7 +163,9 @@ def load_lpips(path: Path) -> LPIPS:
 
     package = require("lpips", "lpips")
     state = load_state(path, "torchvision's AlexNet weights (alexnet-owt-7be5be79.pth)")
-    network = package.LPIPS(net="alex", pnet_rand=True, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks torchvision for a model in the way of old versions
+        network = package.LPIPS(net="alex", pnet_rand=True, verbose=False)
     wanted = network.net.state_dict()
     # slice2.3.weight of the package is features.3.weight of torchvision.
     taken = {name: state.get("features." + name.partition(".")[2]) for name in wanted}
@@ -198,8 +199,6 @@ def require(module: str, package: str) -> Any:
     Raises:
         UserError: the package is not installed.
     """
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -79,10 +79,9 @@ def paired_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     paired = evaluation.paired
     if paired is None:
         return []
-    found = [
-        ("PSNR", f"{paired.psnr:.2f} dB; worst {paired.psnr_worst:.2f} dB, seed {paired.psnr_worst_seed}"),
-        ("SSIM", f"{paired.ssim:.5f}; worst {paired.ssim_worst:.5f}"),
-    ]
+    found = [("PSNR", f"{paired.psnr:.2f} dB; worst {paired.psnr_worst:.2f} dB, seed {paired.psnr_worst_seed}")]
+    if paired.ssim is not None:
+        found.append(("SSIM", f"{paired.ssim:.5f}; worst {paired.ssim_worst:.5f}"))
     if paired.lpips is not None:
         found.append(("LPIPS", f"{paired.lpips:.5f}; worst {paired.lpips_worst:.5f}"))
     found.append(

@@ -1,0 +1,265 @@
+"""`trtconvert evaluate`: what it finds, that kills and ranks change nothing, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from support import TESTS, WEIGHTS, finish, partials, refusal, run, start
+from tolerances import EIGENVALUES
+
+from trtconvert import runtime
+from trtconvert.calib.distributed import ALONE
+from trtconvert.evaluate import evaluation, shards
+from trtconvert.evaluate.evaluation import Request, read_evaluation
+from trtconvert.evaluate.reference_set import load_reference
+from trtconvert.evaluate.shards import ShardSet
+from trtconvert.progress import Reporter
+
+TINY_SHAPE = torch.Size([1, 4, 4])
+SAMPLES = 2 * evaluation.SHARD + 10
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """40 images of the tiny model's size, in two folders."""
+    folder = tmp_path_factory.mktemp("reference")
+    pixels = torch.randint(0, 256, (40, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    for index, image in enumerate(pixels):
+        path = folder / str(index % 2) / f"{index:02d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image.numpy()).save(path)
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_build, reference):
+    """Arguments that evaluate the tiny model in some seconds, three shards of each set."""
+    return [
+        "evaluate", tiny_build.bundle, "--reference", reference, "--features", "tiny_features:pixels",
+        "--samples", SAMPLES, "--steps", 2,
+    ]  # fmt: skip
+
+
+def outcome_of(path):
+    """An evaluation without the time at which it was made."""
+    return read_evaluation(path).model_copy(update={"created": ""})
+
+
+def digits_arguments(build, folder, *more):
+    return [
+        "evaluate",
+        build.bundle,
+        "-n",
+        20,
+        "--steps",
+        2,
+        "--work",
+        folder / "work",
+        "-o",
+        folder / "out.json",
+        *more,
+    ]
+
+
+def reporter():
+    from rich.console import Console
+
+    return Reporter(Console(quiet=True))
+
+
+# What it finds
+
+
+def test_the_digits_are_compared_with_full_precision_and_with_held_out_ones(digits_build, tmp_path):
+    outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS))
+    assert outcome.exit_code == 0, outcome.output
+    found = read_evaluation(tmp_path / "out.json")
+    assert found.reference_count == 360 and found.samples == 20
+    assert found.paired is not None and 30 < found.paired.psnr < 120
+    assert found.paired.psnr_worst <= found.paired.psnr and 0.9 < found.paired.ssim <= 1
+    assert found.full is not None and found.other is not None
+    # INT8 is far nearer to full precision than other seeds are.
+    assert abs(found.int8.fid - found.full.fid) < abs(found.full.fid - found.other.fid)
+    assert all(value is not None for value in found.int8.model_dump().values())
+    assert found.int8.nonfinite == 0 and set(found.paired.nonfinite_sites.values()) == {0}
+    for shown in ("FID", "sFID", "KID", "IS", "precision", "recall", "accuracy", "PSNR", "SSIM", "NaN or Inf"):
+        assert shown in outcome.output
+
+
+def test_without_weights_there_is_nothing_to_pair(digits_build, tmp_path):
+    assert run(*digits_arguments(digits_build, tmp_path)).exit_code == 0
+    found = read_evaluation(tmp_path / "out.json")
+    assert found.full is None and found.other is None and found.paired is None
+    assert found.int8.fid is not None
+
+
+def test_the_figures_are_those_of_the_samples_themselves(tiny, tiny_build, reference, tmp_path):
+    """Drawn again in one go and compared as whole sets."""
+    from trtconvert import models
+    from trtconvert.evaluate import metrics
+
+    assert run(*tiny, "--samples", 20, "--work", tmp_path, "-o", tmp_path / "out.json").exit_code == 0
+    found = read_evaluation(tmp_path / "out.json")
+    bundle = runtime.load(tiny_build.bundle)
+    sampler = models.load_sampler(bundle.manifest.recipe.model)
+    seeds = range(found.seed, found.seed + 20)
+    images = torch.cat([sampler(bundle["denoiser"], [seed], steps=2, solver="ddim") for seed in seeds]).flatten(1)
+    target = load_reference(str(reference), TINY_SHAPE).read(range(40)).flatten(1)
+    fid = metrics.frechet_distance(metrics.Moments.of(images), metrics.Moments.of(target))
+    assert found.int8.fid == pytest.approx(fid, rel=EIGENVALUES)
+    assert (found.int8.precision, found.int8.recall) == metrics.precision_recall(images, target)
+    assert found.int8.accuracy is None and found.int8.inception_score is None  # pixels have no classes
+
+
+def test_nan_and_inf_are_counted_and_kept_out_of_the_figures(tiny_build, reference, tmp_path, monkeypatch):
+    loaded = runtime.load(tiny_build.bundle)
+    calls = iter(range(10_000))
+
+    class Poisoned:
+        """Gives a NaN to one sample of the tenth call and an Inf, which clamping would hide, to one of the twelfth."""
+
+        def __call__(self, *inputs, **named):
+            output = loaded["denoiser"](*inputs, **named).clone()
+            call = next(calls)
+            if call in (10, 12):
+                output[0, 0, 0, 0] = {10: torch.nan, 12: torch.inf}[call]
+            return output
+
+    monkeypatch.setattr(runtime, "load", lambda _: replace(loaded, components={"denoiser": Poisoned()}))
+    request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference))
+    found = evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
+    assert found.int8.nonfinite == 2 and found.full.nonfinite == 0
+    assert found.int8.fid == found.int8.fid and found.paired.psnr > 20
+
+
+def test_the_reference_is_the_folder_and_all_below_it(reference):
+    loaded = load_reference(str(reference), TINY_SHAPE)
+    assert loaded.count == 40
+    images = loaded.read(range(38, 40))
+    assert images.shape == (2, 1, 4, 4) and images.min() >= 0 and images.max() <= 1
+    assert load_reference(str(reference), torch.Size([3, 4, 4])).read(range(1)).shape == (1, 3, 4, 4)
+
+
+# Kills and ranks
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
+    whole = finish(start(*tiny, "--work", tmp_path / "whole", "-o", tmp_path / "whole.json"))
+    assert whole.exit_code == 0, whole.output
+
+    work = tmp_path / "killed"
+    process = start(*tiny, "--work", work, "-o", tmp_path / "killed.json")
+    deadline = time.monotonic() + 120
+    while not (kept := sorted(work.glob("*/*.safetensors"))) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    kept = {path: path.stat().st_mtime_ns for path in kept}
+    assert kept and not (tmp_path / "killed.json").exists()
+
+    again = finish(start(*tiny, "--work", work, "-o", tmp_path / "killed.json"))
+    assert again.exit_code == 0, again.output
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # not made anew
+    assert not partials(*(path for path in work.iterdir()))
+    assert outcome_of(tmp_path / "killed.json") == outcome_of(tmp_path / "whole.json")
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_finds(tiny, tmp_path):
+    one = finish(start(*tiny, "--work", tmp_path / "one", "-o", tmp_path / "one.json"))
+    assert one.exit_code == 0, one.output
+    two = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "trtconvert.cli", *map(str, tiny), "--work", tmp_path / "two", "-o", tmp_path / "two.json",
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    assert outcome_of(tmp_path / "two.json") == outcome_of(tmp_path / "one.json")  # to the last bit
+    assert two.stdout.count("FID") == one.output.count("FID")  # one rank speaks
+
+
+def test_a_damaged_shard_is_made_anew(tmp_path):
+    made = []
+
+    def make(held):
+        made.append(held)
+        return {"pooled": torch.arange(held.start, held.stop)}
+
+    work = ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 4)
+    work.make(make, ALONE, lambda: None)
+    path = work.path(1)
+    path.write_bytes(path.read_bytes()[:-8])
+    work.make(make, ALONE, lambda: None)
+    assert made == [range(4), range(4, 8), range(8, 10), range(4, 8)]
+    assert torch.cat([shard["pooled"] for shard in work.stream()]).tolist() == list(range(10))
+
+
+def test_shards_are_found_again_by_all_that_made_them(tmp_path, monkeypatch):
+    folder = ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 4).folder
+    assert ShardSet.at(tmp_path, "set", {"seed": 1}, 500, 4).folder == folder  # more samples reuse the first
+    assert ShardSet.at(tmp_path, "set", {"seed": 2}, 10, 4).folder != folder
+    assert ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 5).folder != folder
+    monkeypatch.setattr(shards, "code_identity", lambda: "other code")
+    assert ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 4).folder != folder
+
+
+# What it refuses
+
+
+def test_weights_of_another_model(digits_build, tmp_path):
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(WEIGHTS.read_bytes()[:-4] + b"\0\0\0\0")
+    outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", other))
+    refusal(outcome, "is not what the bundle was made from")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--weights", "missing.safetensors"], ["missing.safetensors"]),
+        (["--features", "resnet"], ["there is no feature extractor 'resnet'"]),
+        (["--features", "inception"], ["need weights", "--features-weights"]),
+        (["--reference", "missing"], ["missing has no images", "no such folder"]),
+        (["--weights", WEIGHTS, "--lpips-weights", "missing.pth"], ["missing.pth", "AlexNet"]),
+        (["--steps", "2000"], ["1 to 1000"]),
+    ],
+)
+def test_bad_requests(digits_build, tmp_path, arguments, parts):
+    refusal(run(*digits_arguments(digits_build, tmp_path, *arguments)), *parts)
+
+
+def test_a_reference_of_another_size(tiny, tmp_path):
+    outcome = run(*tiny, "--reference", "digits", "--work", tmp_path, "-o", tmp_path / "out.json")
+    refusal(outcome, "[1, 4, 4]", "[1, 8, 8]")
+
+
+@pytest.mark.parametrize(("content", "part"), [("size", "got: 5 × 6"), ("text", "cannot read the reference image")])
+def test_bad_reference_images_are_named(tmp_path, content, part):
+    path = tmp_path / "one.png"
+    if content == "size":
+        Image.new("L", (5, 6)).save(path)
+    else:
+        path.write_text("not an image")
+    with pytest.raises(evaluation.UserError, match=r"one\.png") as error:
+        load_reference(str(tmp_path), TINY_SHAPE).read(range(1))
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", json.dumps({"format": 2})])
+def test_files_that_are_no_evaluation(tmp_path, content):
+    path = tmp_path / "evaluation.json"
+    path.write_text(content)
+    with pytest.raises(evaluation.UserError, match="is not an evaluation"):
+        read_evaluation(path)

@@ -1,0 +1,301 @@
+"""`trtconvert report`: a whole document that loads nothing, believes nothing, and reads well in a browser."""
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from browser import Page, chromium
+from support import refusal, run
+
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import read_manifest, write_manifest
+from trtconvert.evaluate import charts
+from trtconvert.evaluate.evaluation import Evaluation, PairedQuality, SetQuality
+from trtconvert.evaluate.report import gates, render
+
+HOSTILE = '<script>alert("1")</script>&\'"'
+VOID = {"meta", "link", "img", "br", "hr"}
+FRONTIER = [
+    {"name": "aggressive everywhere", "speed": 1.9, "psnr": 38.2, "chosen": False},
+    {"name": "balanced, late steps precise", "speed": 1.7, "psnr": 44.1, "chosen": True},
+    {"name": "fp16 everywhere", "speed": 1.0, "psnr": 120.0, "chosen": False},
+]
+
+
+class Document(HTMLParser):
+    """The elements of a page with their attributes and text; refuses what is not nested as it should be."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.elements = [], []
+        self.feed(html)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def all(self, *tags):
+        return [attributes for tag, attributes in self.elements if tag in tags]
+
+
+@pytest.fixture(scope="module")
+def bundle(digits_build, tmp_path_factory):
+    """The digits with a frontier."""
+    folder = tmp_path_factory.mktemp("report") / "bundle"
+    shutil.copytree(digits_build.bundle, folder)
+    (folder / "frontier.json").write_text(json.dumps(FRONTIER))
+    write_manifest(folder, read_manifest(folder))
+    return folder
+
+
+def evaluation_of(manifest, **changes):
+    def quality(fid):
+        return SetQuality(
+            nonfinite=0, fid=fid, sfid=2.0, kid=0.01, kid_std=0.001, inception_score=9.1, inception_score_std=0.1,
+            precision=0.7, recall=0.6, accuracy=0.98,
+        )  # fmt: skip
+
+    fields = {
+        "created": "2026-01-01T00:00:00+00:00", "bundle": manifest.digest, "model": manifest.model,
+        "weights": manifest.weights, "samples": 1000, "steps": 100, "solver": "ddim", "seed": 1, "features": "classifier",
+        "features_identity": "0", "reference": "digits", "reference_count": 360, "reference_identity": "0",
+        "backend": "ONNX Runtime", "int8": quality(5.25), "full": quality(5.0), "other": quality(5.125),
+        "paired": PairedQuality(
+            psnr=40.0, psnr_worst=30.0, psnr_worst_seed=7, ssim=0.99, ssim_worst=0.9, lpips=0.01, lpips_worst=0.1,
+            fid_int8=1.0, fid_full=1.0, nonfinite_sites={"a": 0},
+        ),
+        "versions": {},
+    }  # fmt: skip
+    return Evaluation.model_validate(fields | changes)
+
+
+@pytest.fixture(scope="module")
+def report(bundle, tmp_path_factory):
+    """The report with an evaluation, as the program writes it."""
+    folder = tmp_path_factory.mktemp("html")
+    (folder / "evaluation.json").write_text(evaluation_of(read_manifest(bundle)).model_dump_json())
+    outcome = run("report", bundle, "--evaluation", folder / "evaluation.json", "-o", folder / "report.html")
+    assert outcome.exit_code == 0, outcome.output
+    return folder / "report.html"
+
+
+# The document
+
+
+def test_it_is_well_formed_and_loads_nothing(report):
+    html = report.read_text(encoding="utf-8")
+    document = Document(html)
+    links = [value for _, attributes in document.elements for name in ("src", "href", "xlink:href", "srcset", "data")
+             if (value := attributes.get(name))]  # fmt: skip
+    assert links and all(value.startswith(("data:", "#")) for value in links)
+    assert "url(" not in html and "@import" not in html and not document.all("script", "iframe", "object")
+    policy = next(a["content"] for a in document.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy and "script" not in policy
+
+
+def test_charts_are_well_formed_svg(report):
+    drawings = re.findall(r"<svg.*?</svg>", report.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(drawings) == 7  # six sites and the frontier
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        assert root.attrib["role"] == "img" and root.attrib["aria-label"]
+
+
+def test_it_can_be_read_without_seeing_it(report):
+    document = Document(report.read_text(encoding="utf-8"))
+    assert document.all("html")[0]["lang"] == "en"
+    assert all(image["alt"] for image in document.all("img")) and document.all("img")
+    levels = [int(tag[1]) for tag, _ in document.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(head.get("scope") in ("row", "col") for head in document.all("th"))
+    identifiers = [attributes["id"] for _, attributes in document.elements if "id" in attributes]
+    assert len(set(identifiers)) == len(identifiers)
+    anchors = {link["href"][1:] for link in document.all("a")}
+    assert anchors <= set(identifiers)
+
+
+def test_everything_is_escaped(bundle):
+    manifest = read_manifest(bundle)
+    component = manifest.components["denoiser"]
+    left = component.sites[0].model_copy(update={"name": HOSTILE, "modes": [], "reason": HOSTILE})
+    hostile = manifest.model_copy(
+        update={
+            "model": HOSTILE,
+            "backend_reason": HOSTILE,
+            "versions": {HOSTILE: HOSTILE},
+            "recipe": manifest.recipe.model_copy(
+                update={"model": manifest.recipe.model.model_copy(update={"source": HOSTILE})}
+            ),
+            "components": {HOSTILE: component.model_copy(update={"sites": [*component.sites, left]})},
+        }
+    )
+    html = render(bundle, hostile, evaluation_of(manifest, reference=HOSTILE, features=HOSTILE, backend=HOSTILE))
+    assert "<script" not in html and "alert(" in html
+    Document(html)
+
+
+def test_it_shows_what_the_bundle_says(report, bundle):
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", report.read_text(encoding="utf-8")))
+    manifest = read_manifest(bundle)
+    for site in manifest.components["denoiser"].sites:
+        assert site.name in text
+    for part in ("within noise", "beyond noise", "+0.250", "0.125", "built", "balanced, late steps precise", "exact"):
+        assert part in text, part
+    for value in (manifest.digest, *(record.sha256 for record in manifest.files.values())):
+        assert value in text
+    assert f"{manifest.quality.psnr:.1f} dB" in text
+
+
+def test_it_does_without_what_is_not_there(digits_build, tmp_path):
+    outcome = run("report", digits_build.bundle, "-o", tmp_path / "report.html")
+    assert outcome.exit_code == 0, outcome.output
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    Document(html)
+    assert "trtconvert evaluate" in html and 'id="frontier"' not in html
+
+
+def test_a_missed_gate_is_not_called_passed(bundle):
+    manifest = read_manifest(bundle)
+    bad = manifest.model_copy(update={"quality": manifest.quality.model_copy(update={"psnr": float("nan")})})
+    assert [gate.passed for gate in gates(manifest)] == [True] * 4
+    assert [gate.passed for gate in gates(bad)] == [False, True, True, True]
+    assert "every gate is passed" not in render(bundle, bad, None)
+
+
+# What it refuses
+
+
+def test_an_evaluation_of_another_bundle(bundle, tmp_path):
+    other = evaluation_of(read_manifest(bundle), bundle="0" * 64)
+    (tmp_path / "evaluation.json").write_text(other.model_dump_json())
+    outcome = run("report", bundle, "--evaluation", tmp_path / "evaluation.json", "-o", tmp_path / "report.html")
+    refusal(outcome, "is the evaluation of another bundle")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '[{"name": "a"}]', '[{"name": "a", "speed": "x", "psnr": 1, "chosen": 1}]']
+)
+def test_a_frontier_that_is_none(digits_build, tmp_path, content):
+    folder = tmp_path / "bundle"
+    shutil.copytree(digits_build.bundle, folder)
+    (folder / "frontier.json").write_text(content)
+    write_manifest(folder, read_manifest(folder))
+    refusal(run("report", folder, "-o", tmp_path / "report.html"), "frontier.json is not a frontier")
+
+
+def test_a_damaged_bundle(bundle, tmp_path):
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    (folder / "samples.png").write_bytes(b"")
+    refusal(run("report", folder, "-o", tmp_path / "report.html"), "samples.png")
+
+
+# Charts
+
+
+@pytest.mark.parametrize("ramp", [charts.ERROR_RAMP, charts.RANGE_RAMP, tuple(charts.MODE_FILLS.values())])
+def test_text_can_be_read_on_every_colour(ramp):
+    for share in torch.linspace(0, 1, 101).tolist():
+        fill = charts.blend(ramp, share)
+        light, dark = sorted((charts.luminance(fill), charts.luminance(charts.ink_on(fill))), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, fill  # WCAG 2.2, 1.4.3
+
+
+def test_ramps_darken_evenly():
+    for ramp in (charts.ERROR_RAMP, charts.RANGE_RAMP, tuple(charts.MODE_FILLS.values())):
+        shades = [charts.luminance(colour) for colour in ramp]
+        assert shades == sorted(shades, reverse=True)
+
+
+def test_heat_maps_mark_the_worst_and_leave_gaps():
+    found = charts.heat_map({"a": [10.0, None], "b": [30.0, 20.0]}, ["0", "500"], charts.ERROR_RAMP, str, inverted=True)
+    (_, (worst, gap)), (_, (best, _)) = found.rows
+    assert worst.fill == charts.ERROR_RAMP[-1] and best.fill == charts.ERROR_RAMP[0]
+    assert gap.text == "–"
+    assert charts.heat_map({"a": [1.0]}, ["0"], charts.ERROR_RAMP, str).rows[0][1][0].text == "1.0"  # no span at all
+
+
+def test_modes_are_named():
+    assert [cell.text for cell in charts.mode_map({"a": [*Mode]}, "0123").rows[0][1]] == [
+        "fp16", "precision", "balanced", "aggressive",
+    ]  # fmt: skip
+
+
+def test_the_frontier_puts_faster_to_the_right_and_better_up():
+    found = charts.frontier(FRONTIER, 36.0)
+    fast, chosen, exact = found.points
+    assert exact.x < chosen.x < fast.x and exact.y < chosen.y < fast.y < found.budget
+    assert found.chosen == chosen and exact.exact and exact.psnr == "exact"
+    assert charts.frontier(FRONTIER[:1], 36.0).chosen is None
+
+
+def test_ticks_are_round_and_inside():
+    assert charts.linear_ticks(0.99, 2.01) == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8, 2.0])
+    assert charts.log_ticks(0.9, 1100) == [1, 10, 100, 1000]
+    assert charts.log_ticks(2.1, 6.4) == [3, 4, 5, 6]
+
+
+# A browser
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    executable = chromium()
+    if executable is None:
+        pytest.skip("needs Chromium, and there is none (Debian: apt-get install chromium)")
+    page = Page(executable, tmp_path_factory.mktemp("profile"))
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_it(report, page, tmp_path, width, scheme):
+    page.open(report, width, scheme=scheme)
+    assert page.complaints() == []
+    assert [url for url in page.requests() if not url.startswith("data:")] == [report.as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
+    assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+    small = "[...document.querySelectorAll('td, th, p, dd, dt, a')].filter(e => parseFloat(getComputedStyle(e).fontSize) < 12)"
+    assert page.evaluate(f"{small}.length") == 0
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(20, 22, 26)") == (scheme == "dark")
+    path = tmp_path / "page.png"
+    page.screenshot(path)
+    assert_drawn(path, width)
+
+
+def assert_drawn(path: Path, width: int) -> None:
+    """The screenshot is of this width and is a page, not an empty one."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        assert image.width == width and image.height > 2000
+        assert len(image.convert("RGB").getcolors(1 << 24)) > 50
+
+
+def test_the_browser_itself_would_complain(page, tmp_path):
+    """The checks above can fail: a page that calls out, errs and sticks out is noticed."""
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<img src="missing.png"><script>console.error("x")</script><div style="width:2000px;height:9px">wide</div>'
+    )
+    page.open(bad, 390)
+    assert page.complaints() and len(page.requests()) > 1
+    assert page.evaluate("document.documentElement.scrollWidth > innerWidth || innerWidth > 390")

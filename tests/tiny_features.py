@@ -1,0 +1,19 @@
+"""Feature extractors for tests: `--features tiny_features:pixels` with this folder on the path."""
+
+import torch
+
+
+def pixels(images):
+    return images.flatten(1)
+
+
+def a_list(images):
+    return images.flatten(1).tolist()
+
+
+def too_few(images):
+    return images.flatten(1)[1:]
+
+
+def a_map(images):
+    return torch.stack([images, images])[0]
