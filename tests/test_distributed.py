@@ -1,0 +1,155 @@
+"""Calibration on several real processes: the same file as one process makes, byte for byte; killed ones go on where they were."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors import safe_open
+from support import TESTS, contents, finish, start, tiny_recipe
+
+BATCHES = 8
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The recipe, and the calibration that one process makes of it."""
+    folder = tmp_path_factory.mktemp("alone")
+    recipe = recipe_in(folder)
+    outcome = finish(start("calibrate", recipe, "-o", folder / "c.safetensors", "--cache", folder / "cache"))
+    assert outcome.exit_code == 0, outcome.output
+    return recipe, (folder / "c.safetensors").read_bytes()
+
+
+def recipe_in(folder, **calibration):
+    fields = {"samples": 2 * BATCHES, "steps": 3, "statistic": "elements"} | calibration
+    return tiny_recipe(folder, calibration=fields)
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def ranks(size, *arguments, separate_disks=None):
+    """Processes as torchrun starts them, without torchrun's own watch over them."""
+    port = free_port()
+    started = []
+    for rank in range(size):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        }  # fmt: skip
+        cache = ["--cache", f"{separate_disks}-{rank}"] if separate_disks else []
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "trtconvert.cli", *map(str, arguments), *cache],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    return started
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_make_what_one_makes(alone, tmp_path, size):
+    recipe, expected = alone
+    output = tmp_path / "c.safetensors"
+    processes = ranks(size, "calibrate", recipe, "-o", output, "--cache", tmp_path / "cache")
+    outcomes = [finish(process) for process in processes]
+    assert [o.exit_code for o in outcomes] == [0] * size, outcomes
+    assert output.read_bytes() == expected
+    assert "written to" in outcomes[0].output and all(o.output == "" for o in outcomes[1:])
+    assert contents(tmp_path / "cache") == {}
+
+
+def test_ranks_on_disks_of_their_own_make_what_one_makes(alone, tmp_path):
+    recipe, expected = alone
+    output = tmp_path / "c.safetensors"
+    processes = ranks(2, "calibrate", recipe, "-o", output, separate_disks=tmp_path / "cache")
+    outcomes = [finish(process) for process in processes]
+    assert [o.exit_code for o in outcomes] == [0, 0], outcomes
+    assert output.read_bytes() == expected
+
+
+def test_torchrun_starts_it(alone, tmp_path):
+    recipe, expected = alone
+    output = tmp_path / "c.safetensors"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["trtconvert.cli", "calibrate", str(recipe), "-o", str(output), "--cache", str(tmp_path / "cache")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    assert output.read_bytes() == expected
+
+
+def finished_batches(cache):
+    return sorted(path.name for path in cache.glob("observed-*/rows-*.safetensors"))
+
+
+def wait_for(condition, process):
+    until = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
+    # Batches long enough to be killed among them, in a recipe of its own with an outcome of its own.
+    recipe = recipe_in(tmp_path, steps=40, statistic="batch-max")
+    expected = tmp_path / "expected.safetensors"
+    assert finish(start("calibrate", recipe, "-o", expected, "--cache", tmp_path / "other")).exit_code == 0
+
+    cache, output = tmp_path / "cache", tmp_path / "c.safetensors"
+    arguments = ("calibrate", recipe, "-o", output, "--cache", cache)
+    processes = ranks(size, *arguments)
+    wait_for(lambda: len(finished_batches(cache)) >= 2, processes[0])
+    processes[-1].send_signal(signal.SIGKILL)
+    outcomes = [finish(process) for process in processes]
+    assert outcomes[-1].exit_code == -signal.SIGKILL
+    kept = finished_batches(cache)
+    assert 2 <= len(kept) < BATCHES and not output.exists()
+    for name in cache.glob("observed-*/rows-*.safetensors"):
+        with safe_open(name, framework="pt") as file:
+            assert "denoiser/bin" in file.keys()  # noqa: SIM118 (not a dict): whole
+    for outcome in outcomes[:-1]:
+        assert outcome.exit_code == 1
+        for part in ("has lost the other processes", "expected: 2 running processes", "remedy: ", f"kept in {cache}"):
+            assert part in outcome.output, outcome.output
+        assert "Traceback" not in outcome.output
+
+    modified = {path: path.stat().st_mtime_ns for path in cache.glob("observed-*/rows-*.safetensors")}
+    # It goes on with another number of processes: what is left is dealt out anew.
+    slow = ranks(3 - size, *arguments)
+    wait_for(lambda: len(finished_batches(cache)) > len(kept) or output.exists(), slow[0])
+    assert all(not path.exists() or path.stat().st_mtime_ns == then for path, then in modified.items())
+    outcomes = [finish(process) for process in slow]
+    assert [o.exit_code for o in outcomes] == [0] * len(slow), outcomes
+    assert output.read_bytes() == expected.read_bytes()
+    assert finished_batches(cache) == []
+
+
+def test_a_terminated_run_says_how_to_go_on(tmp_path):
+    recipe = recipe_in(tmp_path, steps=200, statistic="batch-max")
+    cache = tmp_path / "cache"
+    process = start("calibrate", recipe, "-o", tmp_path / "c.safetensors", "--cache", cache)
+    wait_for(lambda: finished_batches(cache), process)
+    process.terminate()
+    outcome = finish(process)
+    assert outcome.exit_code == 128 + signal.SIGTERM
+    assert f"kept in {cache}" in outcome.output and "the same command goes on there" in outcome.output
+
+
+def test_counts_of_elements_are_resumed(alone, tmp_path):
+    recipe, expected = alone
+    cache, output = tmp_path / "cache", tmp_path / "c.safetensors"
+    arguments = ("calibrate", recipe, "-o", output, "--cache", cache)
+    process = start(*arguments)
+    wait_for(lambda: list(cache.glob("observed-*/elements-*.safetensors")), process)
+    process.kill()
+    process.wait()
+    assert finish(start(*arguments)).exit_code == 0
+    assert output.read_bytes() == expected
