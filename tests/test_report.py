@@ -217,7 +217,19 @@ def test_text_can_be_read_on_every_colour(ramp):
         assert (light + 0.05) / (dark + 0.05) >= 4.5, fill  # WCAG 2.2, 1.4.3
 
 
-def test_ramps_darken_evenly():
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_text_of_the_page_can_be_read_in_both_schemes(scheme):
+    style = (Path(charts.__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
+    block = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    pairs = [(text, paper) for text in ("ink", "soft", "accent") for paper in ("paper", "card")]
+    pairs += [(text, f"{text}-paper") for text in ("good", "fair", "bad")]
+    for text, paper in pairs:
+        light, dark = sorted((charts.luminance(colours[text]), charts.luminance(colours[paper])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, paper)
+
+
+def test_ramps_darken():
     for ramp in (charts.ERROR_RAMP, charts.RANGE_RAMP, tuple(charts.MODE_FILLS.values())):
         shades = [charts.luminance(colour) for colour in ramp]
         assert shades == sorted(shades, reverse=True)

@@ -19,7 +19,8 @@ MODE_FILLS = {
     Mode.AGGRESSIVE: "#17694c",
 }
 
-DARK_INK, LIGHT_INK = "#15181d", "#ffffff"
+DARK_INK, LIGHT_INK = "#000000", "#ffffff"
+"""Black and white: one of them has at least 4.5 : 1 on any colour, which off-black has not."""
 
 EXACT_DB = 119.9
 """From here on a PSNR stands for equality: `verify.psnr` ends at 120 dB."""

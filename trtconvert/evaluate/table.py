@@ -43,8 +43,8 @@ def rows(evaluation: Evaluation) -> list[Row]:
     """The figures that this evaluation has."""
     return [
         row
-        for field, *words in FIGURES
-        if (row := _row(field, *words, evaluation.int8, evaluation.full, evaluation.other))
+        for field, name, form in FIGURES
+        if (row := _row(field, name, form, evaluation.int8, evaluation.full, evaluation.other))
     ]
 
 
