@@ -53,3 +53,15 @@ def tiny_build(tmp_path_factory) -> Built:
     """A model of one attention, converted. Leave its files as they are."""
     folder = tmp_path_factory.mktemp("tiny")
     return built(folder, tiny_recipe(folder))
+
+
+@pytest.fixture(scope="session")
+def alexnet(tmp_path_factory) -> Path:
+    """The convolutions of a file like torchvision's AlexNet, with random weights."""
+    torchvision = pytest.importorskip("torchvision")
+    pytest.importorskip("lpips")
+    torch.manual_seed(0)
+    state = torchvision.models.alexnet(weights=None).features.state_dict(prefix="features.")
+    path = tmp_path_factory.mktemp("weights") / "alexnet.pth"
+    torch.save(state, path)
+    return path

@@ -92,6 +92,13 @@ def test_the_digits_are_compared_with_full_precision_and_with_held_out_ones(digi
         assert shown in outcome.output
 
 
+def test_lpips_is_found_when_its_weights_are_given(digits_build, tmp_path, alexnet):
+    outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--lpips-weights", alexnet))
+    assert outcome.exit_code == 0, outcome.output
+    found = read_evaluation(tmp_path / "out.json").paired
+    assert 0 < found.lpips <= found.lpips_worst < 1 and "LPIPS" in outcome.output
+
+
 def test_without_weights_there_is_nothing_to_pair(digits_build, tmp_path):
     assert run(*digits_arguments(digits_build, tmp_path)).exit_code == 0
     found = read_evaluation(tmp_path / "out.json")
@@ -238,6 +245,14 @@ def test_weights_of_another_model(digits_build, tmp_path):
 )
 def test_bad_requests(digits_build, tmp_path, arguments, parts):
     refusal(run(*digits_arguments(digits_build, tmp_path, *arguments)), *parts)
+
+
+def test_a_missing_package_is_noticed_before_samples_are_drawn(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_fidelity.metric_fid", None)
+    refusal(
+        run(*tiny, "--work", tmp_path / "work", "-o", tmp_path / "out.json"), "torch-fidelity", "trtconvert[evaluate]"
+    )
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_reference_of_another_size(tiny, tmp_path):

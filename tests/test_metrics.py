@@ -134,18 +134,7 @@ def test_ssim_falls_with_noise_sample_by_sample():
     assert clean == pytest.approx(1) and 1 > little > much
 
 
-@pytest.fixture(scope="module")
-def alexnet(tmp_path_factory):
-    """A file like torchvision's, with random weights."""
-    models = pytest.importorskip("torchvision.models")
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("weights") / "alexnet.pth"
-    torch.save(models.alexnet(weights=None).state_dict(), path)
-    return path
-
-
 def test_lpips_is_torchmetrics(alexnet):
-    pytest.importorskip("lpips")
     functional = pytest.importorskip("torchmetrics.functional.image.lpips")
     peer = functional._NoTrainLpips(net="alex", pnet_rand=True)
     state = torch.load(alexnet, weights_only=True)
@@ -159,14 +148,12 @@ def test_lpips_is_torchmetrics(alexnet):
 
 
 def test_lpips_of_small_grey_images(alexnet):
-    pytest.importorskip("lpips")
     network, images = metrics.load_lpips(alexnet), torch.rand(2, 1, 8, 8)
     assert metrics.lpips(network, images, images).tolist() == [0, 0]
     assert (metrics.lpips(network, images, 1 - images) > 0).all()
 
 
 def test_lpips_says_which_file_it_wants(tmp_path, alexnet):
-    pytest.importorskip("lpips")
     with pytest.raises(UserError, match="alexnet-owt") as error:
         metrics.load_lpips(tmp_path / "missing.pth")
     assert "no such file" in error.value.got and "nothing is downloaded" in error.value.remedy

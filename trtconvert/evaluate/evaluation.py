@@ -177,8 +177,10 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     Returns:
         The evaluation on rank 0, None on the others.
     Raises:
-        UserError: the bundle, the weights, the extractor or the reference set cannot be used.
+        UserError: the bundle, the weights, the extractor or the reference set cannot be used, or a package is missing.
+        RankLost: another process of torchrun has ended.
     """
+    metrics.check_packages()
     bundle = runtime.load(folder)
     extractor = load_extractor(request.features, request.features_weights)
     source = full_precision(bundle.manifest, request.weights)

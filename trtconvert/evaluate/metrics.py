@@ -193,6 +193,16 @@ def lpips(network: LPIPS, images: Tensor, expected: Tensor) -> Tensor:
         return network(prepared(images), prepared(expected), normalize=True).reshape(len(images)).double()
 
 
+def check_packages() -> None:
+    """To be called before hours of drawing.
+
+    Raises:
+        UserError: a package that every evaluation needs is not installed.
+    """
+    require("torchmetrics.functional.image", "torchmetrics")
+    _fidelity("metric_fid")
+
+
 def require(module: str, package: str) -> Any:
     """An imported module of an optional package.
 

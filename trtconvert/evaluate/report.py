@@ -25,13 +25,18 @@ from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.files import whole_file
-from trtconvert.summary import ATTENTION
 
 SAMPLES, FRONTIER = "samples.png", "frontier.json"
 """Files of a bundle that the report shows where they are there."""
 
+ATTENTION = {"plugin": "INT8", "native": "the model's own precision, not INT8"}
+"""What an engine's attention runs in, for people."""
+
 INT8_VALUES = (Mode.BALANCED, Mode.AGGRESSIVE)
 """Modes whose second product is INT8 too."""
+
+FOLDED_CHARTS = 12
+"""With more sites than this, the charts by head are folded away at first."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         "onnx_size": manifest.files[component.onnx].size,
         "maps": [],
         "heads": [],
+        "unfolded": len(converted) <= FOLDED_CHARTS,
     }
     if not converted:
         return view
