@@ -141,8 +141,8 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, bool& use_sm90, R
   if (check_tensor("q", c->q, c->q_strides, report) || check_tensor("k", c->k, c->k_strides, report) ||
       check_tensor("v", c->v, c->v_strides, report) || check_tensor("out", c->out, c->out_strides, report) ||
       check_pointer("timestep", c->timestep, 4, report) || check_pointer("q_scale", c->q_scale, 4, report) ||
-      check_pointer("k_scale", c->k_scale, 4, report) || check_pointer("v_scale", c->v_scale, 4, report) ||
-      check_pointer("k_offset", c->k_offset, 4, report) || check_pointer("v_offset", c->v_offset, 4, report) ||
+      check_pointer("k_scale", c->k_scale, 4, report) || check_pointer("v_scale", c->v_scale, 16, report) ||
+      check_pointer("k_offset", c->k_offset, 16, report) || check_pointer("v_offset", c->v_offset, 16, report) ||
       check_pointer("modes", c->modes, 4, report) || check_pointer("workspace", c->workspace, 256, report))
     return report.status;
   if (c->mask_kind == TRTCONVERT_MASK_NONE) {

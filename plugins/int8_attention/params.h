@@ -59,7 +59,7 @@ constexpr PaddedDims padded_dims(int head_dim) {
 struct TileScales {
   float log2_v[kKeyTile];     // mode 2: log2(sv), -inf for keys that do not exist. Not written in other modes.
   float inverse_v[kKeyTile];  // mode 2: 1 / sv, 0 for keys that do not exist. Not written in other modes.
-  float log2_v_max;           // mode 2: extremes of log2_v over the keys that exist; mode 3: zeros
+  float log2_v_max;           // mode 2: extremes of log2_v over the keys that exist; modes 1, 3: zeros
   float log2_v_min;
   float k;                    // modes 1..3: scale of K in this tile
   float inverse_k;            // and its reciprocal

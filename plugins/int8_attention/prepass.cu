@@ -259,6 +259,17 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
   }
 }
 
+// This thread's eight entries of a [T, Hkv, D] table; zeros beyond head_dim.
+__device__ __forceinline__ void load_channels(float (&x)[8], const float* table, int64_t first, bool has_channels) {
+  float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
+  if (has_channels) {
+    low = __ldg(reinterpret_cast<const float4*>(table + first));
+    high = __ldg(reinterpret_cast<const float4*>(table + first + 4));
+  }
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
 // Maximum over the thread block, in every thread.
 template <int kWarps>
 __device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]) {
@@ -291,8 +302,7 @@ __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, c
     return copy_images<Lanes, false>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
   const bool has_channels = lane * 8 < p.head_dim;
   float offset[8];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) offset[c] = p.smooth_k && has_channels ? p.k_offset[at.table_row + c] : 0.f;
+  load_channels(offset, p.k_offset, at.table_row, p.smooth_k && has_channels);
   float scale, factor;
   const bool from_data = p.dynamic && e.mode != 3;
   if (from_data) {
@@ -327,6 +337,7 @@ __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, c
   if (threadIdx.x == 0) {
     p.tile_scales[at.index].k = scale;
     p.tile_scales[at.index].inverse_k = 1.f / scale;
+    if (e.mode != 2) p.tile_scales[at.index].log2_v_max = p.tile_scales[at.index].log2_v_min = 0.f;
   }
   if (lane * 8 >= p.dims.qk) return;
 #pragma unroll
@@ -353,10 +364,12 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   TileScales& scales = p.tile_scales[at.index];
   const bool has_channels = lane * 8 < p.head_dim;
   float factor[8], addend[8];  // (v - offset) / scale = v * factor + addend
+  load_channels(factor, p.v_scale, at.table_row, has_channels);
+  load_channels(addend, p.v_offset, at.table_row, has_channels);
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
-    factor[c] = has_channels ? reciprocal(p.v_scale[at.table_row + c]) : 0.f;
-    addend[c] = has_channels ? -p.v_offset[at.table_row + c] * factor[c] : 0.f;
+    factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
+    addend[c] *= -factor[c];
   }
   float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
 #pragma unroll
@@ -408,22 +421,23 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
       scales.log2_v_max = log2_v_max;
       scales.log2_v_min = log2_v_min;
     }
-  } else if (threadIdx.x == 0) {
-    scales.log2_v_max = scales.log2_v_min = 0.f;
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < kKeyTile / 16 * p.dims.pv; c += Map<Lanes>::kThreads) {
-    const int group = c / p.dims.pv, d = c % p.dims.pv;
-    *reinterpret_cast<uint4*>(image + c * 16) =
-        *reinterpret_cast<const uint4*>(shared.transposed + group * Shared<Lanes>::kGroupBytes +
-                                        d / 8 * Shared<Lanes>::kLaneBytes + d % 8 * 16);
+  for (int d = threadIdx.x; d < p.dims.pv; d += Map<Lanes>::kThreads) {
+    const uint8_t* const column = shared.transposed + d / 8 * Shared<Lanes>::kLaneBytes + d % 8 * 16;
+#pragma unroll
+    for (int group = 0; group < kKeyTile / 16; ++group)
+      *reinterpret_cast<uint4*>(image + (group * p.dims.pv + d) * 16) =
+          *reinterpret_cast<const uint4*>(column + group * Shared<Lanes>::kGroupBytes);
   }
 }
 
 template <typename T, int Lanes>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm) prepass_kernel(const __grid_constant__ Params p) {
   __shared__ Shared<Lanes> shared;
+#if __CUDA_ARCH__ >= 900  // programmatic dependent launch begins with Hopper
   cudaTriggerProgrammaticLaunchCompletion();
+#endif
 
   // Heads run fastest: with tokens outermost in memory, neighbouring thread blocks read neighbouring bytes.
   const int query_work = p.heads * ceil_div(p.num_queries, kTokens), key_work = p.kv_heads * p.key_tiles;

@@ -83,8 +83,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Read once: the compiler would read the thread index again wherever it is short of registers, and wait for it.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 // ---- Arithmetic ----
@@ -92,6 +95,12 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
@@ -147,7 +156,6 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 }
 
 // clang-format off
-#define TRT_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TRT_NAMES_24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
 #define TRT_NAMES_32 TRT_NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define TRT_NAMES_40 TRT_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
@@ -155,8 +163,7 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 #define TRT_NAMES_64 TRT_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define TRT_REGS_8(C, d, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
-#define TRT_REGS_16(C, d) TRT_REGS_8(C, d, 0), TRT_REGS_8(C, d, 8)
-#define TRT_REGS_24(C, d) TRT_REGS_16(C, d), TRT_REGS_8(C, d, 16)
+#define TRT_REGS_24(C, d) TRT_REGS_8(C, d, 0), TRT_REGS_8(C, d, 8), TRT_REGS_8(C, d, 16)
 #define TRT_REGS_32(C, d) TRT_REGS_24(C, d), TRT_REGS_8(C, d, 24)
 #define TRT_REGS_40(C, d) TRT_REGS_32(C, d), TRT_REGS_8(C, d, 32)
 #define TRT_REGS_48(C, d) TRT_REGS_40(C, d), TRT_REGS_8(C, d, 40)
@@ -191,8 +198,7 @@ __device__ __forceinline__ void wgmma_16bit(float (&d)[32], uint64_t a, uint64_t
 // d[64 x N] (+)= a[64 x 32] * b[N x 32]^T, u8 in registers times s8.
 template <int N>
 __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d) {
-  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
-  if constexpr (N == 32) TRT_WGMMA_RS("m64n32k32.s32.u8.s8", "+r", 16, "%16", "%17", "%18", "%19", "%20", "%21", "");
+  static_assert(N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
   if constexpr (N == 48) TRT_WGMMA_RS("m64n48k32.s32.u8.s8", "+r", 24, "%24", "%25", "%26", "%27", "%28", "%29", "");
   if constexpr (N == 64) TRT_WGMMA_RS("m64n64k32.s32.u8.s8", "+r", 32, "%32", "%33", "%34", "%35", "%36", "%37", "");
   if constexpr (N == 80) TRT_WGMMA_RS("m64n80k32.s32.u8.s8", "+r", 40, "%40", "%41", "%42", "%43", "%44", "%45", "");
@@ -212,8 +218,7 @@ __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (
 // d[64 x N] (+)= a[64 x 16] * b[16 x N] in 16 bits, A in registers, B with its columns contiguous (MN-major).
 template <bool kBf16, int N>
 __device__ __forceinline__ void wgmma_16bit_pv(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d) {
-  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
-  if constexpr (N == 32) { TRT_WGMMA_PV(32, 16, "%16", "%17", "%18", "%19", "%20", "%21") }
+  static_assert(N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
   if constexpr (N == 48) { TRT_WGMMA_PV(48, 24, "%24", "%25", "%26", "%27", "%28", "%29") }
   if constexpr (N == 64) { TRT_WGMMA_PV(64, 32, "%32", "%33", "%34", "%35", "%36", "%37") }
   if constexpr (N == 80) { TRT_WGMMA_PV(80, 40, "%40", "%41", "%42", "%43", "%44", "%45") }

@@ -78,7 +78,7 @@ typedef struct {
   void* out;       /* [B, Nq, H, D] */
   TrtConvertStrides q_strides, k_strides, v_strides, out_strides;
 
-  /* Timestep and tables, on the device, contiguous, FP32 unless said otherwise.
+  /* Timestep and tables, on the device, contiguous, FP32 unless said otherwise; those of a row per channel 16-byte aligned.
    * bin = clamp(floor(timestep[b] * T / timestep_max), 0, T - 1) in FP32. */
   const float* timestep; /* [B] */
   const float* q_scale;  /* [T, H]: calibrated amax / 127 */
