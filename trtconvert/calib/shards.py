@@ -93,7 +93,7 @@ class Shards(Mapping[str, Rows]):
             for name in ("q", "k", "v"):
                 counts = getattr(counted, name).counts
                 # Magnitudes fill a few of the octaves: the rest is not worth writing. The name keeps where they begin.
-                used = counts.any(0).nonzero().flatten().tolist() or [0]
+                used = counts.sum(0).nonzero().flatten().tolist() or [0]
                 tensors[f"{site}/{name}/{used[0]}"] = counts[:, used[0] : used[-1] + 1].cpu().contiguous()
         self._save(f"{_ELEMENTS}{batches[0]:06d}", tensors, {"batches": json.dumps(batches)})
 

@@ -1,0 +1,453 @@
+"""Calibration data: every source streams what it holds, and every bad input is refused by name or left out and listed."""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support import TESTS, finish, refusal, run, start, tiny_recipe
+
+from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.data import BadSamples, open_data
+from trtconvert.errors import UserError
+from trtconvert.models.digits_dit import NULL_LABEL
+from trtconvert.recipe import CalibrationSection, load_recipe
+
+RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
+
+
+def inputs_of(model, data, skip=False, **fields):
+    """What the denoiser is given, call by call, and what was left out."""
+    seen, bad = [], BadSamples(skip)
+    fields = {"samples": 6, "batch": 4, "steps": 5} | fields
+    opened = open_data(model, CalibrationSection(data=data, **fields), bad)
+
+    def denoiser(x, timestep, **conditions):
+        seen.append({"x": x, "timestep": timestep} | conditions)
+        return torch.zeros_like(x)
+
+    batches = list(opened.batches)
+    assert opened.count in (None, len(batches))
+    for batch in batches:
+        batch(denoiser)
+    return seen, bad.take()
+
+
+def write_images(folder, count=6, size=(8, 8)):
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (count, size[1], size[0]), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{number:02d}.png")
+    return torch.from_numpy(pixels[:, None] / np.float32(255))
+
+
+def write_inputs(path, inputs):
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    match path.suffix:
+        case ".npz" if "small" in path.name:
+            np.savez_compressed(path, **arrays)
+        case ".npz":
+            np.savez(path, **arrays)
+        case ".pt":
+            torch.save(inputs, path)
+        case _:
+            save_file(inputs, path)
+    return path
+
+
+@pytest.fixture
+def inputs(digits):
+    return digits.example(5, {"batch": 7, "height": 8, "width": 8})
+
+
+# Recorded inputs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.npz", "small.npz", "a.safetensors", "a.pt"])
+def test_recorded_inputs_come_in_order(digits, inputs, tmp_path, name):
+    seen, _ = inputs_of(digits, write_inputs(tmp_path / name, inputs | {"prev_x": inputs["x"] + 1}))
+    assert [len(call["x"]) for call in seen] == [4, 2]
+    for key, expected in inputs.items():
+        assert torch.equal(torch.cat([call[key] for call in seen]), expected[:6])
+
+
+@pytest.mark.parametrize("name", ["a.npz", "small.npz"])
+def test_arrays_are_never_all_in_memory(digits, tmp_path, name):
+    count = 20_000
+    inputs = digits.example(0, {"batch": count, "height": 16, "width": 16})
+    path = write_inputs(tmp_path / name, inputs)
+    tracemalloc.start()
+    seen, _ = inputs_of(digits, path, samples=8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert torch.equal(seen[1]["x"], inputs["x"][4:8])
+    assert peak < inputs["x"].nbytes / 4
+
+
+def test_a_batch_with_nan_is_refused_or_left_out(digits, inputs, tmp_path):
+    inputs["x"][1, 0, 2, 3] = torch.nan
+    inputs["timestep"][5] = 1000.0
+    path = write_inputs(tmp_path / "a.safetensors", inputs)
+    with pytest.raises(UserError, match=r"'x' in .*a\.safetensors is damaged at sample 1"):
+        inputs_of(digits, path)
+    seen, skipped = inputs_of(digits, path, skip=True)
+    assert torch.equal(torch.cat([call["x"] for call in seen]), inputs["x"][[0, 2, 3, 4]])
+    assert len(skipped) == 2 and "sample 1: 1 of 64 are NaN or Inf" in skipped[0] and "sample 5: 1000" in skipped[1]
+
+
+class Trap:
+    """Unpickling it would leave a file."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return open, (str(self.mark), "w")
+
+
+def test_pickled_code_is_not_executed(digits, tmp_path):
+    torch.save({"x": Trap(tmp_path / "mark")}, tmp_path / "a.pt")
+    np.savez(tmp_path / "a.npz", x=np.array([Trap(tmp_path / "mark")], dtype=object))
+    for name in ("a.pt", "a.npz"):
+        with pytest.raises(UserError, match="cannot read the calibration data"):
+            inputs_of(digits, tmp_path / name)
+    assert not (tmp_path / "mark").exists()
+
+
+# Images, captions, prompts --------------------------------------------------------------------------------------------
+
+
+def test_images_are_shown_at_stratified_timesteps(digits, tmp_path):
+    images = write_images(tmp_path / "images")
+    (tmp_path / "images" / "note.md").write_text("not an image")
+    seen, _ = inputs_of(digits, tmp_path / "images")
+    assert [len(call["x"]) for call in seen] == [4] * 5 + [2] * 5
+    for number, call in enumerate(seen):
+        stratum = number % 5
+        assert ((call["timestep"] >= stratum * 200) & (call["timestep"] < (stratum + 1) * 200)).all()
+        assert (call["label"] == NULL_LABEL).all()
+    # The least noisy call shows the images themselves, but for its noise.
+    least = seen[0]
+    sigma = digits.sigmas[least["timestep"].long()].float()[:, None, None, None]
+    noise = least["x"] * (1 + sigma**2).sqrt() - (images[:4] * 2 - 1)
+    assert noise.std().item() == pytest.approx(sigma.square().mean().sqrt().item(), rel=0.2)
+    again, _ = inputs_of(digits, tmp_path / "images")
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(seen, again, strict=True))
+
+
+def test_noise_preserves_variance(digits):
+    timestep = torch.tensor([0, 500, 999])
+    one, none = torch.ones(3, 1, 1, 1), torch.zeros(3, 1, 1, 1)
+    signal, noise = digits.noised(one, none, timestep), digits.noised(none, one, timestep)
+    torch.testing.assert_close(signal**2 + noise**2, one)
+    torch.testing.assert_close((noise / signal).flatten(), digits.sigmas[timestep].float())
+
+
+@pytest.mark.parametrize("source", ["metadata", "text files"])
+def test_captions_become_conditions(digits, tmp_path, source):
+    write_images(tmp_path)
+    captions = ["3", "1", "4", "1", "5", "9"]
+    if source == "metadata":
+        lines = [json.dumps({"file_name": f"{i:02d}.png", "text": c}) for i, c in enumerate(captions)]
+        (tmp_path / "metadata.jsonl").write_text("\n".join(reversed(lines)))
+    else:
+        for number, caption in enumerate(captions):
+            (tmp_path / f"{number:02d}.txt").write_text(f"{caption}\n")
+    seen, _ = inputs_of(digits, tmp_path, steps=1)
+    assert torch.cat([call["label"] for call in seen]).tolist() == [3, 1, 4, 1, 5, 9]
+
+
+def test_prompts_are_denoised(digits, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbf7\n\n8\r\n9\n0\n1\n2")
+    seen, _ = inputs_of(digits, path)
+    assert len(seen) == 10
+    assert seen[0]["label"].tolist() == [7, 8, 9, 0] and seen[9]["label"].tolist() == [1, 2]
+    assert seen[0]["timestep"].unique().tolist() == [999.0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem", "got"),
+    [
+        (lambda f: (f / "01.png").write_bytes(b"no image"), "cannot read the image", "cannot identify"),
+        (lambda f: (f / "01.png").write_bytes((f / "01.png").read_bytes()[:60]), "cannot read the image", ""),
+        (lambda f: Image.new("L", (9, 8)).save(f / "01.png"), "has the wrong size", "9 × 8"),
+        (lambda f: (f / "01.txt").write_bytes(b"\xff"), "has no caption", "none that can be read"),
+        (lambda f: (f / "01.txt").unlink(), "has no caption", "none that can be read"),
+        (lambda f: (f / "01.txt").write_text("cat"), "cannot take the caption", "'cat'"),
+    ],
+)
+def test_a_bad_image_is_named_or_left_out(digits, tmp_path, spoil, problem, got):
+    write_images(tmp_path)
+    for number in range(6):
+        (tmp_path / f"{number:02d}.txt").write_text(str(number))
+    spoil(tmp_path)
+    with pytest.raises(UserError) as refused:
+        inputs_of(digits, tmp_path)
+    assert problem in refused.value.problem and "01.png" in refused.value.problem and got in refused.value.got
+    assert refused.value.remedy
+    seen, skipped = inputs_of(digits, tmp_path, skip=True, steps=1)
+    assert torch.cat([call["label"] for call in seen]).tolist() == [0, 2, 3, 4, 5]
+    assert len(skipped) == 1 and problem in skipped[0]
+
+
+def test_a_prompt_in_another_encoding_is_named_by_its_line(digits, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"1\n2\n\xe9t\xe9\n3\n4\n5\n")
+    with pytest.raises(UserError, match=r"prompts\.txt:3 is not UTF-8"):
+        inputs_of(digits, path)
+    seen, skipped = inputs_of(digits, path, skip=True)
+    assert seen[0]["label"].tolist() == [1, 2, 3]
+    assert skipped == [f"{path}:3 is not UTF-8: byte 0xe9 at column 1"]
+
+
+def png_header(width, height):
+    """The start of a PNG that claims to be this large."""
+    chunk = b"IHDR" + width.to_bytes(4) + height.to_bytes(4) + b"\x08\x00\x00\x00\x00"
+    return b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
+
+
+def test_an_image_that_claims_to_be_huge_is_not_decoded(digits, tmp_path):
+    write_images(tmp_path)
+    (tmp_path / "00.png").write_bytes(png_header(60_000, 60_000))
+    with pytest.raises(UserError, match="cannot read the image"):
+        inputs_of(digits, tmp_path)
+
+
+# Datasets and functions -----------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_on_disk(digits, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the optional library datasets is not installed")
+    images = write_images(tmp_path / "images")
+    columns = {"image": [str(p) for p in sorted((tmp_path / "images").iterdir())], "label": list(range(6))}
+    dataset = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "data")
+    seen, _ = inputs_of(digits, tmp_path / "data")
+    expected, _ = inputs_of(digits, tmp_path / "images")
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(seen, expected, strict=True))
+    assert seen[0]["label"].tolist() == [0, 1, 2, 3] and len(images) == 6
+
+
+def test_a_missing_library_is_named(digits, tmp_path, monkeypatch):
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError) as refused:
+        inputs_of(digits, tmp_path)
+    assert "pip install datasets" in refused.value.remedy
+
+
+def three_batches(model):
+    """Yields batches of its own sizes."""
+    for size in (4, 1, 9):
+        yield model.example(size, {"batch": size, "height": 8, "width": 8})
+
+
+def no_label(model):
+    for inputs in three_batches(model):
+        yield {"x": inputs["x"], "timestep": inputs["timestep"]}
+
+
+def wrong_shape(model):
+    for inputs in three_batches(model):
+        yield inputs | {"timestep": inputs["timestep"][:1]} if len(inputs["x"]) > 1 else inputs
+
+
+def fails(model):
+    raise RuntimeError("no such dataset")
+
+
+def test_a_function_yields_batches(digits):
+    seen, _ = inputs_of(digits, "test_data:three_batches")
+    assert [len(call["x"]) for call in seen] == [4, 1, 1]
+    for call, expected in zip(seen, three_batches(digits), strict=True):
+        assert torch.equal(call["x"], expected["x"][: len(call["x"])])
+
+
+@pytest.mark.parametrize(
+    ("function", "samples", "message"),
+    [
+        ("three_batches", 15, "too few samples"),
+        ("no_label", 6, "does not give the denoiser's inputs"),
+        ("wrong_shape", 6, "'timestep' from test_data:wrong_shape has the wrong shape"),
+        ("fails", 6, "test_data:fails failed"),
+        ("missing", 6, "test_data:missing failed"),
+    ],
+)
+def test_an_unfit_function_is_refused(digits, function, samples, message):
+    with pytest.raises(UserError, match=message):
+        inputs_of(digits, f"test_data:{function}", samples=samples)
+
+
+# The commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_unfit_data_is_refused_with_a_remedy(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "a.md").write_text("x")
+    (tmp_path / "none.txt").write_text("\n")
+    (tmp_path / "few.txt").write_text("1\n")
+    (tmp_path / "data.csv").write_text("1\n")
+    (tmp_path / "lines").mkdir()
+    write_images(tmp_path / "lines")
+    (tmp_path / "lines" / "metadata.jsonl").write_text('{"file_name": "00.png"}\n')
+    for data, *parts in [
+        ("empty", "there is no image in", "an empty folder"),
+        ("others", "there is no image in", "other files"),
+        ("none.txt", "there is no prompt in"),
+        ("few.txt", "too few samples", "got: 1", "--samples"),
+        ("data.csv", "cannot read the calibration data", "'.csv'"),
+        ("lines", "metadata.jsonl:1 does not describe an image"),
+        ("absent.pt", "No such file or folder"),
+    ]:
+        arguments = (
+            "--data",
+            tmp_path / data,
+            "-n",
+            2,
+            "-o",
+            tmp_path / "c.safetensors",
+            "--cache",
+            tmp_path / "cache",
+        )
+        refusal(run("calibrate", RECIPE, *arguments), *parts)
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+def test_a_model_without_encoder_or_condition_says_so(tmp_path):
+    write_images(tmp_path / "images", size=(4, 4))
+    (tmp_path / "prompts.txt").write_text("1\n2\n")
+    recipe = tiny_recipe(tmp_path)
+    for data, part in (("images", "cannot take the image"), ("prompts.txt", "cannot take captions")):
+        refusal(run("calibrate", recipe, "--data", tmp_path / data, "--cache", tmp_path / "cache"), part)
+
+
+def test_what_was_left_out_is_counted_and_listed(tmp_path):
+    write_images(tmp_path / "images", count=8)
+    (tmp_path / "images" / "03.png").write_bytes(b"no image")
+    output = tmp_path / "c.safetensors"
+    arguments = ("--data", tmp_path / "images", "-n", 8, "-o", output, "--cache", tmp_path / "cache")
+    outcome = run("calibrate", RECIPE, *arguments, "--skip-bad")
+    assert outcome.exit_code == 0, outcome.output
+    assert "1 bad samples left out:" in outcome.output and "03.png" in outcome.output
+    assert len(Calibration.load(output).provenance.skipped) == 1
+
+
+def test_a_recipe_takes_a_calibration(tmp_path):
+    recipe, output = tiny_recipe(tmp_path), tmp_path / "c.safetensors"
+    assert run("calibrate", recipe, "-o", output, "--cache", tmp_path / "cache").exit_code == 0
+    made = Calibration.load(output)
+
+    def building(**sections):
+        (tmp_path / "taking").mkdir(exist_ok=True)
+        taking = tiny_recipe(tmp_path / "taking", **sections)
+        document = json.loads(taking.read_text())
+        document["calibration"] = {"from": "../c.safetensors", "bins": 2} | sections.get("calibration", {})
+        taking.write_text(json.dumps(document))
+        return run("build", taking, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+
+    assert building().exit_code == 0
+    bundled = Calibration.load(tmp_path / "bundle" / "calibration.safetensors")
+    assert bundled.provenance == made.provenance
+    for name, table in made.tables["denoiser"].items():
+        assert torch.equal(bundled.tables["denoiser"][name], table)
+    assert run("inspect", tmp_path / "bundle").exit_code == 0  # the manifest's recipe reads back
+
+    refusal(building(model={"source": "tiny_models:another_build"}), "was calibrated for another model", "hash")
+    refusal(building(calibration={"bins": 3}, attention={"modes": "fp16"}), "has other timestep bins")
+    message = building(calibration={"samples": 3}).output
+    assert "'from' takes a calibration as it is: remove samples" in message
+    output.write_bytes(output.read_bytes()[:-8])
+    refusal(building(), "is not a calibration")
+    output.unlink()
+    refusal(building(), "is not a calibration", "no file")
+
+
+def test_recorded_inputs_serve_as_calibration_data(tmp_path):
+    recipe, output = tiny_recipe(tmp_path, calibration={"samples": 6, "steps": 9}), tmp_path / "inputs.safetensors"
+    outcome = run("record", recipe, "-o", output, "--per-run", 4)
+    assert outcome.exit_code == 0, outcome.output
+    assert "24 inputs of tiny" in outcome.output
+    inputs = load_file(output)
+    assert {name: list(x.shape) for name, x in inputs.items()} == {
+        "x": [24, 1, 4, 4], "timestep": [24], "prev_x": [24, 1, 4, 4], "prev_timestep": [24],
+    }  # fmt: skip
+    # Every run gives one step of each quarter, and the step before it is one step noisier.
+    spacing = 1000 / 9
+    assert ((inputs["prev_timestep"] - inputs["timestep"]) - spacing).abs().max() <= 1
+    steps = ((999 - inputs["timestep"]) / spacing).round().view(6, 4)
+    assert (((steps - 1) / 8 * 4).floor() == torch.arange(4)).all()
+    replayed = run(
+        "calibrate", recipe, "--data", output, "-n", 24, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache"
+    )
+    assert replayed.exit_code == 0, replayed.output
+
+
+def test_a_recorded_step_is_the_sampler_s_own(digits, tmp_path):
+    from trtconvert.calib.record import record
+
+    class Quiet:
+        def total(self, steps): ...
+        def step(self): ...
+
+    section = CalibrationSection(samples=3, batch=2, steps=4)
+    record(digits, section, 3, "weights", tmp_path / "i.safetensors", Quiet())
+    inputs = load_file(tmp_path / "i.safetensors")
+    calls = []
+
+    def denoiser(x, timestep, **conditions):
+        calls.append((x, timestep, conditions["label"]))
+        return digits.denoiser(x, timestep, **conditions)
+
+    digits.sample(denoiser, [2], steps=4, solver="ddim")
+    # Of sample 2, the three steps after the first, in order.
+    for row, (before, after) in enumerate(zip(calls, calls[1:], strict=False), start=6):
+        torch.testing.assert_close(inputs["x"][row], after[0][0])
+        torch.testing.assert_close(inputs["prev_x"][row], before[0][0])
+        assert inputs["timestep"][row] == after[1] and inputs["label"][row] == 2
+
+
+def test_unfit_recordings_are_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    write_images(tmp_path / "images")
+    refusal(run("record", recipe, "-o", tmp_path / "a.npz"), "inputs are not written as 'a.npz'")
+    refusal(run("record", recipe, "-o", tmp_path / "a.safetensors", "--per-run", 4), "1 to 3", "--per-run")
+    images = ("--data", tmp_path / "images")
+    refusal(run("record", recipe, "-o", tmp_path / "a.safetensors", *images), "there are no denoising runs")
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_a_full_disk_keeps_what_was_finished(tmp_path):
+    recipe = tiny_recipe(tmp_path, calibration={"samples": 8, "statistic": "elements"})
+    # Rows of a batch are small, counts of elements are not: a limit on the size of files stands for a full disk.
+    limited = subprocess.run(
+        ["bash", "-c", 'ulimit -f 20; trap "" XFSZ; exec "$0" -m trtconvert.cli "$@"', sys.executable, "calibrate",
+         str(recipe), "-o", str(tmp_path / "c.safetensors"), "--cache", str(tmp_path / "cache")],
+        capture_output=True, text=True, timeout=120, env=start_environment(),
+    )  # fmt: skip
+    assert limited.returncode == 2, limited.stderr
+    for part in ("the disk is full", "remedy: ", "4 batches finished and kept in"):
+        assert part in limited.stderr
+    outcome = finish(start("calibrate", recipe, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache"))
+    assert outcome.exit_code == 0
+
+
+def start_environment():
+    import os
+
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+
+
+def test_options_of_the_command_line_replace_the_recipe_s(tmp_path):
+    from trtconvert.cli import _with_data
+
+    recipe = load_recipe(RECIPE)
+    changed = _with_data(RECIPE, "package.module:function", 5).calibration
+    assert (changed.data, changed.samples, changed.steps) == ("package.module:function", 5, recipe.calibration.steps)
