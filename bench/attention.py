@@ -1,0 +1,220 @@
+"""Attention on one GPU: our modes beside cuDNN, FlashAttention and, where importable, SageAttention and flash-attn-4.
+
+    python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
+
+Quantisation is inside every time. Latency is the median of CUDA events over rotating inputs, its spread half the distance
+between the quartiles; TFLOP/s = 4 B H N² D / time. The error is relative L2 against FP32 attention of the same FP16 inputs.
+Power is sampled through NVML while a kernel loops. Writes attention.md and attention.png; nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trtconvert.attention import kernel, reference
+from trtconvert.attention.modes import Mode
+
+SHAPES = [(1, 24, 1024, 128), (1, 24, 4096, 128), (1, 24, 16384, 128)]  # B, H, N, D
+SHAPES += [(2, 10, 4096, 64), (1, 24, 16384, 64), (2, 8, 4096, 40)]
+SWEEP = [(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [(b, 10, 4096, 64) for b in (1, 8, 16, 32)]
+EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
+REPEATS, WARM_UP, ROTATION = 30, 5, 3
+LARGEST_EXACT = 4096  # tokens up to which the error is computed: exact attention holds N² logits per head
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Figure:
+    shape: tuple[int, int, int, int]
+    name: str
+    microseconds: float
+    spread: float
+    error: float | None
+    memory: int  # bytes beyond inputs and output
+    joules: float | None  # per call
+
+    @property
+    def tflops(self) -> float:
+        batch, heads, tokens, dim = self.shape
+        return 4 * batch * heads * tokens**2 * dim / self.microseconds / 1e6
+
+
+def sdpa(backend: SDPBackend) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return attend
+
+
+def peers() -> dict[str, Attention]:
+    """What this installation has, by name."""
+    found = {"cuDNN FP16": sdpa(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION)}
+    try:
+        found["SageAttention"] = importlib.import_module("sageattention").sageattn
+    except ImportError:
+        pass
+    try:
+        flash4 = importlib.import_module("flash_attn.cute").flash_attn_func
+        found["flash-attn-4"] = lambda q, k, v: flash4(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+    except (ImportError, AttributeError):
+        pass
+    return found
+
+
+def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
+    tables = reference.tables_from_data(*inputs, mode)
+    timestep = torch.zeros(inputs[0].shape[0], device="cuda")
+    names = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
+    fixed = [getattr(tables, name) for name in names]
+    # Without the dispatcher of torch's custom operators, which costs the host more than a short launch takes.
+    options = (None, None, "BHND", None, 1000.0, "dynamic", True)
+    return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, *fixed, *options)
+
+
+def time_calls(calls: list[Callable[[], object]]) -> tuple[float, float]:
+    """Median and half the interquartile distance, in microseconds."""
+    for i in range(WARM_UP):
+        calls[i % len(calls)]()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    torch.cuda.synchronize()
+    for i, (start, end) in enumerate(events):
+        start.record()
+        calls[i % len(calls)]()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(1e3 * start.elapsed_time(end) for start, end in events)
+    return times[REPEATS // 2], (times[3 * REPEATS // 4] - times[REPEATS // 4]) / 2
+
+
+def joules_per_call(call: Callable[[], object], microseconds: float, seconds: float) -> float | None:
+    """Mean power of the GPU while `call` loops, times its latency; None without NVML."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        device = nvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    except Exception:  # no module, no driver library, no permission: energy is not what this program is for
+        return None
+    samples: list[float] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.01):
+            samples.append(nvml.nvmlDeviceGetPowerUsage(device) / 1e3)
+
+    thread = threading.Thread(target=sample)
+    end = time.perf_counter() + seconds
+    thread.start()
+    while time.perf_counter() < end:
+        for _ in range(10):
+            call()
+        torch.cuda.synchronize()
+    done.set()
+    thread.join()
+    steady = samples[len(samples) // 3 :]  # NVML averages over some time: the first samples still hold what was before
+    return sum(steady) / len(steady) * microseconds * 1e-6 if steady else None
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = zip(q.flatten(0, 1).float(), k.flatten(0, 1).float(), v.flatten(0, 1).float(), strict=True)
+    rows = [torch.softmax(x @ y.T * x.shape[-1] ** -0.5, -1) @ z for x, y, z in heads]
+    return torch.stack(rows).view_as(q)
+
+
+def measure(shape: tuple[int, int, int, int], energy: float) -> list[Figure]:
+    batch, heads, tokens, dim = shape
+    sets = [tuple(torch.randn(batch, heads, tokens, dim, device="cuda").half() for _ in "qkv") for _ in range(ROTATION)]
+    expected = exact(*sets[0]) if tokens <= LARGEST_EXACT else None
+    candidates = {name: [attend] * ROTATION for name, attend in peers().items()}
+    for mode in Mode:
+        candidates[f"mode {int(mode)} {mode.name.lower()}"] = [ours(mode, inputs) for inputs in sets]
+    figures = []
+    for name, attends in candidates.items():
+        calls = [lambda a=a, x=x: a(*x) for a, x in zip(attends, sets, strict=True)]
+        try:
+            out = calls[0]()
+        except Exception as refusal:  # a peer that does not take this shape says so in its own way
+            print(f"{shape} {name}: {str(refusal).splitlines()[0]}")
+            continue
+        error = None if expected is None else ((out.float() - expected).norm() / expected.norm()).item()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        del out
+        calls[0]()
+        memory = torch.cuda.max_memory_allocated() - before
+        microseconds, spread = time_calls(calls)
+        joules = joules_per_call(calls[0], microseconds, energy) if energy else None
+        figures.append(Figure(shape, name, microseconds, spread, error, memory, joules))
+    return figures
+
+
+def table(figures: list[Figure]) -> str:
+    lines = ["| B H N D | attention | µs | TFLOP/s | of best peer | of 8-bit peak | error | workspace MB | J |"]
+    lines.append("| --- | --- |" + " ---: |" * 7)
+    for f in figures:
+        best = max((p.tflops for p in figures if p.shape == f.shape and not p.name.startswith("mode")), default=None)
+        lines.append(
+            f"| {' '.join(map(str, f.shape))} | {f.name} | {f.microseconds:.0f} ± {f.spread:.0f} | {f.tflops:.0f} | "
+            f"{'' if best is None else f'{f.tflops / best:.2f}'} | {f.tflops / EIGHT_BIT_PEAK:.0%} | "
+            f"{'' if f.error is None else f'{f.error:.4f}'} | {f.memory / 1e6:.0f} | "
+            f"{'' if f.joules is None else f'{f.joules:.3f}'} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(figures: list[Figure], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(f.shape for f in figures))
+    names = list(dict.fromkeys(f.name for f in figures))
+    width = 0.8 / len(names)
+    _, axes = pyplot.subplots(figsize=(1.6 * len(shapes) + 3, 4.5), layout="constrained")
+    for i, name in enumerate(names):
+        values = {f.shape: f.tflops for f in figures if f.name == name}
+        axes.bar([x + i * width for x in range(len(shapes))], [values.get(s, 0) for s in shapes], width, label=name)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))], [" ".join(map(str, s)) for s in shapes])
+    axes.set_xlabel("B H N D")
+    axes.set_ylabel("TFLOP/s, quantisation included")
+    axes.set_title(title)
+    axes.legend(fontsize="small")
+    pyplot.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="also N 512…32768 and B 1…32")
+    parser.add_argument(
+        "--energy", type=float, default=0.0, metavar="SECONDS", help="sample power this long per kernel"
+    )
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="FOLDER")
+    arguments = parser.parse_args()
+    title = f"{torch.cuda.get_device_name()}, {datetime.date.today()}"
+    figures = []
+    for shape in SHAPES + (SWEEP if arguments.sweep else []):
+        figures += measure(shape, arguments.energy)
+        torch.cuda.empty_cache()
+    text = f"{title}, torch {torch.__version__}, median of {REPEATS}\n\n{table(figures)}\n"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "attention.md").write_text(text)
+    plot(figures, arguments.output / "attention.png", title)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

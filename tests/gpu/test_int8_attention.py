@@ -1,0 +1,307 @@
+"""The attention operator on a GPU against `trtconvert.attention.reference` in float64.
+
+Kernel and reference compute the same quantised arithmetic: they differ by the output's rounding, by the 16-bit rounding of P
+in modes 0 and 1, and by single values that fall on the other side of a rounding edge. On a Hopper GPU these tests run its own
+kernel, and the portable one where there is a mask; tests/test_kernel_mma.py runs the portable one everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from trtconvert.attention import kernel, reference
+from trtconvert.attention.modes import Mode
+
+pytestmark = pytest.mark.gpu
+
+# Relative L2 error against the same arithmetic. Rounding the output to FP16 gives 2^-11 / sqrt(3) = 2.8e-4, to BF16 eight
+# times that; P in 16 bits adds as much, and what falls on the other side of a rounding edge the rest.
+SAME_ARITHMETIC = {torch.float16: 1.5e-3, torch.bfloat16: 6e-3}
+
+# Relative L2 error against unquantised attention on N(0, 1) at 4096 keys, D 128, dynamic scales (mode 3: calibrated).
+# About a tenth above what was measured: 0.0117, 0.0155, 0.0198.
+QUANTISED = {Mode.FP16: 1e-3, Mode.PRECISION: 0.013, Mode.BALANCED: 0.018, Mode.AGGRESSIVE: 0.025}
+
+TABLES = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
+DIMS = (32, 40, 56, 64, 72, 80, 96, 104, 128, 160, 192, 256)
+LENGTHS = (1, 63, 64, 65, 77, 128, 1000, 4096)
+KINDS = ("gauss", "sharp", "k-bias", "v-channels", "sink")
+
+
+def draw(kind: str, batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int, dtype=torch.float16):
+    """[B, H, Nq, D], [B, Hkv, Nk, D] twice: inputs that stress one thing each."""
+    generator = torch.Generator("cuda").manual_seed(keys * dim)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    q, k, v = normal(batch, heads, queries, dim), normal(batch, kv_heads, keys, dim), normal(batch, kv_heads, keys, dim)
+    if kind == "sharp":  # a peaked softmax
+        q = q * 4
+    elif kind == "k-bias":  # a large common part, as real keys and values have
+        k, v = k + 3 * normal(1, kv_heads, 1, dim), v + normal(1, kv_heads, 1, dim)
+    elif kind == "v-channels":  # channels of very different size
+        v = v * normal(1, kv_heads, 1, dim).exp()
+    elif kind == "sink" and keys > 5:  # one key that every query loves, with a small value
+        direction = torch.nn.functional.normalize(normal(1, 1, 1, dim), dim=-1)
+        q = q + 6 * direction
+        k[:, :, 5:6] = 16 * direction
+        v[:, :, 5] *= 0.05
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def attend(qkv, timestep, tables, **options) -> Tensor:
+    # Memory that the allocator hands out next holds NaN: what stays unwritten, or is read unwritten, shows in the result.
+    poison = torch.full((256 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
+    del poison
+    return kernel.int8_attention(*qkv, timestep, *(getattr(tables, name) for name in TABLES), **options)
+
+
+def exact(qkv) -> Tensor:
+    q, k, v = (x.double() for x in qkv)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5, -1) @ v
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def check(qkv, tables, *, timestep=None, **options) -> Tensor:
+    timestep = torch.full((qkv[0].shape[0],), 500.0, device="cuda") if timestep is None else timestep
+    out = attend(qkv, timestep, tables, **options)
+    expected = reference.attention(*(x.double() for x in qkv), timestep, tables, compute_dtype=torch.float64, **options)
+    assert torch.isfinite(out).all()
+    assert error(out, expected) <= SAME_ARITHMETIC[out.dtype]
+    return out
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_mode_head_dim_and_length(mode: Mode, dim: int, tokens: int) -> None:
+    # The other properties take turns, so that each meets each within the sweep.
+    turn = LENGTHS.index(tokens) + DIMS.index(dim)
+    dtype = (torch.float16, torch.bfloat16)[turn % 2]
+    layout = ("BHND", "BNHD")[turn // 2 % 2]
+    kind = KINDS[turn % len(KINDS)]
+    qkv = draw(kind, 1, 2, 1 + turn % 2, tokens, tokens, dim, dtype)
+    tables = reference.tables_from_data(*qkv, mode)
+    if layout == "BNHD":
+        qkv = [x.transpose(1, 2).contiguous() for x in qkv]
+    check(qkv, tables, layout=layout, scaling=("calibrated", "dynamic")[turn // 3 % 2])
+
+
+@pytest.mark.parametrize("lengths", [[300, 300, 300], [300, 129, 128], [1, 127, 0]])
+@pytest.mark.parametrize("dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_keys_beyond_the_length_do_not_exist(mode: Mode, dim: int, lengths: list[int]) -> None:
+    q, k, v = draw("k-bias", 3, 4, 2, 70, 300, dim)
+    tables = reference.tables_from_data(q, k, v, mode)
+    key_lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = torch.nan
+        v[b, :, length:] = torch.nan
+    out = check((q, k, v), tables, scaling="dynamic", key_lengths=key_lengths)
+    assert (out[[n == 0 for n in lengths]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_masks(mode: Mode, dtype: torch.dtype) -> None:
+    qkv = draw("gauss", 2, 4, 2, 150, 333, 64)
+    visible = torch.rand(1, 4, 150, 333, device="cuda") > 0.3
+    mask = visible if dtype == torch.bool else torch.where(visible, torch.randn_like(visible, dtype=dtype), -torch.inf)
+    check(qkv, reference.tables_from_data(*qkv, mode), mask=mask)
+
+
+def test_each_batch_element_takes_its_own_mode() -> None:
+    qkv = draw("gauss", 5, 3, 3, 200, 260, 128)
+    one = reference.tables_from_data(*qkv, Mode.FP16)
+    tables = reference.AttentionTables(
+        *(getattr(one, name).repeat_interleave(4, 0) for name in TABLES[:-1]),
+        modes=torch.tensor([3, 2, 1, 0], dtype=torch.int32, device="cuda"),
+    )
+    timestep = torch.tensor([999.0, 0.0, 250.0, 749.9, 1e9], device="cuda")  # the last lies beyond, and clamps
+    check(qkv, tables, timestep=timestep)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_error_against_unquantised_attention(mode: Mode) -> None:
+    qkv = draw("gauss", 1, 8, 8, 4096, 4096, 128)
+    timestep = torch.zeros(1, device="cuda")
+    out = attend(qkv, timestep, reference.tables_from_data(*qkv, mode), scaling="dynamic")
+    assert error(out, exact(qkv)) <= QUANTISED[mode]
+
+
+def test_sinks_do_not_drown_other_values_in_balanced_mode() -> None:
+    qkv = draw("sink", 1, 8, 8, 4096, 4096, 128)
+    timestep = torch.zeros(1, device="cuda")
+    out = attend(qkv, timestep, reference.tables_from_data(*qkv, Mode.BALANCED), scaling="dynamic")
+    assert error(out, exact(qkv)) <= 0.02
+
+
+@pytest.mark.parametrize("scaling", ["calibrated", "dynamic"])
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("case", ["limit of FP16", "rows of all sizes", "zero queries", "zero values", "one-hot"])
+def test_extreme_inputs(case: str, mode: Mode, scaling: str) -> None:
+    q, k, v = draw("gauss", 1, 2, 2, 300, 600, 64)
+    if case == "limit of FP16":
+        q, k = ((x.float() * 2e4).clamp(-65504, 65504).half() for x in (q, k))
+        v = (v.float() * 1e4).half()
+    elif case == "rows of all sizes":
+        q = (q.float() * torch.logspace(-6, 1, 300, device="cuda")[:, None]).half()
+        v = (v.float() * torch.logspace(-5, 2, 600, device="cuda")[:, None]).half()
+    elif case == "zero queries":
+        q = torch.zeros_like(q)
+    elif case == "zero values":
+        v = torch.zeros_like(v)
+    elif case == "one-hot":
+        q, k = torch.zeros_like(q), torch.zeros_like(k)
+        q[..., 3], k[:, :, 77, 3] = 100.0, 100.0
+    tables = reference.tables_from_data(q, k, v, mode)
+    timestep = torch.zeros(1, device="cuda")
+    out = attend((q, k, v), timestep, tables, scaling=scaling)
+    expected = reference.attention(
+        *(x.double() for x in (q, k, v)), timestep, tables, scaling=scaling, compute_dtype=torch.float64
+    )
+    assert torch.isfinite(out).all()
+    # Rows of all sizes give averages of values that mostly cancel: single roundings weigh more.
+    assert (out.double() - expected).norm() <= 4e-3 * expected.norm() + 1e-6
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("table", ["q_scale", "k_scale", "v_scale"])
+def test_unusable_scales_give_nan_in_their_heads_only(table: str, bad: float) -> None:
+    qkv = draw("gauss", 1, 4, 2, 100, 200, 64)
+    tables = reference.tables_from_data(*qkv, Mode.AGGRESSIVE)
+    getattr(tables, table)[0, 1] = bad  # query head 1, or K/V head 1 and with it query heads 2 and 3
+    out = attend(qkv, torch.zeros(1, device="cuda"), tables)
+    spoilt = [h for h in range(4) if out[:, h].isnan().all()]
+    assert spoilt == ([1] if table == "q_scale" else [2, 3])
+    assert out[:, [h for h in range(4) if h not in spoilt]].isfinite().all()
+
+
+@pytest.mark.parametrize("mode, timestep", [(7, 0.0), (-1, 0.0), (2, float("nan"))])
+def test_unusable_modes_and_timesteps_give_nan_in_their_elements_only(mode: int, timestep: float) -> None:
+    qkv = draw("gauss", 2, 2, 2, 100, 200, 64)
+    one = reference.tables_from_data(*qkv, Mode.BALANCED)
+    tables = reference.AttentionTables(
+        *(getattr(one, name).repeat_interleave(2, 0) for name in TABLES[:-1]),
+        modes=torch.tensor([mode, 2], dtype=torch.int32, device="cuda"),
+    )
+    out = attend(qkv, torch.tensor([timestep, 999.0], device="cuda"), tables)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_offsets_beyond_32_bits() -> None:
+    q, k, v = draw("gauss", 1, 1, 1, 128, 300, 64)
+    far = torch.empty((1 << 31) + 4096, dtype=torch.float16, device="cuda")
+    stride = (1 << 31) // 299 // 8 * 8
+    spread = far.as_strided((1, 1, 300, 64), (0, 0, stride, 1))
+    spread.copy_(k)
+    tables = reference.tables_from_data(q, k, v, Mode.BALANCED)
+    out = attend((q, spread, v), torch.zeros(1, device="cuda"), tables)
+    near = attend((q, k, v), torch.zeros(1, device="cuda"), tables)
+    assert torch.equal(out, near)
+
+
+def test_a_cuda_graph_follows_the_timestep() -> None:
+    qkv = draw("gauss", 1, 4, 4, 512, 512, 128)
+    one = reference.tables_from_data(*qkv, Mode.FP16)
+    tables = reference.AttentionTables(
+        *(getattr(one, name).repeat_interleave(2, 0) for name in TABLES[:-1]),
+        modes=torch.tensor([1, 3], dtype=torch.int32, device="cuda"),
+    )
+    timestep = torch.zeros(1, device="cuda")
+    attend(qkv, timestep, tables)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.int8_attention(*qkv, timestep, *(getattr(tables, name) for name in TABLES))
+    for t in (0.0, 999.0, 100.0):
+        timestep.fill_(t)
+        graph.replay()
+        assert torch.equal(out, attend(qkv, timestep, tables))
+
+
+def test_threads_and_streams_do_not_disturb_each_other() -> None:
+    cases = []
+    for i in range(8):
+        qkv = draw("gauss", 1, 2, 2, 256 + 64 * i, 300, (64, 128)[i % 2])
+        tables = reference.tables_from_data(*qkv, Mode(i % 4))
+        cases.append((qkv, tables, attend(qkv, torch.zeros(1, device="cuda"), tables)))
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(i: int) -> None:
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        for round in range(40):
+            qkv, tables, expected = cases[(i + round) % len(cases)]
+            with torch.cuda.stream(streams[round % 4]):
+                timestep = torch.zeros(1, device="cuda")
+                out = kernel.int8_attention(*qkv, timestep, *(getattr(tables, name) for name in TABLES))
+                if not torch.equal(out, expected):
+                    wrong.append((i, round))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def parameters() -> kernel._Params:
+    """Parameters that check() accepts. Their pointers are valid memory that is never used: nothing is launched."""
+    memory = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=1, batch=1, num_heads=4, num_kv_heads=2)
+    params.num_queries, params.num_keys, params.head_dim, params.num_bins = 256, 256, 64, 1
+    params.softmax_scale, params.timestep_max = 0.125, 1000.0
+    pointers = ("q", "k", "v", "out", *kernel._TABLES, "modes", "workspace")
+    for i, name in enumerate(pointers):
+        setattr(params, name, memory.data_ptr() + i * (1 << 20))
+    params.workspace_size = 32 << 20
+    for name in ("q", "k", "v", "out"):
+        setattr(params, f"{name}_strides", kernel._Strides(batch=65536, token=64, head=16384))
+    params.memory = memory
+    return params
+
+
+def check_status(params: kernel._Params) -> tuple[int, str]:
+    message = ctypes.create_string_buffer(512)
+    status = kernel._library().trtconvert_attention_check(ctypes.byref(params), message, ctypes.c_size_t(512))
+    return status, message.value.decode()
+
+
+def test_good_parameters_pass_the_checks() -> None:
+    assert check_status(parameters()) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "field, value, status",
+    [
+        ("struct_size", 8, 1), ("version", 99, 1), ("batch", 0, 1), ("num_heads", 0, 1), ("num_kv_heads", 3, 1),
+        ("num_queries", 0, 1), ("num_keys", -5, 1), ("num_keys", (1 << 31) - 1, 1), ("head_dim", 24, 1),
+        ("head_dim", 264, 1), ("head_dim", 65, 1), ("num_bins", 0, 1), ("data_type", 2, 1), ("scaling", 5, 1),
+        ("mask_kind", 3, 1), ("mask_kind", 1, 1), ("target_arch", 90, 1), ("softmax_scale", 0.0, 1),
+        ("softmax_scale", float("nan"), 1), ("timestep_max", -1.0, 1), ("q", None, 1), ("k", 8, 1), ("out", None, 1),
+        ("timestep", None, 1), ("q_scale", 2, 1), ("v_scale", 4, 1), ("modes", None, 1), ("workspace", None, 1),
+        ("workspace_size", 1000, 3),
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_named(field: str, value: float | None, status: int) -> None:
+    params = parameters()
+    setattr(params, field, value)
+    got, message = check_status(params)
+    assert got == status
+    name = {"num_kv_heads": "num_heads", "struct_size": "params", "version": "params"}.get(field, field)
+    if field == "mask_kind" and value == 1:
+        name = "mask"  # a kind without a mask
+    assert message.startswith(name)
