@@ -10,6 +10,7 @@ Power is sampled through NVML while a kernel loops. Writes attention.md and atte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import threading
@@ -63,15 +64,11 @@ def sdpa(backend: SDPBackend) -> Attention:
 def peers() -> dict[str, Attention]:
     """What this installation has, by name."""
     found = {"cuDNN FP16": sdpa(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION)}
-    try:
+    with contextlib.suppress(ImportError):
         found["SageAttention"] = importlib.import_module("sageattention").sageattn
-    except ImportError:
-        pass
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         flash4 = importlib.import_module("flash_attn.cute").flash_attn_func
         found["flash-attn-4"] = lambda q, k, v: flash4(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
-    except (ImportError, AttributeError):
-        pass
     return found
 
 
