@@ -6,9 +6,10 @@ All become a stream of `Example`s. Images are opened when they are needed, so no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -194,13 +195,13 @@ def dataset_folder(folder: Path) -> Examples:
         UserError: the library is missing, or the folder or its columns do not fit.
     """
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UserError(
             f"{folder} is a Hugging Face dataset, and the library that reads it is missing",
             expected="the Python package datasets",
             got="not installed",
-            remedy="pip install datasets, or give a folder of images",
+            remedy="pip install datasets (trtconvert[datasets]), or give a folder of images",
         ) from error
     try:
         loaded = datasets.load_from_disk(str(folder))
@@ -227,7 +228,8 @@ def dataset_folder(folder: Path) -> Examples:
         loaded = loaded.cast_column("image", datasets.Image(decode=False))
 
     def read() -> Iterator[Example | UserError]:
-        for number, row in enumerate(loaded):
+        rows: Iterable[Any] = loaded
+        for number, row in enumerate(rows):
             caption = str(row[caption_key]) if caption_key else ""
             image = (lambda stored=row["image"]: _stored_image(stored)) if has_image else None
             yield Example(f"{folder}[{number}]", caption, image)

@@ -49,8 +49,11 @@ class Histogram:
         steps = self.counts.shape[1]
         if self.counts.device != x.device:
             self.counts = self.counts.to(x.device)
-        step = (x.float().abs().view(torch.int32) >> (_MANTISSA_BITS - self.bits)) - self._first_step
-        index = (step.clamp_(0, steps - 1) + row * steps).flatten()
+        step = x.float().abs().view(torch.int32) >> (_MANTISSA_BITS - self.bits)
+        first = self._first_step
+        index = step.clamp_(first, first + steps - 1) + (row * steps - first)
+        # Their order does not matter: flattened as they lie in memory, whatever the layout of x, they need no copy.
+        index = index.permute(sorted(range(index.dim()), key=index.stride, reverse=True)).flatten()
         # Not bincount, which waits for the device, and which would allocate all counts anew at every call.
         self.counts.view(-1).scatter_add_(0, index, index.new_ones(1).expand_as(index))
 
