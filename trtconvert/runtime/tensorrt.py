@@ -19,8 +19,9 @@ class TensorRTDenoiser:
 
     Takes the inputs of the component's signature by position or by name. Tensors on the engine's device, contiguous and of
     the signature's type, are read where they lie; others are copied first. Work is enqueued on the caller's current
-    stream, and the output, a fresh tensor in the signature's type, is ready in stream order. Safe from several threads:
-    each takes an execution context of its own.
+    stream, and the output, a fresh tensor in the signature's type, is ready in stream order. It lies on the device of the
+    first input, so a caller whose tensors are on the CPU waits for it. Safe from several threads: each takes an execution
+    context of its own.
 
     Args:
         path: the serialized engine; record: its entry in the manifest; component: the signature.
@@ -81,4 +82,4 @@ class TensorRTDenoiser:
                 got=self._log.last(),
                 remedy="run with CUDA_LAUNCH_BLOCKING=1 and report the message",
             )
-        return output
+        return output.to(next(iter(checked.values())).device)
