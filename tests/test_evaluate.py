@@ -13,9 +13,9 @@ from PIL import Image
 from support import TESTS, WEIGHTS, finish, partials, refusal, run, start
 from tolerances import EIGENVALUES
 
-from trtconvert import runtime
+from trtconvert import models, runtime
 from trtconvert.calib.distributed import ALONE
-from trtconvert.evaluate import evaluation, shards
+from trtconvert.evaluate import evaluation, metrics, shards
 from trtconvert.evaluate.evaluation import Request, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
@@ -106,21 +106,27 @@ def test_without_weights_there_is_nothing_to_pair(digits_build, tmp_path):
     assert found.int8.fid is not None
 
 
-def test_the_figures_are_those_of_the_samples_themselves(tiny, tiny_build, reference, tmp_path):
-    """Drawn again in one go and compared as whole sets."""
-    from trtconvert import models
-    from trtconvert.evaluate import metrics
-
+def test_the_figures_are_those_of_the_samples_themselves(tiny, tiny_build, reference, tmp_path, monkeypatch):
+    """Drawn again one by one and compared as whole sets, where the evaluation had three shards of each."""
+    monkeypatch.setattr(evaluation, "SHARD", 8)
     assert run(*tiny, "--samples", 20, "--work", tmp_path, "-o", tmp_path / "out.json").exit_code == 0
     found = read_evaluation(tmp_path / "out.json")
     bundle = runtime.load(tiny_build.bundle)
-    sampler = models.load_sampler(bundle.manifest.recipe.model)
-    seeds = range(found.seed, found.seed + 20)
-    images = torch.cat([sampler(bundle["denoiser"], [seed], steps=2, solver="ddim") for seed in seeds]).flatten(1)
+    model = models.load(bundle.manifest.recipe.model)
     target = load_reference(str(reference), TINY_SHAPE).read(range(40)).flatten(1)
-    fid = metrics.frechet_distance(metrics.Moments.of(images), metrics.Moments.of(target))
-    assert found.int8.fid == pytest.approx(fid, rel=EIGENVALUES)
-    assert (found.int8.precision, found.int8.recall) == metrics.precision_recall(images, target)
+
+    def drawn(denoiser, first):
+        return torch.cat([model.sample(denoiser, [first + i], steps=2, solver="ddim") for i in range(20)]).flatten(1)
+
+    int8, full = drawn(bundle["denoiser"], found.seed), drawn(model.denoiser, found.seed)
+    other = drawn(model.denoiser, found.seed + 20)
+    for images, quality in ((int8, found.int8), (full, found.full), (other, found.other)):
+        fid = metrics.frechet_distance(metrics.Moments.of(images), metrics.Moments.of(target))
+        assert quality.fid == pytest.approx(fid, rel=EIGENVALUES)
+        assert (quality.precision, quality.recall) == metrics.precision_recall(images, target)
+    errors = (int8.double() - full.double()).square().mean(1)
+    assert found.paired.psnr == pytest.approx(-10 * float(errors.mean().log10()), abs=0.1)
+    assert found.paired.psnr_worst_seed == found.seed + int(errors.argmax())
     assert found.int8.accuracy is None and found.int8.inception_score is None  # pixels have no classes
 
 
