@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trtconvert.cache import default_folder
@@ -74,7 +75,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     for finding in findings:
         sign = {True: "[green]yes[/]", False: "[red]no[/]", None: "-"}[finding.good]
         remedy = f"\nremedy: {finding.remedy}" if finding.remedy else ""
-        table.add_row(finding.what, sign, finding.detail + remedy)
+        table.add_row(finding.what, sign, escape(finding.detail + remedy))
     console.print(table)
 
 
