@@ -6,7 +6,7 @@ All become a stream of `Example`s. Images are opened when they are needed, so no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,8 +228,8 @@ def dataset_folder(folder: Path) -> Examples:
         loaded = loaded.cast_column("image", datasets.Image(decode=False))
 
     def read() -> Iterator[Example | UserError]:
-        rows: Iterable[Any] = loaded
-        for number, row in enumerate(rows):
+        row: Any  # a dictionary, for a dataset without a format
+        for number, row in enumerate(loaded):
             caption = str(row[caption_key]) if caption_key else ""
             image = (lambda stored=row["image"]: _stored_image(stored)) if has_image else None
             yield Example(f"{folder}[{number}]", caption, image)
