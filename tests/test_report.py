@@ -286,6 +286,8 @@ def test_a_browser_shows_it(report, page, tmp_path, width, scheme):
     assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
     small = "[...document.querySelectorAll('td, th, p, dd, dt, a')].filter(e => parseFloat(getComputedStyle(e).fontSize) < 12)"
     assert page.evaluate(f"{small}.length") == 0
+    names = "[...document.querySelectorAll('tbody th')].filter(e => e.offsetWidth > 0 && e.offsetWidth < 60)"
+    assert page.evaluate(f"{names}.length") == 0  # no name is broken letter by letter
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(20, 22, 26)") == (scheme == "dark")
     path = tmp_path / "page.png"

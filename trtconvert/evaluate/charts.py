@@ -165,7 +165,7 @@ def head_charts(
     low, high = math.log10(min(everything)), math.log10(max(everything))
     margin = max(0.05 * (high - low), 0.02)
     low, high = low - margin, high + margin
-    width, height, left, top, right, bottom = 340, 190, 40.0, 10.0, 330.0, 160.0
+    width, height, left, top, right, bottom = 340, 198, 40.0, 10.0, 330.0, 160.0
 
     def x(index: int) -> float:
         return left + (right - left) * (index + 0.5) / len(starts)
