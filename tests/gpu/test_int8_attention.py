@@ -20,8 +20,10 @@ from trtconvert.attention.modes import Mode
 pytestmark = pytest.mark.gpu
 
 # Relative L2 error against the same arithmetic. Rounding the output to FP16 gives 2^-11 / sqrt(3) = 2.8e-4, to BF16 eight
-# times that; P in 16 bits adds as much, and what falls on the other side of a rounding edge the rest.
-SAME_ARITHMETIC = {torch.float16: 1.5e-3, torch.bfloat16: 6e-3}
+# times that; P in 16 bits as much again. In modes 2 and 3 the exponents' rounding moves some P to the next of 255 steps. In
+# mode 3 a sink leaves the outputs small beside the steps of V, and single steps weigh most.
+SAME_ARITHMETIC = {Mode.FP16: 1e-3, Mode.PRECISION: 1.5e-3, Mode.BALANCED: 4e-3, Mode.AGGRESSIVE: 1e-2}
+ROUNDED_TO_BF16 = 5e-3
 
 # Relative L2 error against unquantised attention on N(0, 1) at 4096 keys, D 128, dynamic scales (mode 3: calibrated).
 # About a tenth above what was measured: 0.0117, 0.0155, 0.0198.
@@ -78,7 +80,8 @@ def check(qkv, tables, *, timestep=None, **options) -> Tensor:
     out = attend(qkv, timestep, tables, **options)
     expected = reference.attention(*(x.double() for x in qkv), timestep, tables, compute_dtype=torch.float64, **options)
     assert torch.isfinite(out).all()
-    assert error(out, expected) <= SAME_ARITHMETIC[out.dtype]
+    limit = max(SAME_ARITHMETIC[Mode(int(mode))] for mode in tables.modes)
+    assert error(out, expected) <= limit + (ROUNDED_TO_BF16 if out.dtype == torch.bfloat16 else 0)
     return out
 
 

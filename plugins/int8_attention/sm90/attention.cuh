@@ -30,7 +30,8 @@ constexpr float kLog2Of255 = 7.99435343685885f;
 constexpr float kMagic = 12582912.f;
 // Exponents are x * c - maximum * c with x near kMagic. Up to this c the rounding of maximum * c stays under 0.001.
 constexpr float kLargestFastScale = 0x1p-10f;
-constexpr float kRescaleThreshold = 8.f;   // O is rescaled when a maximum grows by more than 2^8: FP32 sums have the room
+constexpr float kLargestPlainMaximum = 0x1p13f;  // the same for mode 0, whose x are logits
+constexpr float kRescaleThreshold = 8.f;         // O is rescaled when a maximum grows by more than 2^8: FP32 sums have the room
 
 // One consumer's rows, in shared memory: registers are too dear for what a tile needs once.
 struct RowScales {
@@ -315,8 +316,10 @@ __device__ __forceinline__ TileState prepare_tile(const TileScales& scales, cons
   const float4 tile = *reinterpret_cast<const float4*>(&scales.log2_v_max);  // max, min, k, 1 / k
   TileState state;
   state.offset = tile.x;
-  state.fast = rows.largest[row / 16] * tile.z <= kLargestFastScale &&
-               tile.x - tile.y <= kRoom * rows.smallest[row / 16] * tile.z;
+  // `start` below is kMagic plus the largest log2(sv) in units of S: beyond 2^22 of them kMagic would drown.
+  const float smallest = rows.smallest[row / 16] * tile.z;
+  state.fast = rows.largest[row / 16] * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * smallest &&
+               fabsf(tile.x) <= 0x1p22f * smallest;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float scale = rows.scale[row + 8 * r];
@@ -615,6 +618,12 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
         c[r] = row_scales.scale[row + 8 * r];
         maximum[r] = peak[r] * c[r];
       }
+      // Logits so large that the rounding of their maximum shows: subtract before multiplying, which is exact where it counts.
+      if (__any_sync(0xffffffffu, fmaxf(fabsf(maximum[0]), fabsf(maximum[1])) > kLargestPlainMaximum)) {
+#pragma unroll
+        for (int i = 0; i < kRegisters; ++i) x[i] -= peak[i / 2 % 2];
+        peak[0] = peak[1] = 0.f;
+      }
     } else {
       const TileScales& scales = *reinterpret_cast<const TileScales*>(key + S::kKeyBytes);
       const TileState state = prepare_tile<kDimQk>(scales, row_scales, row);
@@ -694,12 +703,19 @@ __device__ __forceinline__ void attend(const Params& p, Task& task, uint8_t* sha
   constexpr int kProducerRegisters = S::kConsumers == 3 ? 32 : 24;
   constexpr int kConsumerRegisters = S::kConsumers == 3 ? 160 : kIdle ? 232 : 240;
 
-  task.first_block = blockIdx.x * S::kConsumers;
-  if (task.first_block >= p.query_blocks) return;  // the grid suits the mode with the fewest consumers
+  // The grid suits the mode with the fewest consumers; what is too much for this one comes last.
+  const int per_head = ceil_div(p.query_blocks, S::kConsumers);
+  if (blockIdx.x >= unsigned(per_head) * p.heads) return;
+  task.head = blockIdx.x / per_head;
+  task.first_block = blockIdx.x % per_head * S::kConsumers;
   task.active = min(S::kConsumers, p.query_blocks - task.first_block);
   const int64_t q_block = (int64_t(task.batch) * p.heads + task.head) * p.query_blocks + task.first_block;
   task.q_images = p.q_images + q_block * p.q_block_bytes;
   task.row_scales = p.row_scales + q_block * kQueryBlock;
+  const int64_t kv_tile = (int64_t(task.batch) * p.kv_heads + task.head / p.group) * p.key_tiles;
+  task.k_images = p.k_images + kv_tile * p.k_tile_bytes;
+  task.v_images = p.v_images + kv_tile * p.v_tile_bytes;
+  task.tile_scales = p.tile_scales + kv_tile;
 
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
   if (threadIdx.x == 0) {
@@ -729,19 +745,14 @@ __device__ __forceinline__ void attend(const Params& p, Task& task, uint8_t* sha
   }
 }
 
-// Grid: (query blocks / fewest consumers of any mode, heads, batch).
+// Grid: (heads * query blocks / fewest consumers of any mode, batch), the queries of a head side by side.
 template <int kDimQk, int kDimPv>
 __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1) attention_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   wait_for_previous_kernel();
   Task task;
-  task.head = blockIdx.y;
-  task.batch = blockIdx.z;
-  const int64_t kv_tile = (int64_t(task.batch) * p.kv_heads + task.head / p.group) * p.key_tiles;
-  task.k_images = p.k_images + kv_tile * p.k_tile_bytes;
-  task.v_images = p.v_images + kv_tile * p.v_tile_bytes;
-  task.tile_scales = p.tile_scales + kv_tile;
+  task.batch = blockIdx.y;
   task.element = p.elements[task.batch];
   // The same in every lane, and through the shuffle the compiler knows: wgmma wants provably uniform control flow.
   task.element.mode = __shfl_sync(0xffffffffu, task.element.mode, 0);
@@ -773,7 +784,9 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
   beside_prepass.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   beside_prepass.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ceil_div(p.query_blocks, Shape<2, kDimQk, kDimPv>::kConsumers), p.heads, p.batch);
+  const int64_t blocks = int64_t(ceil_div(p.query_blocks, Shape<2, kDimQk, kDimPv>::kConsumers)) * p.heads;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  config.gridDim = dim3(static_cast<unsigned>(blocks), p.batch);
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
