@@ -433,7 +433,8 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 }
 
 template <typename T, int Lanes>
-__global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm) prepass_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
+    prepass_kernel(const __grid_constant__ Params p) {
   __shared__ Shared<Lanes> shared;
 #if __CUDA_ARCH__ >= 900  // programmatic dependent launch begins with Hopper
   cudaTriggerProgrammaticLaunchCompletion();

@@ -176,7 +176,8 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
                : TRT_REGS_##R(C, d) : "l"(a), "l"(b), "r"(use_d))
 #define TRT_WGMMA_RS(OP, C, R, A0, A1, A2, A3, DESC_B, PRED, TAIL)                             \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " PRED ", 0;\n"                               \
-               "wgmma.mma_async.sync.aligned." OP " {" TRT_NAMES_##R "}, {" A0 "," A1 "," A2 "," A3 "}, " DESC_B ", p" TAIL ";\n}" \
+               "wgmma.mma_async.sync.aligned." OP " {" TRT_NAMES_##R "}, "                     \
+               "{" A0 "," A1 "," A2 "," A3 "}, " DESC_B ", p" TAIL ";\n}"                      \
                : TRT_REGS_##R(C, d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d))
 // clang-format on
 
