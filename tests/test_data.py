@@ -277,7 +277,7 @@ def test_a_function_yields_batches(digits):
         ("no_label", 6, "does not give the denoiser's inputs"),
         ("wrong_shape", 6, "'timestep' from test_data:wrong_shape has the wrong shape"),
         ("fails", 6, "test_data:fails failed"),
-        ("missing", 6, "test_data:missing failed"),
+        ("missing", 6, "'test_data:missing' cannot be imported"),
     ],
 )
 def test_an_unfit_function_is_refused(digits, function, samples, message):

@@ -5,7 +5,6 @@ Every source is a stream: a batch loads its samples when it runs, and keeps noth
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +17,7 @@ from trtconvert.calib.examples import Example, Examples, dataset_folder, image_f
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
 from trtconvert.calib.recorded import open_inputs, read_inputs
+from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 from trtconvert.models.base import Denoiser, DiffusionModel
 from trtconvert.recipe import CalibrationSection
@@ -167,9 +167,9 @@ def _placed(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Te
 
 def _yielded(model: DiffusionModel, name: str, samples: int) -> Iterator[Drive]:
     """Batches of `package.module:function`, called with the model: it yields dictionaries of denoiser inputs."""
-    module, _, function = name.partition(":")
+    function = import_function(name, "calibration.data")
     try:
-        produced = iter(getattr(importlib.import_module(module), function)(model))
+        produced = iter(function(model))
     except Exception as error:  # of the user's code, whatever it is
         raise _function_failed(name, error) from error
     left = samples

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from trtconvert.cache import Cache, code_identity
+from trtconvert.entry_point import source_file
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import Recipe
@@ -66,7 +66,7 @@ def data_identity(data: str | Path) -> str:
     if kind is Kind.DENOISE:
         return ""
     if kind is Kind.FUNCTION:
-        source = _source_file(str(data))
+        source = source_file(str(data))
         return hashlib.sha256(f"{data} {sha256(source) if source else ''}".encode()).hexdigest()
     path = Path(data)
     try:
@@ -113,11 +113,3 @@ def observations_folder(cache: Cache, reads: dict[str, Any]) -> Path:
 def data_name(data: str | Path) -> str:
     """What the provenance calls the data: "denoise", the function, or the name of the file or folder."""
     return data.name if isinstance(data, Path) else data
-
-
-def _source_file(function: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(function.partition(":")[0])
-    except (ImportError, ValueError):  # using the function reports it
-        return None
-    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None

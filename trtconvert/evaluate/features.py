@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 
@@ -180,18 +179,8 @@ def _inception(weights: Path | None) -> Extractor:
 
 
 def _from_function(name: str, weights: Path | None) -> Extractor:
-    module, _, function = name.partition(":")
-    # What the user's own code raises, whatever it is, is no fault of this package.
-    try:
-        extract: Any = getattr(importlib.import_module(module), function)
-        source = inspect.getsourcefile(extract)
-    except Exception as error:
-        raise UserError(
-            f"the feature extractor '{name}' cannot be imported",
-            expected="an importable module with that function",
-            got=f"{type(error).__name__}: {error}",
-            remedy="install the module, or set PYTHONPATH to the folder that holds it",
-        ) from error
+    extract = import_function(name, "the feature extractor")
+    source = inspect.getsourcefile(extract)
     if weights is not None:
         raise UserError(
             f"the feature extractor '{name}' loads its own weights",

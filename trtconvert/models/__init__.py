@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,25 +71,15 @@ def _from_function(section: ModelSection) -> DiffusionModel:
 
     from trtconvert.models.base import DiffusionModel
 
-    module_name, _, function_name = section.source.partition(":")
-    if not function_name:
+    if not section.source.partition(":")[2]:
         raise UserError(
             f"unknown model source '{section.source}'",
             expected=f"'{DIGITS}' or 'package.module:function'",
             got=f"'{section.source}'",
             remedy="correct model.source in the recipe",
         )
-    # What the user's own code raises, whatever it is, is no fault of this package.
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-        signature = inspect.signature(function)
-    except Exception as error:
-        raise UserError(
-            f"model.source '{section.source}' cannot be imported",
-            expected="an importable module with that function",
-            got=f"{type(error).__name__}: {error}",
-            remedy="install the module, or set PYTHONPATH to the folder that holds it",
-        ) from error
+    function = import_function(section.source, "model.source")
+    signature = inspect.signature(function)
     arguments = dict(section.options)
     if section.weights is not None:
         arguments["weights"] = section.weights

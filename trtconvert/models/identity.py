@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-from pathlib import Path
 
+from trtconvert.entry_point import source_file
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import ModelSection
@@ -29,17 +28,6 @@ def identity(section: ModelSection) -> str:
                 got=error.strerror or type(error).__name__,
                 remedy="correct model.weights in the recipe",
             ) from error
-    if source := _source_file(section.source):
+    if source := source_file(section.source):
         parts["code"] = sha256(source)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _source_file(source: str) -> Path | None:
-    module, colon, _ = source.partition(":")
-    if not colon:
-        return None
-    try:
-        spec = importlib.util.find_spec(module)
-    except Exception:  # of the user's own package; loading the model reports it
-        return None
-    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None

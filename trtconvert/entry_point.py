@@ -1,0 +1,45 @@
+"""Functions of the user's own that a recipe or an option names as `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+from trtconvert.errors import UserError
+
+
+def import_function(name: str, role: str) -> Any:
+    """The function that `package.module:function` names.
+
+    Args:
+        role: what it is for, for the message.
+    Raises:
+        UserError: it cannot be imported. What the user's own code raises, whatever it is, is no fault of this package.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+        inspect.signature(function)  # refuses what cannot be called
+        return function
+    except Exception as error:
+        raise UserError(
+            f"{role} '{name}' cannot be imported",
+            expected="an importable module with that function",
+            got=f"{type(error).__name__}: {error}",
+            remedy="install the module, or set PYTHONPATH to the folder that holds it",
+        ) from error
+
+
+def source_file(name: str) -> Path | None:
+    """The file that holds the function, without importing it; None where that cannot be told."""
+    module, colon, _ = name.partition(":")
+    if not colon:
+        return None
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # of the user's own package, which is imported for it; importing the function reports it
+        return None
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
