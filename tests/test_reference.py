@@ -159,6 +159,14 @@ def test_unusable_tables_poison_their_head_alone(name, value):
     assert out[:, [0, 1, 3]].isfinite().all()
 
 
+def test_a_table_that_the_mode_does_not_read_may_hold_anything():
+    q, k, v = tensors()
+    tables = tables_from_data(q, k, v, Mode.BALANCED)
+    tables.q_scale[:], tables.k_scale[:] = math.nan, -1.0
+    assert attention(q, k, v, ZERO, tables, scaling="dynamic").isfinite().all()
+    assert attention(q, k, v, ZERO, tables.with_modes(Mode.AGGRESSIVE), scaling="dynamic").isnan().all()
+
+
 def test_unusable_timesteps_and_modes_give_nan():
     q, k, v = tensors()
     tables = tables_from_data(q, k, v, Mode.BALANCED)

@@ -186,7 +186,7 @@ def attention(
     out = out / row_sum.masked_fill(~some, 1)
     out = torch.where(int8_values, out * v_scale + v_offset, out).masked_fill(~some, 0)
 
-    bad = _unusable(rows, tables, mode, smooth_k) | timestep.to(q.device).isnan().view(-1, 1, 1, 1)
+    bad = _unusable(rows, tables, mode, smooth_k, scaling) | timestep.to(q.device).isnan().view(-1, 1, 1, 1)
     out = out.masked_fill(bad, math.nan).to(out_dtype)
     return out if layout == "BHND" else out.transpose(1, 2).contiguous()
 
@@ -205,7 +205,7 @@ def _tiles(x: Tensor, fill: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing), value=fill).unflatten(-1, (-1, TILE))
 
 
-def _unusable(rows, tables: AttentionTables, mode: Tensor, smooth_k: bool) -> Tensor:
+def _unusable(rows, tables: AttentionTables, mode: Tensor, smooth_k: bool, scaling: str) -> Tensor:
     """[B, H, 1, 1] true where the mode is unknown or a table entry it uses is not finite, or a scale not positive."""
 
     def scale_bad(table: Tensor) -> Tensor:
@@ -218,7 +218,8 @@ def _unusable(rows, tables: AttentionTables, mode: Tensor, smooth_k: bool) -> Te
 
     int8_logits, int8_values = mode != Mode.FP16, mode >= Mode.BALANCED
     bad = (mode < Mode.FP16) | (mode > Mode.AGGRESSIVE)
-    bad = bad | int8_logits & (scale_bad(tables.q_scale) | scale_bad(tables.k_scale))
+    measured = (mode < Mode.AGGRESSIVE) & (scaling == "dynamic")  # these take no scale of queries and keys from a table
+    bad = bad | int8_logits & ~measured & (scale_bad(tables.q_scale) | scale_bad(tables.k_scale))
     if smooth_k:
         bad = bad | int8_logits & offset_bad(tables.k_offset)
     return bad | int8_values & (scale_bad(tables.v_scale) | offset_bad(tables.v_offset))
