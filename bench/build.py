@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import processor
+
 ROOT = Path(__file__).parents[1]
 RUNS = 3
 
@@ -39,13 +41,6 @@ def measure(arguments: list[str], count: int) -> tuple[float, float, float]:
     """Median seconds, their spread (largest less smallest), and largest memory of several runs."""
     times, memory = zip(*(run(arguments) for _ in range(count)), strict=True)
     return statistics.median(times), max(times) - min(times), max(memory)
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def main() -> None:

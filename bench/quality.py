@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from build import processor
+from machine import processor
 
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
