@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import processor
 
 from trtconvert.calib.calibration import offsets
 from trtconvert.calib.histogram import HistogramObserver
@@ -87,13 +87,6 @@ def columns(taken: list[float], without: list[float]) -> list[str]:
     """Median, spread, and the median share that is added to the run without observation just before."""
     added = statistics.median(one / other - 1 for one, other in zip(taken, without, strict=True))
     return [f"{statistics.median(taken):.3f} s", f"{max(taken) - min(taken):.3f} s", f"{added:.1%}"]
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":
