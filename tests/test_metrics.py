@@ -12,6 +12,7 @@ from trtconvert.errors import UserError
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.features import Features, load_extractor, load_state
 from trtconvert.evaluate.metrics import Moments, merged
+from trtconvert.evaluate.optional import require
 
 
 def normal(*shape, seed=0):
@@ -246,5 +247,5 @@ def test_features_are_rows():
 
 def test_a_missing_package_is_named():
     with pytest.raises(UserError, match="needs no-such-package") as error:
-        metrics.require("no_such_package", "no-such-package")
+        require("no_such_package", "no-such-package")
     assert "trtconvert[evaluate]" in error.value.remedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -68,6 +69,7 @@ def whole_file(target: Path) -> Iterator[Path]:
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target`. Its lock ends with the process, however that ends, and tells a build from its remains."""
+    made = not target.parent.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
         _sweep(target)
@@ -80,6 +82,9 @@ def _partial_folder(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+        if made:
+            with contextlib.suppress(OSError):  # something is in it
+                target.parent.rmdir()
 
 
 @contextmanager

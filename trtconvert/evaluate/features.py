@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
+from trtconvert.evaluate.optional import require
 from trtconvert.files import sha256
 
 CLASSIFIER_WEIGHTS = Path("recipes/digits-classifier.safetensors")
@@ -139,8 +140,6 @@ def _digits(weights: Path | None) -> Extractor:
 
 def _inception(weights: Path | None) -> Extractor:
     """FID's InceptionV3 as torch-fidelity has it, with the layers that IS and sFID take."""
-    from trtconvert.evaluate.metrics import require
-
     what = "torch-fidelity's InceptionV3 weights (pt_inception or weights-inception-2015-12-05-6726825d.pth)"
     if weights is None:
         raise UserError(

@@ -6,7 +6,6 @@ are checked against the original TensorFlow ones; streaming the moments that the
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.errors import UserError
+from trtconvert.evaluate.features import load_state
+from trtconvert.evaluate.optional import require
 
 if TYPE_CHECKING:
     from lpips import LPIPS
@@ -36,8 +37,6 @@ SSIM_SMALLEST = 5
 
 LPIPS_SIDE = 64
 """Images smaller than this many pixels are enlarged: AlexNet's strides leave nothing of them otherwise."""
-
-REMEDY = "pip install 'trtconvert[evaluate]'"
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,6 @@ def load_lpips(path: Path) -> LPIPS:
     Raises:
         UserError: the file is missing or is not AlexNet's, or the package is not installed.
     """
-    from trtconvert.evaluate.features import load_state
-
     package = require("lpips", "lpips")
     state = load_state(path, "torchvision's AlexNet weights (alexnet-owt-7be5be79.pth)")
     with warnings.catch_warnings():
@@ -201,20 +198,6 @@ def check_packages() -> None:
     """
     require("torchmetrics.functional.image", "torchmetrics")
     _fidelity("metric_fid")
-
-
-def require(module: str, package: str) -> Any:
-    """An imported module of an optional package.
-
-    Raises:
-        UserError: the package is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"this metric needs {package}", expected=f"the package {package}", got=str(error), remedy=REMEDY
-        ) from error
 
 
 def _fidelity(module: str) -> Any:

@@ -90,7 +90,7 @@ def lowering_difference(
     """
     import onnxruntime
     from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
-    from polygraphy.comparator import Comparator, CompareFunc
+    from polygraphy.comparator import Comparator, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
 
     onnxruntime.set_default_logger_severity(3)  # polygraphy's sessions would warn of what they cannot fold
@@ -103,7 +103,7 @@ def lowering_difference(
         output = next(iter(results[1][1][0].values()))
         limit = float(abs(output.astype("float64")).mean()) * 10 ** (-min_sqnr / 20)
         compared = Comparator.compare_accuracy(
-            results, compare_func=CompareFunc.simple(atol=limit, rtol=0, check_error_stat="mean")
+            results, compare_func=SimpleCompareFunc(atol=limit, rtol=0, check_error_stat="mean")
         )
     (pairs,) = compared
     ((per_output,),) = pairs.values()

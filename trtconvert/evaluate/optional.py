@@ -1,0 +1,24 @@
+"""Packages of the `evaluate` extra."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from trtconvert.errors import UserError
+
+REMEDY = "pip install 'trtconvert[evaluate]'"
+
+
+def require(module: str, package: str) -> Any:
+    """An imported module of an optional package.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"this metric needs {package}", expected=f"the package {package}", got=str(error), remedy=REMEDY
+        ) from error
