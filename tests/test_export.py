@@ -15,6 +15,7 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.errors import UserError
+from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, Variant, function_body
 from trtconvert.export.lowering import fold_transposes, lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
@@ -28,10 +29,6 @@ VARIANTS = [
     )
 ]
 TABLES = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
-
-
-def error(got, expected):
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def node_model(variant, feeds, dtype=TensorProto.FLOAT):

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import TILE, AttentionTables, attention, tables_from_data, timestep_bin
+from trtconvert.evaluate.verify import relative_error as error
 
 
 def tensors(heads=4, kv_heads=2, queries=33, keys=200, dim=40, batch=2, seed=0):
@@ -20,10 +21,6 @@ def tensors(heads=4, kv_heads=2, queries=33, keys=200, dim=40, batch=2, seed=0):
 
 def exact(q, k, v, mask=None):
     return scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, enable_gqa=True)
-
-
-def error(got, expected):
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 ZERO = torch.zeros(2)

@@ -52,6 +52,17 @@ class EngineRecord(_Record):
     attention: Literal["plugin", "native"]
     file: str
 
+    @staticmethod
+    def of(component: str, backend: Literal["tensorrt", "tensorrt_rtx"], library: str, target: str) -> EngineRecord:
+        """The record of a component's engine, its file where every bundle keeps it."""
+        return EngineRecord(
+            backend=backend,
+            library=library,
+            target=target,
+            attention="plugin" if backend == "tensorrt" else "native",
+            file=f"engines/{component}-{backend}-{target}.plan",
+        )
+
 
 class SiteRecord(_Record):
     """One attention site. `modes` per timestep bin, from low noise up; empty when the site was left as it is, for `reason`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from trtconvert.bundle import EngineRecord, Manifest, check_files, read_manifest, write_manifest
+from trtconvert.bundle import MANIFEST, EngineRecord, Manifest, check_files, read_manifest, write_manifest
 from trtconvert.engine import tensorrt
 from trtconvert.engine.builder import PlanInput
 from trtconvert.files import whole_folder
@@ -31,13 +31,8 @@ def compile_bundle(folder: Path, report: Reporter) -> Manifest:
     with whole_folder(folder) as partial, report.live():
         shutil.copytree(folder, partial, dirs_exist_ok=True)
         for name, component in manifest.components.items():
-            record = EngineRecord(
-                backend="tensorrt",
-                library=trt.__version__,
-                target=str(tensorrt.device_architecture()),
-                attention="plugin",
-                file=f"engines/{name}-tensorrt-{tensorrt.device_architecture()}.plan",
-            )
+            target = str(tensorrt.device_architecture())
+            record = EngineRecord.of(name, "tensorrt", trt.__version__, target)
             inputs = [PlanInput(spec.name, spec.shape) for spec in component.inputs]
             with report.stage(f"engine {record.target}") as bar:
                 plan = tensorrt.build_from_function(partial / component.onnx, inputs, component.dims, bar.share)
@@ -45,6 +40,6 @@ def compile_bundle(folder: Path, report: Reporter) -> Manifest:
             (partial / record.file).write_bytes(plan)
             others = [engine for engine in component.engines if engine.file != record.file]
             components[name] = component.model_copy(update={"engines": [*others, record]})
-        (partial / "manifest.json").unlink()
+        (partial / MANIFEST).unlink()
         write_manifest(partial, manifest.model_copy(update={"components": components}))
     return read_manifest(folder)

@@ -209,13 +209,7 @@ def engine_stages(
     built = []
     targets = {"tensorrt_rtx": recipe.engine.targets, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
     for target in targets[backend.name]:
-        record = EngineRecord(
-            backend=backend.name,  # type: ignore[arg-type]
-            library=backend.detail,
-            target=str(target),
-            attention="plugin" if backend.name == "tensorrt" else "native",
-            file=f"engines/{COMPONENT}-{backend.name}-{target}.plan",
-        )
+        record = EngineRecord.of(COMPONENT, backend.name, backend.detail, str(target))  # type: ignore[arg-type]
 
         def make(folder: Path, bar: Bar, record: EngineRecord = record) -> None:
             if record.backend == "tensorrt_rtx":

@@ -24,7 +24,6 @@ CHANNEL_FLOOR = 1e-4
 RANGE_FLOOR = 1e-8
 """Smallest range at all: what a head of zeros gets."""
 
-TABLES = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset")
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 
 
@@ -64,7 +63,7 @@ class Calibration:
     """Scales and offsets per site; `AttentionTables` without the modes.
 
     Attributes:
-        tables: site: the five tensors named in `TABLES`, shapes as in `AttentionTables`.
+        tables: site: the tensors of `AttentionTables` but its modes, by name.
         provenance: how they were made.
         outliers: see `outliers`; empty for the statistic "batch-max", which counts no elements.
     """
