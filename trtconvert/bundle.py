@@ -16,6 +16,9 @@ from trtconvert.recipe import Recipe
 FORMAT = 1
 MANIFEST = "manifest.json"
 
+Dims = dict[str, tuple[int, int, int]]
+"""Symbolic dimension: (min, opt, max)."""
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,14 +39,36 @@ class TensorRecord(_Record):
     shape: list[int | str]
 
 
+class NativeSite(_Record):
+    """A site that keeps TensorRT's own attention: on the engine's GPU that was the faster of the two.
+
+    Attributes:
+        name: the site; query_tokens, key_tokens: its lengths at the opt shape of the first profile.
+        native_us, plugin_us: device time of one call in microseconds, summed over the profiles' opt shapes. The plugin's
+            is the mean over the site's timestep bins, quantisation included.
+    """
+
+    name: str
+    query_tokens: int
+    key_tokens: int
+    native_us: float
+    plugin_us: float
+
+
 class EngineRecord(_Record):
     """One serialized engine.
 
     Attributes:
         backend, library: the builder and its version.
-        target: the GPU architecture that it runs on.
-        attention: "plugin" (INT8) or "native" (the model's own precision).
+        target: the GPU architecture that it was built for; gpu: the name of the GPU that it was built on, if on one.
+        attention: "plugin" (INT8) or "native" (the model's own precision, at every site).
         file: path in the bundle.
+        plugin: version of the plugin library that the plan holds; empty where it holds none.
+        profiles: the optimisation profiles in the engine's order, each symbolic dimension: [min, opt, max]. Empty in bundles
+            of before: one profile, the component's dims.
+        native_sites: the sites that keep native attention in an engine with the plugin, because it was measured faster.
+        refittable: weights can be replaced. version_compatible: later TensorRT versions load it. hardware_compatible: any GPU
+            from sm80 on runs it. weight_streaming: weights may stay in host memory.
     """
 
     backend: Literal["tensorrt", "tensorrt_rtx"]
@@ -51,6 +76,14 @@ class EngineRecord(_Record):
     target: str
     attention: Literal["plugin", "native"]
     file: str
+    gpu: str = ""
+    plugin: str = ""
+    profiles: list[Dims] = Field(default_factory=list)
+    native_sites: list[NativeSite] = Field(default_factory=list)
+    refittable: bool = False
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    weight_streaming: bool = False
 
     @staticmethod
     def of(component: str, backend: Literal["tensorrt", "tensorrt_rtx"], library: str, target: str) -> EngineRecord:
@@ -81,7 +114,8 @@ class ComponentRecord(_Record):
         onnx: path of the ONNX file with `Int8Attention` nodes and their function bodies.
         inputs, outputs: signature of the ONNX model and of the engines.
         timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends.
-        dims: symbolic dimension: [min, opt, max].
+        dims: symbolic dimension: [min, opt, max], over all profiles.
+        profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
     """
 
     onnx: str
@@ -89,7 +123,8 @@ class ComponentRecord(_Record):
     outputs: list[TensorRecord]
     timestep_input: str
     timestep_max: float
-    dims: dict[str, tuple[int, int, int]]
+    dims: Dims
+    profiles: list[Dims] = Field(default_factory=list)
     sites: list[SiteRecord]
     engines: list[EngineRecord]
 
