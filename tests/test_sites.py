@@ -1,5 +1,8 @@
 """Sites: what is seen of a model's attention, how it is named, and what is refused."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -71,15 +74,52 @@ def test_a_scalar_timestep_reaches_every_element():
     assert seen[0].tolist() == [7.0, 7.0]
 
 
-def test_hooks_are_gone_after_a_failure():
+def test_a_failure_leaves_the_model_and_the_names_as_they_were():
     def fail(call):
         raise RuntimeError("in the handler")
 
     model = Model(Attention())
-    with pytest.raises(RuntimeError):
-        InterceptedDenoiser(model, INPUTS, "timestep", fail)(**INPUTS)
+    failing = InterceptedDenoiser(model, INPUTS, "timestep", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in the handler"):
+            failing(**INPUTS)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert [site.name for site in find_sites(model, INPUTS, "timestep")] == ["blocks.0"]
+
+
+def test_attention_after_a_child_belongs_to_the_parent():
+    class Parent(Attention):
+        def __init__(self):
+            super().__init__()
+            self.child = Attention()
+
+        def forward(self, x):
+            try:
+                self.child(x[:, :, :10])  # not a multiple of the heads' size
+            except RuntimeError:
+                x = self.child(x)
+            return super().forward(x)
+
+    sites = find_sites(Model(Parent()), INPUTS, "timestep")
+    assert [site.name for site in sites] == ["blocks.0.child", "blocks.0"]
+
+
+def test_forwards_of_one_model_run_side_by_side():
+    together = threading.Barrier(2, timeout=10)
+    model = Model(Attention(), Attention())
+    names = {0: [], 1: []}
+
+    def forward(number):
+        def handler(call):
+            together.wait()  # both are inside the model at every site
+            names[number].append(call.name)
+            return call.exact()
+
+        InterceptedDenoiser(model, INPUTS, "timestep", handler)(**INPUTS)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(forward, names))
+    assert names == {0: ["blocks.0", "blocks.1"], 1: ["blocks.0", "blocks.1"]}
 
 
 @pytest.mark.parametrize(

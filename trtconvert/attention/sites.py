@@ -6,6 +6,7 @@ happens at each: observe it, run INT8 attention, or emit a node of an exported g
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -95,23 +96,13 @@ class InterceptedDenoiser(nn.Module):
 
 
 class _Interception(TorchFunctionMode):
+    """One forward, on one thread: leaves nothing on the model, so that forwards may run side by side and may fail."""
+
     def __init__(self, model: nn.Module, handler: Handler, timestep: Tensor) -> None:
         super().__init__()
         self._model, self._handler, self._timestep = model, handler, timestep
-        self._path: list[str] = []
+        self._names: dict[nn.Module, str] = {}
         self._calls: Counter[str] = Counter()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self):
-        for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
-            self._hooks.append(module.register_forward_hook(lambda *_: (self._path.pop(), None)[1]))
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*exception)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not scaled_dot_product_attention:
@@ -121,7 +112,7 @@ class _Interception(TorchFunctionMode):
     def _call(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ) -> SiteCall:
-        module = self._path[-1] if self._path else ""
+        module = self._calling_module()
         self._calls[module] += 1
         name = module or "denoiser"
         if self._calls[module] > 1:
@@ -143,6 +134,25 @@ class _Interception(TorchFunctionMode):
             _obstacle(query, key, value, dropout_p, is_causal),
             exact,
         )
+
+    def _calling_module(self) -> str:
+        """Path of the module whose forward is running; "" is the model itself.
+
+        Read from the stack at each attention call. Hooks on all modules, which would keep the path up to date, cost a tenth of
+        a small model's time, and run for every thread that uses the model.
+        """
+        if not self._names:
+            self._names = {module: name for name, module in self._model.named_modules()}
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _MODULE_CALL and (module := frame.f_locals["self"]) in self._names:
+                return self._names[module]
+            frame = frame.f_back
+        return ""
+
+
+_MODULE_CALL = nn.Module._call_impl.__code__
+"""The function that every call of a module goes through."""
 
 
 def first_tensor(output: Any) -> Tensor:
