@@ -38,6 +38,9 @@ class Histogram:
     def __init__(self, rows: int, bits: int) -> None:
         self.bits = bits
         self.counts = torch.zeros(rows, len(OCTAVES) << bits, dtype=torch.int64)
+        # Half the memory traffic, wherever all counts can be numbered so.
+        self._index_type = torch.int32 if self.counts.numel() < 2**31 else torch.int64
+        self._one = torch.ones(1, dtype=torch.int64)
 
     def add(self, x: Tensor, row: Tensor) -> None:
         """Count |x|. The counts move to the device of x.
@@ -46,16 +49,16 @@ class Histogram:
             x: any shape.
             row: the row of each element, INT64, broadcastable to x.
         """
-        steps = self.counts.shape[1]
+        steps, first = self.counts.shape[1], self._first_step
         if self.counts.device != x.device:
-            self.counts = self.counts.to(x.device)
-        step = x.float().abs().view(torch.int32) >> (_MANTISSA_BITS - self.bits)
-        first = self._first_step
-        index = step.clamp_(first, first + steps - 1) + (row * steps - first)
+            self.counts, self._one = self.counts.to(x.device), self._one.to(x.device)
+        step = x.float().abs().view(torch.int32).bitwise_right_shift_(_MANTISSA_BITS - self.bits)
+        index = step.clamp_(first, first + steps - 1).to(self._index_type)
+        index += (row * steps - first).to(self._index_type)
         # Their order does not matter: flattened as they lie in memory, whatever the layout of x, they need no copy.
         index = index.permute(sorted(range(index.dim()), key=index.stride, reverse=True)).flatten()
         # Not bincount, which waits for the device, and which would allocate all counts anew at every call.
-        self.counts.view(-1).scatter_add_(0, index, index.new_ones(1).expand_as(index))
+        self.counts.view(-1).index_add_(0, index, self._one.expand_as(index))
 
     @property
     def _first_step(self) -> int:
