@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,14 @@ MANIFEST = "manifest.json"
 
 Dims = dict[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
+
+
+def covering(profiles: Sequence[Dims]) -> Dims:
+    """From the least to the largest size of each dimension in any of the profiles, and the opt of the first."""
+    return {
+        name: (min(p[name][0] for p in profiles), opt, max(p[name][2] for p in profiles))
+        for name, (_, opt, _) in profiles[0].items()
+    }
 
 
 class _Record(BaseModel):

@@ -11,13 +11,22 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtconvert import bundle
-from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, QualityRecord, SiteRecord, TensorRecord
+from trtconvert.bundle import (
+    ComponentRecord,
+    Dims,
+    EngineRecord,
+    Manifest,
+    QualityRecord,
+    SiteRecord,
+    TensorRecord,
+    covering,
+)
 from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.identity import calibration_reads, observations_folder
 from trtconvert.engine import BackendStatus, choose_backend
@@ -25,7 +34,7 @@ from trtconvert.errors import UserError
 from trtconvert.files import whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.progress import Bar, Reporter
-from trtconvert.recipe import Recipe
+from trtconvert.recipe import Range, Recipe
 
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
@@ -128,7 +137,7 @@ def plan_stage(
     attention, section = recipe.attention, recipe.plan
     reads = {"calibration": calibration.key, "attention": attention.model_dump(mode="json")}
     if attention.modes == "auto":
-        reads |= {"plan": section.model_dump(), "shapes": {n: r.model_dump() for n, r in recipe.engine.shapes.items()}}
+        reads |= {"plan": section.model_dump(), "shapes": _ranges(recipe)}
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibration import Calibration
@@ -138,7 +147,7 @@ def plan_stage(
         sites = [site for site in _sites(calibration) if not site.obstacle]
         if attention.modes == "auto":
             tables = Calibration.load(calibration.folder / CALIBRATION).tables
-            batch = _dims(recipe, source)["batch"][1]
+            batch = _profiles(recipe, source)[0]["batch"][1]
             plan, points = search(source, sites, tables, attention, section, bins, batch, bar)
             shown = [{"name": p.name, "speed": p.speed, "psnr": p.psnr, "chosen": p.plan is plan} for p in points]
             (folder / FRONTIER).write_text(json.dumps(shown, indent=1))
@@ -157,7 +166,7 @@ def export_stage(
         "calibration": calibration.key,
         "plan": plan.key,
         "dtype": recipe.model.dtype,
-        "shapes": {name: r.model_dump() for name, r in recipe.engine.shapes.items()},
+        "shapes": _ranges(recipe),
     }
 
     def make(folder: Path, bar: Bar) -> None:
@@ -169,7 +178,8 @@ def export_stage(
         from trtconvert.export.trace import SiteOptions, trace
 
         source = model()
-        dims = _dims(recipe, source)
+        profiles = _profiles(recipe, source)
+        dims = covering(profiles)
         options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
         exported = trace(source, _tables(calibration, plan), options, dims=dims, dtype=dtype)
@@ -189,6 +199,7 @@ def export_stage(
             timestep_input=source.timestep_input,
             timestep_max=source.timestep_max,
             dims=dims,
+            profiles=profiles,
             sites=_site_records(calibration, plan),
             engines=[],
         )
@@ -337,24 +348,33 @@ def _component(exported: Stage) -> ComponentRecord:
     return ComponentRecord.model_validate_json((exported.folder / SIGNATURE).read_text())
 
 
-def _dims(recipe: Recipe, model: DiffusionModel) -> dict[str, tuple[int, int, int]]:
-    """The model's ranges, narrowed by the recipe's."""
+def _ranges(recipe: Recipe) -> list[dict[str, Any]]:
+    """The shapes that a recipe asks for, as a stage's key reads them."""
+    return [{name: wanted.model_dump() for name, wanted in ranges.items()} for ranges in recipe.engine.ranges()]
+
+
+def _profiles(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
+    """The model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
+    return [_narrowed(wanted, model) for wanted in recipe.engine.ranges()]
+
+
+def _narrowed(ranges: Mapping[str, Range], model: DiffusionModel) -> Dims:
     dims = dict(model.dims)
-    for name, wanted in recipe.engine.shapes.items():
+    for name, wanted in ranges.items():
         if name not in dims:
             raise UserError(
-                f"engine.shapes names the dimension '{name}', which {model.name} does not have",
+                f"the recipe's engine section names the dimension '{name}', which {model.name} does not have",
                 expected=", ".join(dims),
                 got=name,
-                remedy="correct engine.shapes in the recipe",
+                remedy="correct engine.shapes or engine.profiles in the recipe",
             )
         low, _, high = dims[name]
         if wanted.min < low or wanted.max > high:
             raise UserError(
-                f"engine.shapes asks for more of '{name}' than {model.name} supports",
+                f"the recipe's engine section asks for more of '{name}' than {model.name} supports",
                 expected=f"{low} to {high}",
                 got=f"{wanted.min} to {wanted.max}",
-                remedy="narrow the range in the recipe",
+                remedy="narrow engine.shapes or engine.profiles in the recipe",
             )
         dims[name] = (wanted.min, wanted.opt, wanted.max)
     return dims

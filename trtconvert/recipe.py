@@ -157,10 +157,36 @@ class EngineSection(_Section):
         default_factory=dict,
         description="Symbolic dimension: [min, opt, max]. What is absent takes the model's own range.",
     )
+    profiles: list[dict[str, Range]] = Field(
+        default=[],
+        description="Instead of shapes: several such mappings, an optimisation profile each. One engine serves all of them "
+        "and is tuned for the opt of each.",
+    )
     targets: list[Target] = Field(
         default=["sm75", "sm80", "sm86", "sm89", "sm120"],
         min_length=1,
         description="GPUs that TensorRT-RTX builds for, an engine each.",
+    )
+    attention: Literal["auto", "plugin", "native"] = Field(
+        default="auto",
+        description="tensorrt: `auto` times both on the GPU that builds, at each distinct shape, and keeps TensorRT's own "
+        "attention where it is the faster; `plugin` and `native` take one at every site.",
+    )
+    workspace_mb: Count | None = Field(
+        default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."
+    )
+    optimization_level: Annotated[int, Field(ge=0, le=5, strict=True)] = Field(
+        default=3, description="tensorrt: how many kernels the builder tries, 0 to 5; more takes longer."
+    )
+    refittable: bool = Field(default=False, description="tensorrt: weights of the engine can be replaced.")
+    version_compatible: bool = Field(
+        default=False, description="tensorrt: later versions of it load the engine as well."
+    )
+    hardware_compatible: bool = Field(
+        default=False, description="tensorrt: every GPU from sm80 on runs the engine, some speed aside."
+    )
+    weight_streaming: bool = Field(
+        default=False, description="tensorrt: weights may stay in host memory and travel while the engine runs."
     )
 
     @field_validator("targets")
@@ -169,6 +195,16 @@ class EngineSection(_Section):
         if len(set(targets)) != len(targets):
             raise ValueError("each target once")
         return targets
+
+    @model_validator(mode="after")
+    def _one_form_of_shapes(self) -> EngineSection:
+        if self.shapes and self.profiles:
+            raise ValueError("shapes or profiles, not both")
+        return self
+
+    def ranges(self) -> list[dict[str, Range]]:
+        """What each optimisation profile asks for, at least one."""
+        return self.profiles or [self.shapes]
 
 
 class VerifySection(_Section):
@@ -402,10 +438,12 @@ def _kind(value: Any) -> str:
 
 
 def _fields_at(keys: tuple) -> Iterator[str]:
-    """Names of the fields of a section, or of a range inside `engine.shapes`."""
+    """Names of the fields of a section, or of a range inside `engine.shapes` or `engine.profiles`."""
     section: Any = Recipe
     for key in keys:
         field = section.model_fields.get(key)
-        annotation = field.annotation if field else Range  # the keys of engine.shapes are dimensions
+        annotation = (
+            field.annotation if field else Range
+        )  # keys of engine.shapes and engine.profiles: dimensions, places
         section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else Range
     yield from (field.alias or name for name, field in section.model_fields.items())
