@@ -16,6 +16,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.export import storage
 from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, Variant, function_body
 from trtconvert.export.lowering import fold_transposes, lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
@@ -273,3 +274,39 @@ def test_unusable_tables_are_refused_before_they_are_baked_in(digits, site_table
     with pytest.raises(UserError, match=rf"{name} of blocks\.0\.attn"):
         bad = AttentionTables(**{**vars(good), name: table})
         trace(digits, {"blocks.0.attn": bad}, SiteOptions(1000.0, "calibrated", True), dims=digits.dims)
+
+
+# What is written ------------------------------------------------------------------------------------------------------
+
+
+def test_some_sites_may_be_lowered_to_native_and_the_rest_to_the_plugin(traced):
+    model = ir.from_proto(ir.to_proto(traced[1]))
+    assert lower_to_native(model, ["blocks.3.attn"]) == 1
+    assert list(attention_nodes(model)) == ["blocks.0.attn"]
+    assert lower_to_plugin(model) == 1 and not model.functions
+
+
+def test_a_site_that_the_graph_does_not_hold_is_refused(traced):
+    model = ir.from_proto(ir.to_proto(traced[1]))
+    with pytest.raises(UserError, match=r"no trtconvert::Int8Attention node for blocks\.9\.attn") as raised:
+        lower_to_native(model, ["blocks.0.attn", "blocks.9.attn"])
+    assert "blocks.3.attn" in raised.value.expected
+    assert len(attention_nodes(model)) == 2  # nothing was rewritten
+
+
+def test_large_weights_lie_beside_the_graph_and_are_shared_by_its_lowerings(digits, traced, tmp_path, monkeypatch):
+    """The limit is 1.5 GB in earnest."""
+    monkeypatch.setattr(storage, "INLINE_LIMIT", 100_000)
+    path, native = tmp_path / "model.onnx", tmp_path / "native.onnx"
+    storage.save(traced[1], path)
+    lowered = ir.load(path)
+    lower_to_native(lowered)
+    storage.save(lowered, native)
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data", "native.onnx"}
+    weights = storage.weights_file(path).stat().st_size
+    assert path.stat().st_size < weights > native.stat().st_size
+
+    onnx.checker.check_model(path, full_check=True)
+    feeds = {name: x.numpy() for name, x in digits.example(7, {"batch": 2, "height": 8, "width": 8}).items()}
+    (result,) = onnxruntime.InferenceSession(path).run(None, feeds)
+    np.testing.assert_array_equal(result, run(traced[1], feeds).numpy())

@@ -174,6 +174,7 @@ def export_stage(
         import onnx_ir as ir
         import torch
 
+        from trtconvert.export import storage
         from trtconvert.export.lowering import lower_to_native
         from trtconvert.export.trace import SiteOptions, trace
 
@@ -183,11 +184,11 @@ def export_stage(
         options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
         exported = trace(source, _tables(calibration, plan), options, dims=dims, dtype=dtype)
-        ir.save(exported, folder / ONNX)
+        storage.save(exported, folder / ONNX)
         onnx.checker.check_model(folder / ONNX, full_check=True)
         native = ir.load(folder / ONNX)
         lower_to_native(native)
-        ir.save(native, folder / "native.onnx")
+        storage.save(native, folder / "native.onnx")
         onnx.checker.check_model(folder / "native.onnx", full_check=True)
         component = ComponentRecord(
             onnx=ONNX,
@@ -410,7 +411,8 @@ def _assemble(
     shutil.copyfile(calibration.folder / CALIBRATION, folder / CALIBRATION)
     if (plan.folder / FRONTIER).is_file():
         shutil.copyfile(plan.folder / FRONTIER, folder / FRONTIER)
-    shutil.copyfile(exported.folder / ONNX, folder / ONNX)
+    for file in exported.folder.glob(f"{ONNX}*"):  # a large model's weights lie beside it
+        shutil.copyfile(file, folder / file.name)
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
     for record, stage in engines:
         (folder / record.file).parent.mkdir(exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
 from trtconvert.errors import UserError
@@ -20,11 +22,11 @@ def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
     }
 
 
-def require_attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
-    """As `attention_nodes`, at least one.
+def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = None) -> dict[str, ir.Node]:
+    """As `attention_nodes`, at least one; those of some sites, where they are given.
 
     Raises:
-        UserError: the graph holds none.
+        UserError: the graph holds none, or none for one of the sites.
     """
     nodes = attention_nodes(model)
     if not nodes:
@@ -34,7 +36,16 @@ def require_attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
             got=f"{sum(1 for _ in model.graph)} other nodes",
             remedy="build it with `trtconvert build`, and take the denoiser.onnx of the bundle",
         )
-    return nodes
+    if sites is None:
+        return nodes
+    if missing := [site for site in sites if site not in nodes]:
+        raise UserError(
+            f"the ONNX model holds no {DOMAIN}::{OP} node for {', '.join(missing)}",
+            expected="sites of the model: " + ", ".join(nodes),
+            got=", ".join(missing),
+            remedy="take names from `trtconvert inspect`",
+        )
+    return {site: node for site, node in nodes.items() if site in sites}
 
 
 def mask_of(node: ir.Node) -> ir.Value | None:

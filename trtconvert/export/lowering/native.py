@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
@@ -10,15 +12,17 @@ from onnx_ir.tape import Tape
 from trtconvert.export.nodes import mask_of, require_attention_nodes
 
 
-def lower_to_native(model: ir.Model) -> int:
-    """Replace every node by MatMul, Softmax and MatMul; scales, offsets and modes go with it.
+def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> int:
+    """Replace nodes by MatMul, Softmax and MatMul; scales, offsets and modes go with them.
 
+    Args:
+        sites: which ones; all by default.
     Returns:
         How many nodes were lowered.
     Raises:
-        UserError: the model has no `Int8Attention` node.
+        UserError: the model has no `Int8Attention` node, or none for one of the sites.
     """
-    nodes = require_attention_nodes(model)
+    nodes = require_attention_nodes(model, sites)
     for node in nodes.values():
         tape = Tape()
         out = _attention(tape, node)
