@@ -17,6 +17,9 @@ from trtconvert.recipe import Recipe
 FORMAT = 1
 MANIFEST = "manifest.json"
 
+TRANSPOSED = ".T"
+"""What the name of an ONNX initialiser ends with that is a transposed weight; else it is the weight's in the state dict."""
+
 Dims = dict[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
 
