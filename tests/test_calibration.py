@@ -10,13 +10,12 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, Provenance, offsets, outliers, scales
-from trtconvert.calib.data import calibration_drive
 from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, Histogram, HistogramObserver
 from trtconvert.calib.observer import RangeObserver, Rows, observe
 from trtconvert.calib.plan import make_plan
 from trtconvert.errors import UserError
 from trtconvert.models.base import intercepted
-from trtconvert.recipe import AttentionSection, CalibrationSection
+from trtconvert.recipe import AttentionSection
 
 SITE = "blocks.3.attn"
 BINS = 4
@@ -251,18 +250,6 @@ def test_a_damaged_file_is_refused(records, tmp_path, damage):
         path.write_bytes(b"not safetensors")
     with pytest.raises(UserError, match="not a calibration"):
         Calibration.load(path)
-
-
-def test_recorded_inputs_are_replayed_in_order(digits, tmp_path):
-    inputs = digits.example(5, {"batch": 7, "height": 8, "width": 8})
-    import numpy as np
-
-    np.savez(tmp_path / "inputs.npz", **{name: x.numpy() for name, x in inputs.items()})
-    section = CalibrationSection(data=tmp_path / "inputs.npz", samples=5, batch=3)
-    seen, steps = [], []
-    calibration_drive(digits, section, lambda: steps.append(1))(lambda **batch: seen.append(batch))
-    assert len(steps) == 2
-    assert torch.equal(torch.cat([batch["x"] for batch in seen]), inputs["x"][:5])
 
 
 @pytest.mark.parametrize("site_value", [math.nan, math.inf])

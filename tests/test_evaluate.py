@@ -266,7 +266,7 @@ def test_a_reference_of_another_size(tiny, tmp_path):
     refusal(outcome, "[1, 4, 4]", "[1, 8, 8]")
 
 
-@pytest.mark.parametrize(("content", "part"), [("size", "got: 5 × 6"), ("text", "cannot read the reference image")])
+@pytest.mark.parametrize(("content", "part"), [("size", "got: 5 × 6"), ("text", "cannot read the image")])
 def test_bad_reference_images_are_named(tmp_path, content, part):
     path = tmp_path / "one.png"
     if content == "size":

@@ -100,22 +100,6 @@ def open_data(model: DiffusionModel, section: CalibrationSection, bad: BadSample
     return CalibrationData(_Stream(lambda: _from_examples(model, opened, section, bad)), len(pieces))
 
 
-def calibration_drive(model: DiffusionModel, section: CalibrationSection, done: Progress) -> Drive:
-    """All batches of a recipe as one; bad samples are errors.
-
-    Raises:
-        UserError: see `open_data`.
-    """
-    data = open_data(model, section, BadSamples())
-
-    def drive(denoiser: Denoiser) -> None:
-        for batch in data.batches:
-            batch(denoiser)
-            done()
-
-    return drive
-
-
 # Denoising runs and recorded inputs -----------------------------------------------------------------------------------
 
 

@@ -11,19 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
 from trtconvert.errors import UserError
+from trtconvert.images import IMAGE_SUFFIXES, images_below, read_image
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 METADATA, CAPTION_KEYS = "metadata.jsonl", ("text", "caption", "label")
 """As the image folders of Hugging Face's datasets; the first of the keys that is there."""
 
-_UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-"""What Pillow raises for damaged files of its formats."""
+_LEAVE_OUT = "leave bad samples out with --skip-bad"
 
 
 @dataclass(frozen=True)
@@ -55,31 +52,9 @@ class Examples:
 
 
 def load_image(example: Example, shape: tuple[int, int, int]) -> Tensor:
-    """An example's image as [C, H, W] FP32 in [0, 1]; colours are converted, sizes are not.
-
-    Raises:
-        UserError: it cannot be read, or has another size.
-    """
-    channels, height, width = shape
+    """An example's image, see `read_image`."""
     assert example.image is not None
-    try:
-        with example.image() as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    except _UNREADABLE as error:
-        raise UserError(
-            f"cannot read the image {example.name}",
-            expected="an image that Pillow reads",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
-            remedy="replace the file, or leave bad samples out with --skip-bad",
-        ) from error
-    if pixels.shape[:2] != (height, width):
-        raise UserError(
-            f"the image {example.name} has the wrong size",
-            expected=f"{width} × {height}",
-            got=f"{pixels.shape[1]} × {pixels.shape[0]}",
-            remedy="scale or crop it as the model's training did, or leave bad samples out with --skip-bad",
-        )
-    return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
+    return read_image(example.image, example.name, shape, _LEAVE_OUT)
 
 
 def image_folder(folder: Path) -> Examples:
@@ -88,7 +63,7 @@ def image_folder(folder: Path) -> Examples:
     Raises:
         UserError: there is no image, or the captions are incomplete.
     """
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+    files = images_below(folder)
     if not files:
         raise UserError(
             f"there is no image in {folder}",
@@ -149,7 +124,7 @@ def _no_caption(image: Path, expected: str) -> UserError:
         f"the image {image} has no caption, and others have one",
         expected=expected,
         got="none that can be read",
-        remedy="add the caption, or leave bad samples out with --skip-bad",
+        remedy=f"add the caption, or {_LEAVE_OUT}",
     )
 
 
@@ -180,7 +155,7 @@ def prompts_file(path: Path) -> Examples:
                             f"{path}:{number} is not UTF-8",
                             expected="UTF-8",
                             got=f"byte 0x{line[error.start]:02x} at column {error.start + 1}",
-                            remedy="convert the file, for example with iconv, or leave bad samples out with --skip-bad",
+                            remedy=f"convert the file, for example with iconv, or {_LEAVE_OUT}",
                         )
 
     return Examples(count, read)

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+from trtconvert.images import IMAGE_SUFFIXES, images_below, read_image
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,11 @@ def _digits() -> ReferenceSet:
 
 
 def _folder(folder: Path, shape: torch.Size) -> ReferenceSet:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+    paths = images_below(folder) if folder.is_dir() else []
     if not paths:
         raise UserError(
             f"the reference set {folder} has no images",
-            expected=f"'digits', or a folder with {', '.join(SUFFIXES)} files",
+            expected=f"'digits', or a folder with {', '.join(IMAGE_SUFFIXES)} files",
             got="an empty folder" if folder.is_dir() else "a file" if folder.exists() else "no such folder",
             remedy="correct --reference",
         )
@@ -78,30 +76,13 @@ def _folder(folder: Path, shape: torch.Size) -> ReferenceSet:
     for path in paths:
         digest.update(f"{path.relative_to(folder)} {sha256(path)}\n".encode())
 
+    channels, height, width = shape
+
+    def read_one(path: Path) -> Tensor:
+        size = (channels, height, width)
+        return read_image(lambda: Image.open(path), str(path), size, "take it out of the folder")
+
     def read(held: range) -> Tensor:
-        return torch.stack([_image(paths[index], shape) for index in held])
+        return torch.stack([read_one(paths[index]) for index in held])
 
     return ReferenceSet(folder.name, len(paths), digest.hexdigest(), read)
-
-
-def _image(path: Path, shape: torch.Size) -> Tensor:
-    channels, height, width = shape
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.float32) / 255
-    # Pillow's decoders raise SyntaxError and others for damaged files.
-    except Exception as error:
-        raise UserError(
-            f"cannot read the reference image {path}",
-            expected="an image",
-            got=f"{type(error).__name__}: {error}",
-            remedy="replace it, or take it out of the folder",
-        ) from error
-    if pixels.shape[:2] != (height, width):
-        raise UserError(
-            f"the reference image {path} has another size than the samples",
-            expected=f"{width} × {height} pixels",
-            got=f"{pixels.shape[1]} × {pixels.shape[0]}",
-            remedy="resize the reference set to the samples' size, by the way that the published figures used",
-        )
-    return torch.from_numpy(pixels.reshape(height, width, -1)).permute(2, 0, 1)

@@ -1,0 +1,54 @@
+"""Images of users: one way to read them, with one set of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trtconvert.errors import UserError
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def images_below(folder: Path) -> list[Path]:
+    """The image files in a folder and all below it, by name."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+
+
+def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, int, int], otherwise: str) -> Tensor:
+    """An image as [C, H, W] FP32 in [0, 1]; colours are converted, sizes are not.
+
+    Args:
+        opened: opens the image.
+        name: where it is, for messages.
+        shape: [C, H, W] that it must have.
+        otherwise: what a user can do instead of correcting the image.
+    Raises:
+        UserError: it cannot be read, or has another size.
+    """
+    channels, height, width = shape
+    try:
+        with opened() as image:
+            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.float32)
+    # What Pillow raises for damaged files of its formats.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot read the image {name}",
+            expected="an image that Pillow reads",
+            got=error.strerror or reason if isinstance(error, OSError) else reason,
+            remedy=f"replace the file, or {otherwise}",
+        ) from error
+    if pixels.shape[:2] != (height, width):
+        raise UserError(
+            f"the image {name} has the wrong size",
+            expected=f"{width} × {height} pixels",
+            got=f"{pixels.shape[1]} × {pixels.shape[0]}",
+            remedy=f"scale or crop it as the model's training did, or {otherwise}",
+        )
+    return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
