@@ -19,6 +19,7 @@ from trtconvert.errors import UserError
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
+from trtconvert.export.weights import name_weights
 from trtconvert.models.base import DiffusionModel
 
 
@@ -76,7 +77,7 @@ def trace(
                 opset_version=OPSET,
                 dynamo=True,
                 dynamic_shapes=(shapes,),
-                optimize=True,
+                optimize=False,  # once the weights have their names
                 verbose=False,
             )
     except (torch.onnx.errors.OnnxExporterError, ConstraintViolationError) as error:
@@ -87,6 +88,8 @@ def trace(
             remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward",
         ) from error
     assert program is not None  # only None where it writes to a file
+    name_weights(program.model, "intercepted.denoiser.")
+    program.optimize()
     exported = program.model
     nodes = attention_nodes(exported)
     if nodes.keys() != tables.keys():

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
 
-from torch import Tensor
+import torch
 
-from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, check_files, read_manifest
+from trtconvert.bundle import EngineRecord, Manifest, check_files, read_manifest
 from trtconvert.engine import tensorrt
-from trtconvert.errors import UserError
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.runtime.denoiser import Denoiser
 from trtconvert.runtime.session import OnnxRuntimeDenoiser
+
+if TYPE_CHECKING:
+    from trtconvert.runtime.scratch import Scratch
 
 __all__ = ["LoadedBundle", "load"]
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Device memory of a bundle in bytes.
+
+    Attributes:
+        weights: what loading the engines took.
+        per_stream: what each stream that calls them takes, once for all engines of the bundle.
+        streams: what the streams that have called them hold now.
+    """
+
+    weights: int
+    per_stream: int
+    streams: int
+
+
+@dataclass(frozen=True)
 class LoadedBundle:
-    """A bundle whose files were checked.
+    """A bundle whose files were checked. As a context manager it closes itself.
 
     Attributes:
         folder, manifest: what was loaded.
@@ -28,10 +49,11 @@ class LoadedBundle:
 
     folder: Path
     manifest: Manifest
-    components: Mapping[str, Callable[..., Tensor]]
+    components: Mapping[str, Denoiser]
     backend: str
+    _scratch: Scratch | None = None
 
-    def __getitem__(self, name: str) -> Callable[..., Tensor]:
+    def __getitem__(self, name: str) -> Denoiser:
         if name not in self.components:
             raise UserError(
                 f"the bundle {self.folder} has no component '{name}'",
@@ -41,36 +63,126 @@ class LoadedBundle:
             )
         return self.components[name]
 
+    def __enter__(self) -> Self:
+        return self
 
-def load(folder: str | Path) -> LoadedBundle:
-    """Load a bundle on the best that this machine can run: its TensorRT engine for this GPU, else ONNX Runtime on the CPU.
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
+    def close(self) -> None:
+        """Wait for what is running, and let go of the engines and their memory. Further calls are refused."""
+        for denoiser in self.components.values():
+            denoiser.close()
+
+    @property
+    def device_memory(self) -> DeviceMemory:
+        """What the bundle takes on the GPU; zeros where it runs on the CPU."""
+        if self._scratch is None:
+            return DeviceMemory(0, 0, 0)
+        weights = sum(denoiser.weights_memory for denoiser in self.components.values())
+        return DeviceMemory(weights, self._scratch.size, self._scratch.allocated)
+
+
+def load(
+    folder: str | Path,
+    *,
+    backend: Literal["auto", "tensorrt", "onnxruntime"] = "auto",
+    device: str | int | torch.device | None = None,
+    graphs: int = 4,
+    streams: int = 4,
+    weight_budget: int | None = None,
+) -> LoadedBundle:
+    """Load a bundle.
+
+    Args:
+        backend: "auto" takes TensorRT where this machine has it and the bundle has engines for it, else ONNX Runtime on the
+            CPU, which is for checking. A bundle whose engines are for another machine is refused, not run on the CPU.
+        device: the GPU; the current one by default. The further arguments are for GPUs too, see `TensorRTDenoiser`.
+        graphs: CUDA graphs kept per stream, one per shape; 0 for none.
+        streams: streams that may call the denoiser by turns and keep their memory.
+        weight_budget: bytes of each engine's weights that stay on the GPU.
     Raises:
         UserError: not a bundle, or a file of it is missing, truncated or altered.
-        BackendUnavailable: TensorRT refuses the bundle's engine for this GPU.
+        BackendUnavailable: the engines are for another GPU, TensorRT or plugin, or TensorRT cannot load them.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    engines = {name: _engine_for_here(component) for name, component in manifest.components.items()}
-    if all(engines.values()):
-        from trtconvert.runtime.tensorrt import TensorRTDenoiser
-
-        on_gpu = {
-            name: TensorRTDenoiser(folder / record.file, record, manifest.components[name])
-            for name, record in engines.items()
-            if record
-        }
-        first = next(record for record in engines.values() if record)
-        return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {first.library}, INT8 attention in our plugin")
-    on_cpu = {name: OnnxRuntimeDenoiser(folder / c.onnx, c) for name, c in manifest.components.items()}
+    components = manifest.components
+    engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
+    if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and tensorrt.status().available):
+        return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
+    on_cpu = {name: OnnxRuntimeDenoiser(folder / c.onnx, c) for name, c in components.items()}
     return LoadedBundle(folder, manifest, on_cpu, "ONNX Runtime on the CPU, INT8 attention as the op's function body")
 
 
-def _engine_for_here(component: ComponentRecord) -> EngineRecord | None:
-    """The component's TensorRT engine for this machine's GPU, where TensorRT is installed."""
-    records = [record for record in component.engines if record.backend == "tensorrt"]
-    if not records or not tensorrt.status().available:
-        return None
-    architecture = tensorrt.device_architecture()
-    return next((record for record in records if record.target == architecture), None)
+def _on_gpu(
+    folder: Path,
+    manifest: Manifest,
+    engines: Mapping[str, list[EngineRecord]],
+    device: torch.device,
+    graphs: int,
+    streams: int,
+    weight_budget: int | None,
+) -> LoadedBundle:
+    from trtconvert.attention.kernel import library_version
+    from trtconvert.runtime.compatibility import Machine, fitting_engine
+    from trtconvert.runtime.scratch import Scratch
+    from trtconvert.runtime.tensorrt import TensorRTDenoiser
+
+    version = tensorrt.bindings().__version__
+    major, minor = torch.cuda.get_device_capability(device)
+    machine = Machine(f"sm{major}{minor}", version, library_version())
+    without = [name for name, records in engines.items() if not records]
+    if without:
+        raise BackendUnavailable(
+            f"the bundle {folder} has no TensorRT engine of {', '.join(without)}",
+            expected=f"one for {machine.architecture}",
+            got="none",
+            remedy="run `trtconvert compile` on this machine",
+        )
+    records = {name: fitting_engine(name, of, machine) for name, of in engines.items()}
+    scratch = Scratch(device)
+    on_gpu: dict[str, TensorRTDenoiser] = {}
+    with ExitStack() as opened:
+        for name, record in records.items():
+            on_gpu[name] = TensorRTDenoiser(
+                folder / record.file,
+                record,
+                manifest.components[name],
+                device=device,
+                scratch=scratch,
+                graphs=graphs,
+                streams=streams,
+                weight_budget=weight_budget,
+            )
+            opened.callback(on_gpu[name].close)
+        opened.pop_all()  # all are loaded: they stay open
+    kinds = {"plugin": "INT8 attention in our plugin", "native": "attention in the model's precision"}
+    attention = ", ".join(dict.fromkeys(kinds[record.attention] for record in records.values()))
+    return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {attention}", scratch)
+
+
+def _gpu(device: str | int | torch.device | None) -> torch.device:
+    """A GPU with its index.
+
+    Raises:
+        BackendUnavailable: torch sees no such GPU.
+    """
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "TensorRT needs an NVIDIA GPU",
+            expected="a GPU that torch sees",
+            got="none",
+            remedy="install a torch for CUDA and the driver, or load the bundle with backend='onnxruntime'",
+        )
+    given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    index = torch.cuda.current_device() if given.index is None else given.index
+    if given.type != "cuda" or index >= torch.cuda.device_count():
+        raise BackendUnavailable(
+            f"there is no GPU '{given}'",
+            expected=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}",
+            got=str(given),
+            remedy="give one of those as device",
+        )
+    return torch.device("cuda", index)

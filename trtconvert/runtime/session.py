@@ -9,14 +9,15 @@ from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import BackendUnavailable
+from trtconvert.runtime.denoiser import was_closed
 from trtconvert.runtime.signature import Signature
 
 
 class OnnxRuntimeDenoiser:
     """A callable denoiser.
 
-    Takes the inputs of the component's signature by position or by name, as torch tensors on the CPU. Floating-point inputs
-    are converted to the signature's types; the output is returned in its own.
+    Takes the inputs of the component's signature by position or by name, as torch tensors. Floating-point inputs are
+    converted to the signature's types; the output is returned in its own, on the CPU.
 
     Args:
         path: the component's ONNX file.
@@ -26,17 +27,22 @@ class OnnxRuntimeDenoiser:
         BackendUnavailable: ONNX Runtime lacks an operator or a type that the model uses.
     """
 
+    device = torch.device("cpu")
+    weights_memory = 0
+
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime
 
-        self._signature = Signature(component)
+        self.signature = Signature(component)
         self._output = component.outputs[0].name
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
+                path, options, providers=["CPUExecutionProvider"]
+            )
         except Exception as error:  # ONNX Runtime has a class of its own for each status, and no common one
             raise BackendUnavailable(
                 f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}",
@@ -50,7 +56,15 @@ class OnnxRuntimeDenoiser:
         Raises:
             UserError: an input is missing, unknown, or of a type or shape outside the signature.
         """
-        checked = self._signature.check(inputs, named)
-        feeds = {name: x.cpu().numpy() for name, x in checked.items()}
+        if self._session is None:
+            raise was_closed()
+        tensors = self.signature.ordered(inputs, named)
+        self.signature.check(tensors)
+        typed = self.signature.typed(tensors)
+        feeds = {name: x.cpu().numpy() for name, x in zip(self.signature.names, typed, strict=True)}
         (output,) = self._session.run([self._output], feeds)
         return torch.from_numpy(output)
+
+    def close(self) -> None:
+        """Let go of the session. Further calls are refused."""
+        self._session = None

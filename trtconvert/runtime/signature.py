@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,40 +11,73 @@ from torch import Tensor
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.errors import UserError
 
+Ranges = Mapping[str, tuple[int, int, int]]
+"""Symbolic dimension: (min, opt, max)."""
+
 
 class Signature:
     """Checks the inputs of a call.
 
     Args:
         component: the signature in the manifest.
+        profiles: optimisation profiles of the engine that runs it, in the engine's order; without any, the component's own
+            ranges are the only one.
     """
 
-    def __init__(self, component: ComponentRecord) -> None:
+    def __init__(self, component: ComponentRecord, profiles: Sequence[Ranges] = ()) -> None:
         self.component = component
+        self.names = [spec.name for spec in component.inputs]
+        # A profile may leave out dimensions that it takes as the component does.
+        self.profiles = [dict(component.dims) | dict(profile) for profile in profiles] or [dict(component.dims)]
 
-    def check(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs by name, floating-point ones in the signature's types.
+    def ordered(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The inputs in the signature's order, unchecked but for their names.
 
         Raises:
-            UserError: an input is missing, unknown, not a tensor, or of a type or shape outside the signature.
+            UserError: an input is missing, unknown, or given twice.
         """
-        given = self._by_name(inputs, named)
-        sizes: dict[str, int] = {}
-        return {spec.name: self._checked(spec, given[spec.name], sizes) for spec in self.component.inputs}
-
-    def _by_name(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = [spec.name for spec in self.component.inputs]
-        given = dict(zip(names, inputs, strict=False)) | dict(named)
-        if len(inputs) + len(named) != len(names) or given.keys() != set(names):
+        given = dict(zip(self.names, inputs, strict=False)) | dict(named)
+        if len(inputs) + len(named) != len(self.names) or given.keys() != set(self.names):
+            names = self.names[: len(inputs)] + ["…"] * (len(inputs) - len(self.names))
             raise UserError(
                 "the denoiser was called with other inputs than it has",
-                expected=", ".join(names),
-                got=", ".join([*names[: len(inputs)], *["…"] * (len(inputs) - len(names)), *named]) or "none",
+                expected=", ".join(self.names),
+                got=", ".join([*names, *named]) or "none",
                 remedy="pass each input once, by position or by name",
             )
-        return given
+        return tuple(given[name] for name in self.names)
 
-    def _checked(self, spec: TensorRecord, x: Tensor, sizes: dict[str, int]) -> Tensor:
+    def check(self, tensors: Sequence[Tensor]) -> tuple[int, dict[str, int]]:
+        """Check the types and shapes of inputs in the signature's order.
+
+        Returns:
+            The profile to run them with, of several the one whose opt shape is nearest, and a size for each symbolic
+            dimension of the inputs.
+        Raises:
+            UserError: an input is not a tensor, or of a type or shape outside the signature.
+        """
+        sizes: dict[str, int] = {}
+        for spec, x in zip(self.component.inputs, tensors, strict=True):
+            self._check(spec, x, sizes)
+        fitting = [i for i, profile in enumerate(self.profiles) if _holds(profile, sizes)]
+        if not fitting:
+            listed = (
+                " × ".join(f"{name} {low}..{high}" for name, (low, _, high) in profile.items() if name in sizes)
+                for profile in self.profiles
+            )
+            raise UserError(
+                "no optimisation profile of the engine holds these sizes together",
+                expected="; or ".join(listed),
+                got=", ".join(f"{name} {size}" for name, size in sizes.items()),
+                remedy="add a profile under engine.profiles in the recipe and build again",
+            )
+        return min(fitting, key=lambda i: _distance(self.profiles[i], sizes)), sizes
+
+    def typed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs that were checked, detached, floating-point ones in the signature's types."""
+        return [x.detach().to(dtype_of(spec)) for spec, x in zip(self.component.inputs, tensors, strict=True)]
+
+    def _check(self, spec: TensorRecord, x: Tensor, sizes: dict[str, int]) -> None:
         if not isinstance(x, Tensor):
             raise UserError(
                 f"'{spec.name}' is not a tensor",
@@ -51,22 +85,22 @@ class Signature:
                 got=type(x).__name__,
                 remedy="convert it with torch.as_tensor",
             )
-        dims = self.component.dims
         fits = x.dim() == len(spec.shape)
         for size, dim in zip(x.shape, spec.shape, strict=False):
             if isinstance(dim, str):
-                fits = fits and dims[dim][0] <= size <= dims[dim][2] and sizes.setdefault(dim, size) == size
+                low, high = self._range(dim)
+                fits = fits and low <= size <= high and sizes.setdefault(dim, size) == size
             else:
                 fits = fits and size == dim
         if not fits:
-            ranges = [f"{d} {dims[d][0]}..{dims[d][2]}" if isinstance(d, str) else str(d) for d in spec.shape]
+            ranges = ["{} {}..{}".format(d, *self._range(d)) if isinstance(d, str) else str(d) for d in spec.shape]
             raise UserError(
                 f"the shape of '{spec.name}' is outside what the bundle was built for",
                 expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
                 got=str(list(x.shape)),
                 remedy="widen engine.shapes in the recipe and build again",
             )
-        wanted = getattr(torch, spec.dtype)
+        wanted = dtype_of(spec)
         if x.dtype != wanted and not (x.is_floating_point() and wanted.is_floating_point):
             raise UserError(
                 f"'{spec.name}' has the wrong type",
@@ -74,4 +108,26 @@ class Signature:
                 got=str(x.dtype).removeprefix("torch."),
                 remedy=f"convert it with .to(torch.{spec.dtype})",
             )
-        return x.detach().to(wanted)
+
+    def _range(self, dim: str) -> tuple[int, int]:
+        """The smallest and the largest size that any profile takes."""
+        return min(profile[dim][0] for profile in self.profiles), max(profile[dim][2] for profile in self.profiles)
+
+
+def dtype_of(spec: TensorRecord) -> torch.dtype:
+    """Torch's type of a record's."""
+    return getattr(torch, spec.dtype)
+
+
+def shape_of(spec: TensorRecord, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that a record's symbolic one becomes for given sizes."""
+    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+
+
+def _holds(profile: Ranges, sizes: Mapping[str, int]) -> bool:
+    return all(profile[name][0] <= size <= profile[name][2] for name, size in sizes.items())
+
+
+def _distance(profile: Ranges, sizes: Mapping[str, int]) -> float:
+    """How far sizes are from what a profile's kernels were chosen for, in octaves over all dimensions."""
+    return sum(abs(math.log2(size / profile[name][1])) for name, size in sizes.items())

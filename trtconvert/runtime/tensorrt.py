@@ -3,83 +3,237 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord, EngineRecord
-from trtconvert.errors import BackendUnavailable
-from trtconvert.runtime.signature import Signature
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.runtime.denoiser import was_closed
+from trtconvert.runtime.lane import Call, Lane, Plan
+from trtconvert.runtime.refit import refit
+from trtconvert.runtime.scratch import Scratch, out_of_memory
+from trtconvert.runtime.signature import Signature, dtype_of, shape_of
+
+_KNOWN_CALLS = 256
+"""Combinations of shapes, types and devices whose checks are remembered."""
 
 
 class TensorRTDenoiser:
     """A callable denoiser on a GPU.
 
-    Takes the inputs of the component's signature by position or by name. Tensors on the engine's device, contiguous and of
-    the signature's type, are read where they lie; others are copied first. Work is enqueued on the caller's current
-    stream, and the output, a fresh tensor in the signature's type, is ready in stream order. It lies on the device of the
-    first input, so a caller whose tensors are on the CPU waits for it. Safe from several threads: each takes an execution
-    context of its own.
+    Takes the inputs of the component's signature by position or by name. Tensors on the engine's device, contiguous, of the
+    signature's type and at a multiple of 256 bytes are read where they lie; others are copied first. Work is enqueued on
+    the caller's current stream, and the output, a fresh tensor in the signature's type, is ready in stream order. It lies on
+    the device of the first input, so a caller whose tensors are on the CPU waits for it.
+
+    The first call of a shape on a stream runs plainly, the second records a CUDA graph, and further ones replay it: what is
+    computed is the same, and the host is done sooner. Safe from several threads; calls on different streams run
+    concurrently, each stream with execution contexts of its own. To record a call into a CUDA graph of one's own, call it
+    once on that stream before.
 
     Args:
-        path: the serialized engine; record: its entry in the manifest; component: the signature.
+        path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
+        device: the GPU.
+        scratch: memory for execution contexts, shared with other engines.
+        graphs: CUDA graphs kept per stream, the least recently used one goes first; 0 for none.
+        streams: streams that keep their contexts and memory; the least recently used one loses them to a further one.
+        weight_budget: bytes of weights that stay on the GPU, the others are streamed from host memory while it runs; for
+            engines built with engine.weight_streaming.
+
+    Attributes:
+        signature: what it takes.
+        weights_memory: bytes of device memory that loading took, as the driver reports it for all processes of the GPU.
 
     Raises:
         BackendUnavailable: TensorRT refuses the engine here; the message carries what it logged.
+        UserError: a weight budget for an engine that cannot stream its weights.
     """
 
-    def __init__(self, path: Path, record: EngineRecord, component: ComponentRecord) -> None:
+    def __init__(
+        self,
+        path: Path,
+        record: EngineRecord,
+        component: ComponentRecord,
+        *,
+        device: torch.device,
+        scratch: Scratch,
+        graphs: int = 4,
+        streams: int = 4,
+        weight_budget: int | None = None,
+    ) -> None:
         from trtconvert.engine.builder import make_log
         from trtconvert.engine.tensorrt import bindings
 
+        if weight_budget is not None and not record.weight_streaming:
+            raise UserError(
+                f"{path.name} keeps all its weights on the GPU",
+                expected="an engine built with engine.weight_streaming: true",
+                got=f"a weight_budget of {weight_budget} bytes",
+                remedy="load it without a weight_budget, or set engine.weight_streaming in the recipe and build again",
+            )
         trt = bindings()
-        self._log = make_log(trt)
-        self._runtime = trt.Runtime(self._log)
-        self._runtime.engine_host_code_allowed = True  # the plan carries our plugin library
-        self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
-        if self._engine is None:
+        log = make_log(trt)
+        self.signature = Signature(component, record.profiles)
+        self.device, self.record = device, record
+        self._count, self._graphs, self._streams = len(component.inputs), graphs, streams
+        with torch.cuda.device(device):
+            free, _ = torch.cuda.mem_get_info()
+            self._runtime = trt.Runtime(log)
+            self._runtime.engine_host_code_allowed = True  # the plan carries our plugin library
+            plan = path.read_bytes()
+            engine = self._runtime.deserialize_cuda_engine(plan)
+            if engine is None:
+                size, why = len(plan), log.last()
+                if "memory" in why.lower():
+                    raise out_of_memory(f"{path.name}: {why}", size, device)
+                raise BackendUnavailable(
+                    f"TensorRT cannot load {path.name}",
+                    expected=f"TensorRT {record.library} on a GPU of {record.target}, which it was built for",
+                    got=f"TensorRT {trt.__version__}: {why}",
+                    remedy="run `trtconvert compile` on this machine",
+                )
+            if weight_budget is not None:
+                engine.weight_streaming_budget_v2 = min(weight_budget, engine.streamable_weights_size)
+            self.weights_memory = max(0, free - torch.cuda.mem_get_info()[0])
+        found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+        output = component.outputs[0]
+        if found != {*self.signature.names, output.name}:
             raise BackendUnavailable(
-                f"TensorRT cannot load {path.name}",
-                expected=f"TensorRT {record.library} on a GPU of {record.target}, which it was built for",
-                got=f"TensorRT {trt.__version__}: {self._log.last()}",
+                f"{path.name} is not the engine that the manifest describes",
+                expected=", ".join([*self.signature.names, output.name]),
+                got=", ".join(sorted(found)),
                 remedy="run `trtconvert compile` on this machine",
             )
-        self.signature = Signature(component)
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._contexts = threading.local()
+        scratch.reserve(engine.device_memory_size_v2)
+        dtypes = tuple(dtype_of(spec) for spec in component.inputs)
+        names = tuple(self.signature.names)
+        self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, output.name, dtype_of(output), device, scratch)
+        self._known: dict[tuple, Call] = {}
+        self._lanes: dict[int, Lane] = {}
+        self._lock = threading.Lock()
 
     @property
     def device_memory(self) -> int:
         """Bytes of device memory that one execution context takes beside the weights."""
-        return int(self._engine.device_memory_size_v2)
+        return int(self._opened().engine.device_memory_size_v2)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """
         Raises:
-            UserError: an input is missing, unknown, or of a type or shape outside the signature.
+            UserError: an input is missing, unknown, or of a type or shape outside the signature and the engine's profiles.
+            BackendUnavailable: the device is out of memory, or TensorRT fails.
         """
-        checked = self.signature.check(inputs, named)
-        context: Any = getattr(self._contexts, "context", None)
-        if context is None:
-            context = self._contexts.context = self._engine.create_execution_context()
-        kept = []  # until the work is enqueued: the allocator reuses memory in stream order
-        for name, x in checked.items():
-            x = x.to(self.device).contiguous()
-            kept.append(x)
-            context.set_input_shape(name, tuple(x.shape))
-            context.set_tensor_address(name, x.data_ptr())
-        spec = self.signature.component.outputs[0]
-        output = torch.empty(
-            tuple(context.get_tensor_shape(spec.name)), dtype=getattr(torch, spec.dtype), device=self.device
-        )
-        context.set_tensor_address(spec.name, output.data_ptr())
-        if not context.execute_async_v3(torch.cuda.current_stream(self.device).cuda_stream):
-            raise BackendUnavailable(
-                "TensorRT could not run the engine",
-                expected="an enqueue on the current stream",
-                got=self._log.last(),
-                remedy="run with CUDA_LAUNCH_BLOCKING=1 and report the message",
+        tensors = inputs if not named and len(inputs) == self._count else self.signature.ordered(inputs, named)
+        if torch.cuda.current_device() == self.device.index and not torch.is_grad_enabled():
+            return self._run(tensors)
+        with torch.cuda.device(self.device), torch.no_grad():
+            return self._run(tensors)
+
+    def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
+        """Replace weights of the engine: a fine-tuned model, or one with a LoRA merged into it. Waits for what is running.
+
+        Args:
+            weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
+        Returns:
+            How many of the engine's weights were replaced.
+        Raises:
+            UserError: the engine is not refittable, or the weights do not fit it.
+            BackendUnavailable: TensorRT failed half way; load the bundle again.
+        """
+        plan = self._opened()
+        if not self.record.refittable:
+            raise UserError(
+                f"the weights in {self.record.file} cannot be replaced",
+                expected="an engine built with engine.refittable: true",
+                got="one that was not",
+                remedy="set engine.refittable in the recipe, and build or compile the bundle again",
             )
-        return output.to(next(iter(checked.values())).device)
+        with self._lock:
+            lanes = list(self._lanes.values())
+            for lane in lanes:
+                lane.lock.acquire()
+            try:
+                for lane in lanes:
+                    lane.forget_graphs()
+                with torch.cuda.device(self.device):
+                    return refit(plan, Path(weights) if isinstance(weights, str) else weights)
+            finally:
+                for lane in lanes:
+                    lane.lock.release()
+
+    def close(self) -> None:
+        """Wait for what is running, and let go of the engine and its memory. Further calls are refused."""
+        with self._lock:
+            for lane in self._lanes.values():
+                with lane.lock:
+                    lane.close()
+            self._lanes.clear()
+            # The engine goes before the runtime that made it.
+            self._plan = None
+            self._runtime = None
+
+    def _opened(self) -> Plan:
+        if self._plan is None:
+            raise was_closed()
+        return self._plan
+
+    def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        try:
+            call = self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])]
+        except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
+            call = self._learn(tensors)
+        stream = torch.cuda.current_stream()
+        while True:
+            lane = self._lanes.get(stream.cuda_stream) or self._open_lane(stream)
+            with lane.lock:
+                if not lane.closed:
+                    output = lane.run(call, tensors)
+                    break
+        first = tensors[0].device
+        return output if first == self.device else output.to(first)
+
+    def _learn(self, tensors: tuple[Tensor, ...]) -> Call:
+        """Check inputs of shapes, types and devices that were not seen before.
+
+        Raises:
+            UserError: see `__call__`.
+        """
+        profile, sizes = self.signature.check(tensors)
+        component = self.signature.component
+        exact = all(
+            x.device == self.device and x.dtype == dtype_of(spec)
+            for spec, x in zip(component.inputs, tensors, strict=True)
+        )
+        call = Call(profile, tuple(tuple(x.shape) for x in tensors), shape_of(component.outputs[0], sizes), exact)
+        if len(self._known) >= _KNOWN_CALLS:
+            self._known.clear()
+        self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])] = call
+        return call
+
+    def _open_lane(self, stream: torch.cuda.Stream) -> Lane:
+        """The stream's lane, a new one in place of the least recently used where there are too many.
+
+        Raises:
+            UserError: the denoiser was closed, or the stream is being recorded.
+        """
+        with self._lock:
+            plan = self._opened()
+            if lane := self._lanes.get(stream.cuda_stream):
+                return lane
+            if torch.cuda.is_current_stream_capturing():
+                raise UserError(
+                    "the denoiser was first called on a stream while a CUDA graph was recorded there",
+                    expected="a call before the recording, which makes room for the engine's work",
+                    got="none on this stream",
+                    remedy="call it once with the same shapes on the stream that is recorded",
+                )
+            if len(self._lanes) >= self._streams:
+                handle, oldest = min(self._lanes.items(), key=lambda item: item[1].used)
+                with oldest.lock:
+                    oldest.close()
+                del self._lanes[handle]
+            lane = self._lanes[stream.cuda_stream] = Lane(plan, stream, self._graphs)
+            return lane

@@ -1,0 +1,67 @@
+"""Whether an engine of a bundle runs on this machine, told from the manifest before TensorRT reads a byte of the plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtconvert.bundle import EngineRecord
+from trtconvert.errors import BackendUnavailable
+
+_PORTABLE_SINCE = 80
+"""Hardware-compatible engines run on Ampere and newer GPUs (TensorRT's `HardwareCompatibilityLevel.AMPERE_PLUS`)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What an engine would run on: the GPU's architecture like "sm90", TensorRT's version, the plugin library's version."""
+
+    architecture: str
+    tensorrt: str
+    plugin: str
+
+
+def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine) -> EngineRecord:
+    """The first of a component's TensorRT engines that runs here.
+
+    Args:
+        name: of the component.
+        records: at least one.
+    Raises:
+        BackendUnavailable: none does; says what each needs.
+    """
+    obstacles = [_obstacle(record, machine) for record in records]
+    for record, obstacle in zip(records, obstacles, strict=True):
+        if not obstacle:
+            return record
+    raise BackendUnavailable(
+        f"the bundle's TensorRT engines of '{name}' are for another machine",
+        expected="; or ".join(
+            f"{obstacle} ({record.file})" for record, obstacle in zip(records, obstacles, strict=True)
+        ),
+        got=f"{machine.architecture}, TensorRT {machine.tensorrt}, plugin library {machine.plugin}",
+        remedy="run `trtconvert compile` on this machine, or load the bundle with backend='onnxruntime' to check it",
+    )
+
+
+def _obstacle(record: EngineRecord, machine: Machine) -> str:
+    """What the machine would have to be; empty where it is that."""
+    portable = record.hardware_compatible and int(machine.architecture.removeprefix("sm")) >= _PORTABLE_SINCE
+    if record.target != machine.architecture and not portable:
+        return "a GPU of sm80 or newer" if record.hardware_compatible else f"a GPU of {record.target}"
+    built, here = _numbers(record.library), _numbers(machine.tensorrt)
+    if record.version_compatible:
+        if built[:1] != here[:1] or here < built:
+            return f"TensorRT {record.library} or newer, {built[0]}.x"
+    elif built != here:
+        return f"TensorRT {record.library}"
+    # The plan brings its plugin along. What reads the bundle must be at least as new.
+    if record.plugin and _numbers(machine.plugin) < _numbers(record.plugin):
+        return f"the plugin library {record.plugin} or newer"
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major, minor and patch; "10.6.0.post2" of the bindings is the library's 10.6.0."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

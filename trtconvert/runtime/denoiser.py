@@ -1,0 +1,43 @@
+"""What a loaded component is, whatever runs it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import UserError
+from trtconvert.runtime.signature import Signature
+
+
+class Denoiser(Protocol):
+    """A callable denoiser of a loaded bundle.
+
+    Attributes:
+        signature: what it takes and gives.
+        device: where it runs.
+        weights_memory: bytes of device memory that loading it took.
+    """
+
+    signature: Signature
+    device: torch.device
+    weights_memory: int
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        """The prediction, for the inputs of the signature by position or by name."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it and of its memory. Further calls are refused."""
+        ...
+
+
+def was_closed() -> UserError:
+    """The error of a call after `close`."""
+    return UserError(
+        "the denoiser was closed",
+        expected="a bundle that is open",
+        got="a call after close() or after its `with` block",
+        remedy="load the bundle again",
+    )

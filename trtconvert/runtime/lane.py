@@ -1,0 +1,263 @@
+"""One engine on one stream: its execution contexts, and the CUDA graphs recorded from them.
+
+A lane is used under its lock, by one host thread at a time. Work on one stream runs in order anyway; concurrency comes from
+several streams, each of which has a lane of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import BackendUnavailable
+from trtconvert.runtime.scratch import Scratch
+
+_ALIGNMENT = 256
+"""Bytes at multiples of which TensorRT wants tensors to begin (`IExecutionContext::setTensorAddress`)."""
+
+_recording = threading.Lock()
+"""Held while a CUDA graph is recorded: torch's allocator and generators take one recording at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a call with inputs of certain shapes, types and devices needs, worked out once.
+
+    Attributes:
+        profile: index of the optimisation profile.
+        inputs, output: shapes, the inputs' in the signature's order.
+        exact: the inputs are on the engine's device in the engine's types.
+    """
+
+    profile: int
+    inputs: tuple[tuple[int, ...], ...]
+    output: tuple[int, ...]
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A deserialised engine, as the lanes use it.
+
+    Attributes:
+        trt: TensorRT's module; engine: its ICudaEngine; log: what TensorRT complains to.
+        inputs, input_dtypes: in the signature's order; output, output_dtype: what is returned.
+        device: the GPU.
+        scratch: memory for execution contexts.
+    """
+
+    trt: Any
+    engine: Any
+    log: Any
+    inputs: tuple[str, ...]
+    input_dtypes: tuple[torch.dtype, ...]
+    output: str
+    output_dtype: torch.dtype
+    device: torch.device
+    scratch: Scratch
+
+    def failure(self, problem: str) -> BackendUnavailable:
+        """The error of a TensorRT call that failed, with what TensorRT logged."""
+        return BackendUnavailable(
+            problem,
+            expected="TensorRT to run the engine that it loaded",
+            got=self.log.last(),
+            remedy="free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message",
+        )
+
+
+class _Context:
+    """An execution context of one profile that remembers what it was told, so that only changes are set."""
+
+    def __init__(self, plan: Plan, profile: int, scratch: Tensor, stream: torch.cuda.Stream) -> None:
+        self._plan = plan
+        self._scratch = scratch
+        strategy = plan.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self._context = plan.engine.create_execution_context(strategy)
+        if self._context is None:
+            raise plan.failure("TensorRT could not make an execution context")
+        if not self._context.set_optimization_profile_async(profile, stream.cuda_stream):
+            raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
+        self._context.set_device_memory(scratch.data_ptr(), scratch.numel())
+        self._shapes: tuple[tuple[int, ...], ...] | None = None
+        self._addresses = [0] * (len(plan.inputs) + 1)
+
+    def enqueue(self, call: Call, addresses: Sequence[int], stream: int) -> None:
+        """Run on a stream, given by its handle.
+
+        Args:
+            addresses: of the inputs, then of the output.
+        """
+        context, plan = self._context, self._plan
+        if call.inputs is not self._shapes:
+            for name, shape in zip(plan.inputs, call.inputs, strict=True):
+                if not context.set_input_shape(name, shape):
+                    raise plan.failure(f"TensorRT does not take '{name}' of shape {list(shape)}")
+            if tuple(context.get_tensor_shape(plan.output)) != call.output:
+                raise plan.failure(
+                    f"the engine's output is {list(context.get_tensor_shape(plan.output))}, the manifest says {list(call.output)}"
+                )
+            self._shapes = call.inputs
+        known = self._addresses
+        for index, address in enumerate(addresses):
+            if known[index] != address:
+                name = plan.inputs[index] if index < len(plan.inputs) else plan.output
+                if not context.set_tensor_address(name, address):
+                    raise plan.failure(f"TensorRT does not take an address for '{name}'")
+                known[index] = address
+        if not context.execute_async_v3(stream):
+            raise plan.failure("TensorRT could not run the engine")
+
+
+class _Graph:
+    """A recorded call that reads and writes buffers of its own.
+
+    It has an execution context to itself: shapes that a context is told later may reach what was recorded from it.
+    """
+
+    def __init__(self, plan: Plan, call: Call, scratch: Tensor, stream: torch.cuda.Stream) -> None:
+        device = plan.device
+        with torch.inference_mode(False):
+            self._inputs = [
+                torch.zeros(shape, dtype=dtype, device=device)
+                for shape, dtype in zip(call.inputs, plan.input_dtypes, strict=True)
+            ]
+            self._output = torch.empty(call.output, dtype=plan.output_dtype, device=device)
+        self._context = _Context(plan, call.profile, scratch, stream)
+        addresses = [x.data_ptr() for x in (*self._inputs, self._output)]
+        # TensorRT finishes what a change of shapes entails in an ordinary call, and may wait for the device meanwhile,
+        # which a recording must not.
+        self._context.enqueue(call, addresses, stream.cuda_stream)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with _recording, torch.cuda.stream(side):
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._context.enqueue(call, addresses, side.cuda_stream)
+            finally:
+                self._graph.capture_end()
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        # Converts, gathers and moves as `copy_` does, in one call.
+        torch._foreach_copy_(self._inputs, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        self._graph.replay()
+        return self._output.clone()
+
+
+class Lane:
+    """See the module.
+
+    Args:
+        plan: the engine.
+        stream: all work goes there.
+        graphs: how many CUDA graphs are kept, the least recently used one goes first; 0 for none.
+
+    Attributes:
+        lock: held by the caller during `run` and `close`.
+        used: time of the last `run`, for the choice of a lane to close.
+        closed: `run` must not be called any more.
+        recorded: CUDA graphs recorded so far.
+    """
+
+    def __init__(self, plan: Plan, stream: torch.cuda.Stream, graphs: int) -> None:
+        self.lock = threading.Lock()
+        self.used, self.closed, self.recorded = time.monotonic(), False, 0
+        self._plan, self._stream, self._limit = plan, stream, graphs
+        self._handle = stream.cuda_stream
+        self._scratch = plan.scratch.on(stream)
+        self._contexts: dict[int, _Context] = {}
+        self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
+        self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    def run(self, call: Call, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Enqueue a call.
+
+        Args:
+            tensors: of `call`'s shapes; contiguous or not.
+        Returns:
+            A fresh tensor on the engine's device, ready in the stream's order.
+        Raises:
+            BackendUnavailable: TensorRT or the device refuses.
+        """
+        self.used = time.monotonic()
+        graph = self._graphs.get(call)
+        if graph is None and self._limit and call in self._seen:
+            graph = self._record(call)
+        if graph is not None:
+            # A recording of the caller's takes the plain calls: a graph cannot be recorded from its launches alone.
+            if not torch.cuda.is_current_stream_capturing():
+                self._graphs.move_to_end(call)
+                return graph(tensors)
+        else:
+            self._seen.add(call)
+        return self._enqueue(call, tensors)
+
+    def forget_graphs(self) -> None:
+        """Drop what was recorded, once the stream is done with it."""
+        self._stream.synchronize()
+        self._graphs.clear()
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Wait for the stream, and let go of contexts, graphs and memory."""
+        self.forget_graphs()
+        self._contexts.clear()
+        self.closed = True
+        del self._scratch
+
+    def _enqueue(self, call: Call, tensors: tuple[Tensor, ...]) -> Tensor:
+        plan = self._plan
+        if not call.exact:
+            tensors = tuple(
+                x.detach().to(plan.device, dtype) for x, dtype in zip(tensors, plan.input_dtypes, strict=True)
+            )
+        # Kept until the work is enqueued: torch's allocator reuses memory in the stream's order.
+        kept, addresses = [], []
+        for x in tensors:
+            if not x.is_contiguous():
+                x = x.contiguous()
+            address = x.data_ptr()
+            if address % _ALIGNMENT:
+                x = x.detach().clone()
+                address = x.data_ptr()
+            kept.append(x)
+            addresses.append(address)
+        output = torch.empty(call.output, dtype=plan.output_dtype, device=plan.device)
+        addresses.append(output.data_ptr())
+        context = self._contexts.get(call.profile)
+        if context is None:
+            context = self._contexts[call.profile] = _Context(plan, call.profile, self._scratch, self._stream)
+        context.enqueue(call, addresses, self._handle)
+        return output
+
+    def _record(self, call: Call) -> _Graph | None:
+        """A graph of the call in place of the least recently used one; None where the engine cannot be recorded."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if len(self._graphs) >= self._limit:
+            self._stream.synchronize()
+            oldest, _ = self._graphs.popitem(last=False)
+            self._seen.discard(oldest)
+        try:
+            graph = _Graph(self._plan, call, self._scratch, self._stream)
+        except (BackendUnavailable, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError too
+            self._limit = 0
+            warnings.warn(
+                f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        self.recorded += 1
+        self._graphs[call] = graph
+        return graph

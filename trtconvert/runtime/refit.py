@@ -1,0 +1,112 @@
+"""New weights for a loaded engine that was built refittable: a fine-tuned model, or one with a LoRA merged into it.
+
+The ONNX model of a bundle keeps the names of the denoiser's state dict, a constant that was made by transposing a weight is
+called `NAME.T`, and TensorRT keeps the names of the ONNX model. That is the whole mapping.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trtconvert.bundle import TRANSPOSED
+from trtconvert.errors import UserError
+from trtconvert.runtime.lane import Plan
+
+
+def refit(plan: Plan, weights: Mapping[str, Tensor] | Path) -> int:
+    """Replace weights of an engine in place. Nothing may be running on it.
+
+    Args:
+        plan: a refittable engine.
+        weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
+    Returns:
+        How many of the engine's weights were replaced.
+    Raises:
+        UserError: a name, shape or value does not fit, or TensorRT needs weights that are not given. The engine is as before.
+        BackendUnavailable: TensorRT failed half way; load the bundle again.
+    """
+    if isinstance(weights, Path):
+        weights = _read(weights)
+    trt = plan.trt
+    refitter = trt.Refitter(plan.engine, plan.log)
+    names = set(refitter.get_all_weights())
+    kept: list[Tensor] = []  # TensorRT reads them when it refits
+    for name, tensor in weights.items():
+        targets = [target for target in (name, name + TRANSPOSED) if target in names]
+        if not targets:
+            near = difflib.get_close_matches(name, [n.removesuffix(TRANSPOSED) for n in names], 1)
+            raise UserError(
+                f"the engine has no weight '{name}' to replace",
+                expected=f"names of the denoiser's state dict{f', perhaps {near[0]}' if near else ''}",
+                got=name,
+                remedy="give the state dict of the module that was converted; leave out what its forward does not use",
+            )
+        for target in targets:
+            kept.append(_set(trt, refitter, target, name, tensor))
+    if missing := refitter.get_missing_weights():
+        raise UserError(
+            "the weights to replace are not enough",
+            expected="these too, which TensorRT has fused with them: " + ", ".join(missing),
+            got=f"{len(weights)} weights",
+            remedy="give the whole state dict",
+        )
+    if not refitter.refit_cuda_engine():
+        raise plan.failure(
+            "TensorRT failed while it replaced weights: some may be new and others old; load the bundle again"
+        )
+    return len(kept)
+
+
+def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor) -> Tensor:
+    transposed = target != name
+    prototype = refitter.get_weights_prototype(target)
+    dtype = {
+        trt.DataType.FLOAT: torch.float32,
+        trt.DataType.HALF: torch.float16,
+        trt.DataType.BF16: torch.bfloat16,
+        trt.DataType.INT64: torch.int64,
+        trt.DataType.INT32: torch.int32,
+    }[prototype.dtype]
+    if not tensor.isfinite().all() or not tensor.to(dtype).isfinite().all():
+        raise UserError(
+            f"the new weight '{name}' cannot be used",
+            expected=f"finite numbers that {str(dtype).removeprefix('torch.')} holds",
+            got="NaN, Inf or too large a number",
+            remedy="correct the weights",
+        )
+    if prototype.size != tensor.numel() or (transposed and tensor.dim() != 2):
+        raise UserError(
+            f"the new weight '{name}' does not fit",
+            expected=f"{prototype.size} elements",
+            got=str(list(tensor.shape)),
+            remedy="give the state dict of the module that was converted",
+        )
+    value = (tensor.detach().T if transposed else tensor.detach()).to("cpu", dtype).contiguous()
+    if not refitter.set_named_weights(target, trt.Weights(prototype.dtype, value.data_ptr(), value.numel())):
+        raise UserError(
+            f"TensorRT does not take the new weight '{name}'",
+            expected=f"{prototype.size} elements of {prototype.dtype}",
+            got=f"{list(value.shape)} {value.dtype}",
+            remedy="give the state dict of the module that was converted",
+        )
+    return value
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot read the weights {path}",
+            expected="a safetensors file",
+            got=str(error).splitlines()[0],
+            remedy="check the path, or save the state dict again with safetensors.torch.save_file",
+        ) from error

@@ -1,0 +1,70 @@
+"""The device memory that engines compute in, shared between the engines of a bundle."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import BackendUnavailable
+
+MIB = 2**20
+
+
+class Scratch:
+    """One buffer per stream, as large as the largest engine needs.
+
+    What is enqueued on one stream runs in order, so engines that take turns on it compute in the same memory. A buffer
+    lives as long as somebody holds it.
+
+    Attributes:
+        device: the GPU.
+        size: bytes of one buffer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.size = device, 0
+        self._buffers: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def reserve(self, size: int) -> None:
+        """Make room for an engine that needs so many bytes. Buffers that are out already stay as they are."""
+        self.size = max(self.size, size)
+
+    def on(self, stream: torch.cuda.Stream) -> Tensor:
+        """The buffer of a stream, [size] UINT8, given back to torch's allocator in the stream's order.
+
+        Raises:
+            BackendUnavailable: the GPU has no such memory left.
+        """
+        buffer = self._buffers.get(stream.cuda_stream)
+        if buffer is None or buffer.numel() < self.size:
+            try:
+                with torch.cuda.stream(stream), torch.inference_mode(False):
+                    buffer = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory("the engine's execution context", self.size, self.device) from error
+            self._buffers[stream.cuda_stream] = buffer
+        return buffer
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all buffers that are out."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+
+def out_of_memory(what: str, needed: int, device: torch.device) -> BackendUnavailable:
+    """The error of an allocation that failed.
+
+    Args:
+        needed: bytes.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return BackendUnavailable(
+        f"the GPU has no memory left for {what}",
+        expected=f"{needed / MIB:.0f} MiB of free device memory",
+        got=f"{free / MIB:.0f} MiB free of {total / MIB:.0f}, and "
+        f"{torch.cuda.memory_reserved(device) / MIB:.0f} MiB in torch's cache",
+        remedy="free tensors and call torch.cuda.empty_cache(), narrow engine.shapes, or compile with engine.weight_streaming "
+        "and load with a weight_budget",
+    )
