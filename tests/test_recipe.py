@@ -93,6 +93,19 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
         ("engine:\n  shapes:\n    batch: [1, 2]\n", 4, "engine.shapes.batch", "a size, or [min, opt, max]", "[1, 2]"),
         ("engine:\n  shapes:\n    batch: [0, 1, 2]\n", 4, "engine.shapes.batch", "greater than or equal to 1", "0"),
         ("engine:\n  shapes:\n    batch: [1, 2, x]\n", 4, "engine.shapes.batch", "a whole number", "'x'"),
+        ("plan:\n  max_lpips: 0.02\n", 2, "plan", "lpips_weights as well: max_lpips is measured with it", "a mapping"),
+        (
+            "plan:\n  max_feature_distance: 1\n",
+            2,
+            "plan",
+            "features as well: max_feature_distance is measured with it",
+            "a mapping",
+        ),
+        (
+            3,
+            "plan.features",
+            "'digits-classifier' or 'inception', or text",
+        ),
         ("verify:\n  min_psnr: .nan\n", 3, "verify.min_psnr", "a finite number", "nan"),
         ("verify:\n  max_error: .inf\n", 3, "verify.max_error", "a finite number", "inf"),
     ],
@@ -118,6 +131,19 @@ def test_a_misspelt_choice_is_answered_with_the_nearest_once(tmp_path, text, pla
     assert f"recipe.yaml:{place} does not fit" in message
     assert f"did you mean '{nearest}" in message
     assert message.count("does not fit") == 1
+
+
+def test_bfloat16_is_refused_before_anything_is_done(tmp_path):
+    message = refused(tmp_path, "model:\n  source: a\n  dtype: bfloat16\n")
+    assert "recipe.yaml:3: 'model.dtype' does not fit" in message and "ONNX Runtime" in message
+    assert "expected: float16 or float32" in message
+
+
+def test_an_alias_may_be_used_again_and_again(tmp_path):
+    recipe = load(
+        tmp_path, "model: {source: a, options: {one: &o [1, {two: 2}], again: *o, nested: {here: [*o, *o]}}}\n"
+    )
+    assert recipe.model.options["nested"]["here"][1] == [1, {"two": 2}]
 
 
 def test_every_mistake_is_reported(tmp_path):
@@ -146,6 +172,8 @@ def test_modes_are_one_per_bin(tmp_path):
         (b"model: {source: a}\n engine: {}\n", "recipe.yaml:2: not valid YAML"),
         (b"model: {source: a}\n---\nmodel: {source: b}\n", "recipe.yaml:2: not valid YAML"),
         (b"model: {source: a}\n1: 2\n", "recipe.yaml:2: a field's name is not text"),
+        (b"model: &m\n  source: a\n  options: *m\n", "recipe.yaml:1: the anchor 'm' is used inside the value"),
+        (b"model: {source: a}\nattention:\n  include: &i [a, [*i]]\n", "recipe.yaml:3: the anchor 'i' is used inside"),
         (b"model:\n  source: a\n  options: {null: 2}\n", "recipe.yaml:3: a field's name is not text"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,9 +39,18 @@ class ModelSection(_Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for a `package.module:function`."
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = Field(
+    dtype: Literal["float32", "float16"] = Field(
         default="float32", description="Type of the engine's weights and inputs."
     )
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _checkable(cls, dtype: Any) -> Any:
+        if dtype == "bfloat16":
+            raise ValueError(
+                "float16 or float32: builds check their images with ONNX Runtime, whose CPU has no bfloat16"
+            )
+        return dtype
 
 
 class AttentionSection(_Section):
@@ -112,13 +121,51 @@ class PlanSection(_Section):
     min_psnr: float = Field(
         default=36.0, description="dB, against full precision; 3 dB above the gate leave room for other seeds."
     )
-    samples: Annotated[int, Field(ge=1)] = 8
-    steps: Annotated[int, Field(ge=1)] = Field(
+    min_ssim: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Mean structural similarity to full precision, for images of 5 pixels and more."
+    )
+    lpips_weights: Path | None = Field(
+        default=None, description="torchvision's AlexNet weights: the plans' LPIPS is measured; relative to the recipe."
+    )
+    max_lpips: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Mean LPIPS against full precision; needs lpips_weights."
+    )
+    features: Literal["digits-classifier", "inception"] | EntryPoint | None = Field(
+        default=None,
+        description="A feature extractor, as for `trtconvert evaluate --features`: the plans' feature distance is measured.",
+    )
+    features_weights: Path | None = Field(
+        default=None, description="Weights of the feature extractor, relative to the recipe."
+    )
+    max_feature_distance: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Mean squared distance between unit vectors of features of INT8 and of full-precision samples, 0 to 4. "
+        "Not LPIPS, whose layers are weighted to agree with people. Needs features.",
+    )
+    kernel_cost: Path | None = Field(
+        default=None,
+        description="Times of the attention kernels on the GPU that the plan is for, as `trtconvert measure` writes them "
+        "there; relative to the recipe. The times that come with the program, of an H200, by default.",
+    )
+    point: str | None = Field(
+        default=None,
+        description="Name of a plan that the search tried, as the bundle's frontier.json and report list them, to be built "
+        "instead of the fastest one. It must keep the budget too.",
+    )
+    samples: Count = Field(default=8, description="Seeds sampled with every plan that is tried.")
+    steps: Count = Field(
         default=20, description="Denoising steps; at least calibration.bins, so that every bin is seen."
     )
-    seed: Annotated[int, Field(ge=0)] = Field(
-        default=500, description="First seed; apart from calibration's and verify's."
-    )
+    seed: Seed = Field(default=500, description="First seed; apart from calibration's and verify's.")
+
+    @model_validator(mode="after")
+    def _measurable(self) -> PlanSection:
+        for limit, needed in (("max_lpips", "lpips_weights"), ("max_feature_distance", "features")):
+            if getattr(self, limit) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{needed} as well: {limit} is measured with it")
+        if self.features_weights is not None and self.features is None:
+            raise ValueError("features as well: features_weights are its weights")
+        return self
 
 
 class Range(_Section):
@@ -271,6 +318,7 @@ def load_recipe(path: Path) -> Recipe:
             remedy="check the path",
         ) from error
     try:
+        _refuse_endless(path, YAML().compose(text))
         document = YAML(typ="rt").load(text)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -311,6 +359,31 @@ def _reason(error: Exception) -> str:
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else "bytes that are not UTF-8"
 
 
+def _refuse_endless(path: Path, root: Any) -> None:
+    """
+    Raises:
+        UserError: an alias stands inside the very value that it names. The loader would put null in its place.
+    """
+    finished: set[int] = set()
+
+    def visit(node: Any, around: frozenset[int]) -> None:
+        if id(node) in around:
+            raise UserError(
+                f"{path}:{node.start_mark.line + 1}: the anchor '{node.anchor}' is used inside the value that it names",
+                expected="aliases (*name) of values that end before them",
+                got=f"*{node.anchor} within &{node.anchor}",
+                remedy="write the value out",
+            )
+        children = node.value if node is not None and isinstance(node.value, list) else []
+        if id(node) not in finished:
+            for child in children:
+                for part in child if isinstance(child, tuple) else (child,):
+                    visit(part, around | {id(node)})
+            finished.add(id(node))
+
+    visit(root, frozenset())
+
+
 def _plain(path: Path, node: Any) -> Any:
     """The document without ruamel's types."""
     if isinstance(node, dict):
@@ -329,14 +402,17 @@ def _plain(path: Path, node: Any) -> Any:
 
 
 def _anchored(recipe: Recipe, folder: Path) -> Recipe:
-    model, calibration = recipe.model, recipe.calibration
-    if model.weights is not None:
-        model = model.model_copy(update={"weights": folder / model.weights})
-    if isinstance(calibration.data, Path):
-        calibration = calibration.model_copy(update={"data": folder / calibration.data})
-    if calibration.from_ is not None:
-        calibration = calibration.model_copy(update={"from_": folder / calibration.from_})
-    return recipe.model_copy(update={"model": model, "calibration": calibration})
+    return with_paths(recipe, lambda path: folder / path)
+
+
+def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
+    """The recipe with every path in it changed."""
+
+    def changed(section: _Section) -> _Section:
+        paths = {name: value for name, value in section if isinstance(value, Path)}
+        return section.model_copy(update={name: change(path) for name, path in paths.items()})
+
+    return recipe.model_copy(update={name: changed(section) for name, section in recipe})
 
 
 def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
