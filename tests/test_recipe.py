@@ -102,9 +102,11 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
             "a mapping",
         ),
         (
+            "plan:\n  features: my.module\n",
             3,
             "plan.features",
-            "'digits-classifier' or 'inception', or text",
+            "'digits-classifier' or 'inception', or package.module:function",
+            "'my.module'",
         ),
         ("verify:\n  min_psnr: .nan\n", 3, "verify.min_psnr", "a finite number", "nan"),
         ("verify:\n  max_error: .inf\n", 3, "verify.max_error", "a finite number", "inf"),

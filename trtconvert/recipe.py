@@ -457,6 +457,7 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "list_type": "a list",
     "string_type": "text",
+    "string_pattern_mismatch": "package.module:function",
     "path_type": "a path",
     "int_type": "a whole number",
     "float_type": "a number",
