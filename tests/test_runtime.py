@@ -2,15 +2,19 @@
 
 import shutil
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from tolerances import SAME_ARITHMETIC
 
 from trtconvert import models, runtime
+from trtconvert.bundle import TRANSPOSED, ComponentRecord, EngineRecord, TensorRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.runtime.compatibility import Machine, fitting_engine
 from trtconvert.runtime.session import OnnxRuntimeDenoiser
+from trtconvert.runtime.signature import Signature
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +140,113 @@ def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), path)
     with pytest.raises(BackendUnavailable, match=r"(?s)cannot run bfloat16\.onnx.*got: .*MatMul.*remedy: "):
         OnnxRuntimeDenoiser(path, loaded.manifest.components["denoiser"])
+
+
+def test_a_closed_bundle_is_not_called(tiny_build):
+    with runtime.load(tiny_build.bundle) as bundle:
+        denoiser = bundle["denoiser"]
+        assert denoiser(torch.zeros(1, 1, 4, 4), torch.zeros(1)).isfinite().all()
+        assert bundle.device_memory.weights == bundle.device_memory.per_stream == 0
+    refused(denoiser, torch.zeros(1, 1, 4, 4), torch.zeros(1), parts=("was closed", "load the bundle again"))
+
+
+def test_tensorrt_is_refused_where_there_is_no_gpu(tiny_build):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(BackendUnavailable, match=r"(?s)needs an NVIDIA GPU.*backend='onnxruntime'"):
+        runtime.load(tiny_build.bundle, backend="tensorrt")
+
+
+def test_weights_of_the_onnx_model_have_the_names_of_the_state_dict(digits_build, digits):
+    """By which engines are refitted, transposed ones with a mark."""
+    model = onnx.load(digits_build.bundle / "denoiser.onnx")
+    found = {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}
+    for name, weight in digits.denoiser.state_dict().items():
+        as_is = name in found
+        array = found[name] if as_is else found[name + TRANSPOSED].T
+        assert np.array_equal(array, weight.numpy()), name
+
+
+# Profiles and machines: TensorRT is not needed to know what it would take ----------------------------------------------
+
+IMAGE = TensorRecord(name="x", dtype="float16", shape=["batch", 4, "height", "width"])
+PROFILES = (
+    {"batch": (1, 2, 8), "height": (32, 64, 64), "width": (32, 64, 64)},
+    {"batch": (1, 1, 2), "height": (32, 128, 128), "width": (32, 128, 128)},
+)
+
+
+def component(*engines: EngineRecord) -> ComponentRecord:
+    hull = {"batch": (1, 2, 8), "height": (32, 64, 128), "width": (32, 64, 128)}
+    return ComponentRecord(
+        onnx="x.onnx",
+        inputs=[IMAGE],
+        outputs=[IMAGE],
+        timestep_input="x",
+        timestep_max=1,
+        dims=hull,
+        sites=[],
+        engines=list(engines),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "profile"), [((8, 64, 64), 0), ((2, 128, 64), 1), ((2, 64, 64), 0), ((1, 64, 64), 0), ((1, 64, 48), 0)]
+)
+def test_the_profile_with_the_nearest_opt_shape_is_taken(shape, profile):
+    x = torch.zeros(shape[0], 4, *shape[1:], dtype=torch.float16)
+    assert Signature(component(), PROFILES).check([x])[0] == profile
+
+
+def test_sizes_that_no_profile_holds_together_are_refused_with_the_profiles():
+    with pytest.raises(UserError) as error:
+        Signature(component(), PROFILES).check([torch.zeros(8, 4, 128, 128, dtype=torch.float16)])
+    message = str(error.value)
+    assert "batch 1..8 × height 32..64 × width 32..64; or batch 1..2 × height 32..128 × width 32..128" in message
+    assert "got: batch 8, height 128, width 128" in message and "engine.profiles" in message
+
+
+def engine(**fields) -> EngineRecord:
+    record = EngineRecord.of("denoiser", "tensorrt", "10.6.0.post2", "sm90")
+    return record.model_copy(update={"plugin": "0.1.0"} | fields)
+
+
+HERE = Machine("sm90", "10.6.0.post2", "0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields"),
+    [
+        (HERE, {}),
+        (Machine("sm90", "10.6.0", "0.2.0"), {}),
+        (Machine("sm120", "10.6.0", "0.1.0"), {"hardware_compatible": True}),
+        (Machine("sm90", "10.15.1", "0.1.0"), {"version_compatible": True}),
+    ],
+)
+def test_an_engine_that_runs_here_is_taken(machine, fields):
+    others = [engine(target="sm75"), engine(**fields), engine(library="10.6.0", file="later")]
+    assert fitting_engine("denoiser", others, machine) is others[1]
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "expected"),
+    [
+        (Machine("sm89", "10.6.0", "0.1.0"), {}, "a GPU of sm90"),
+        (Machine("sm75", "10.6.0", "0.1.0"), {"hardware_compatible": True}, "a GPU of sm80 or newer"),
+        (Machine("sm90", "10.6.1", "0.1.0"), {}, "TensorRT 10.6.0.post2"),
+        (Machine("sm90", "10.5.9", "0.1.0"), {"version_compatible": True}, "TensorRT 10.6.0.post2 or newer, 10.x"),
+        (Machine("sm90", "11.2.1", "0.1.0"), {"version_compatible": True}, "TensorRT 10.6.0.post2 or newer, 10.x"),
+        (Machine("sm90", "10.6.0", "0.0.9"), {}, "the plugin library 0.1.0 or newer"),
+    ],
+)
+def test_an_engine_for_another_machine_is_refused(machine, fields, expected):
+    with pytest.raises(BackendUnavailable) as error:
+        fitting_engine("denoiser", [engine(**fields)], machine)
+    message = str(error.value)
+    got = f"got: {machine.architecture}, TensorRT {machine.tensorrt}, plugin library {machine.plugin}"
+    for part in (
+        f"expected: {expected} (engines/denoiser-tensorrt-sm90.plan)",
+        got,
+        "remedy: run `trtconvert compile`",
+    ):
+        assert part in message

@@ -11,12 +11,19 @@ may round either way, and one such step in a small tensor is 1e-4 of it."""
 ROUNDED_TO_HALF = 5e-4
 """An output rounded to FP16, whose unit roundoff is 2**-11."""
 
+HALF_INPUTS = 5e-3
+"""Queries, keys and values rounded to FP16 first: each moves by up to 2**-11 of itself, and roundings to INT8, steps of a
+hundredth and more, fall the other way for a few in a hundred elements."""
+
 ROUNDED_SHIFT = 2e-3
 """A constant added to keys in FP32 and subtracted again moves them by up to 2**-22 of the constant, which flips some
 roundings to INT8."""
 
 WHOLE_DENOISER = 1e-3
 """As SAME_ARITHMETIC, through six blocks that pass such steps on."""
+
+HALF_DENOISER = 1e-2
+"""As HALF_INPUTS, through six blocks in FP16 whose matrix products sum in FP16 or FP32 as a runtime likes."""
 
 HISTOGRAM_STEP = {"q": 1 + 1 / 64, "k": 1 + 1 / 64, "v": 1 + 1 / 16}
 """A percentile read off a histogram lies in the same step as the element it stands for: 64 steps per octave, 16 for channels."""

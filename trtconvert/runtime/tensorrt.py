@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,9 +117,19 @@ class TensorRTDenoiser:
         self._lock = threading.Lock()
 
     @property
+    def engine(self) -> Any:
+        """TensorRT's ICudaEngine, to inspect it."""
+        return self._opened().engine
+
+    @property
     def device_memory(self) -> int:
         """Bytes of device memory that one execution context takes beside the weights."""
-        return int(self._opened().engine.device_memory_size_v2)
+        return int(self.engine.device_memory_size_v2)
+
+    @property
+    def graphs_recorded(self) -> int:
+        """CUDA graphs that were recorded on the streams that are kept now. Many more than shapes: raise `graphs`."""
+        return sum(lane.recorded for lane in list(self._lanes.values()))
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """

@@ -1,0 +1,133 @@
+"""Host time of one call of a loaded TensorRT engine, beside what TensorRT and CUDA take by themselves.
+
+    trtconvert compile BUNDLE && python bench/runtime.py BUNDLE [--json FILE]
+
+For the opt shape of each profile: TensorRT's enqueue alone with every address set before, our call without CUDA graphs, the
+launch of a CUDA graph of the enqueue alone, and our call with CUDA graphs. Time is the host's, from entering the call to its
+return, median and middle half of many calls; the device is waited for between groups of calls, outside the time. Nothing is
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert import runtime
+from trtconvert.runtime.signature import dtype_of, shape_of
+from trtconvert.runtime.tensorrt import TensorRTDenoiser
+
+GROUPS, CALLS = 100, 10
+"""Few calls between waits, so that none waits for room in the stream's queue."""
+
+
+def host_us(call: Callable[[], object]) -> tuple[float, float, float]:
+    """Median and quartiles of a call's host time in microseconds."""
+    for _ in range(CALLS):
+        call()
+    times = []
+    for _ in range(GROUPS):
+        torch.cuda.synchronize()
+        for _ in range(CALLS):
+            start = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+    low, middle, high = statistics.quantiles(times, n=4)
+    return middle, low, high
+
+
+def example(denoiser: TensorRTDenoiser, profile: dict[str, tuple[int, int, int]]) -> list[Tensor]:
+    """Inputs of a profile's opt shape, on the GPU: zeros, which take the host as long as anything."""
+    sizes = {name: opt for name, (_, opt, _) in profile.items()}
+    return [
+        torch.zeros(shape_of(spec, sizes), dtype=dtype_of(spec), device=denoiser.device)
+        for spec in denoiser.signature.component.inputs
+    ]
+
+
+class Raw:
+    """The enqueue alone, on a context whose shapes and addresses are set."""
+
+    def __init__(self, denoiser: TensorRTDenoiser, profile: int, inputs: list[Tensor], output: Tensor) -> None:
+        engine = denoiser.engine
+        self._kept = (engine, inputs, output)
+        self.context = engine.create_execution_context()
+        self.context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream)
+        for name, x in zip(denoiser.signature.names, inputs, strict=True):
+            self.context.set_input_shape(name, tuple(x.shape))
+            self.context.set_tensor_address(name, x.data_ptr())
+        self.context.set_tensor_address(denoiser.signature.component.outputs[0].name, output.data_ptr())
+
+    def __call__(self) -> None:
+        if not self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise SystemExit("TensorRT could not run the engine")
+
+
+def recorded(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def bench(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    with (
+        runtime.load(folder, backend="tensorrt") as graphs,
+        runtime.load(folder, backend="tensorrt", graphs=0) as plain,
+    ):
+        for name, denoiser in graphs.components.items():
+            assert isinstance(denoiser, TensorRTDenoiser)
+            for number, profile in enumerate(denoiser.signature.profiles):
+                inputs = example(denoiser, profile)
+                raw = Raw(denoiser, number, inputs, denoiser(*inputs))
+                kinds = {
+                    "enqueue alone": raw,
+                    "our call, without graphs": lambda inputs=inputs, name=name: plain[name](*inputs),
+                    "graph launch alone": recorded(raw).replay,
+                    "our call, with graphs": lambda inputs=inputs, denoiser=denoiser: denoiser(*inputs),
+                }
+                shape = " ".join("×".join(map(str, x.shape)) or "scalar" for x in inputs)
+                for kind, call in kinds.items():
+                    middle, low, high = host_us(call)
+                    rows.append(
+                        {"component": name, "inputs": shape, "what": kind, "us": middle, "low": low, "high": high}
+                    )
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = parser.parse_args()
+    rows = bench(arguments.bundle)
+    heading = {"date": str(datetime.date.today()), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    print(", ".join(heading.values()), end="\n\n")
+    print("| component, inputs | what | host, µs | middle half | over what it wraps, µs |")
+    print("| --- | --- | --- | --- | --- |")
+    for before, row in zip([rows[0], *rows], rows, strict=False):
+        over = f"{row['us'] - before['us']:+.1f}" if row["what"].startswith("our") else ""
+        print(
+            f"| {row['component']}, {row['inputs']} | {row['what']} | {row['us']:.1f} "
+            f"| {row['low']:.1f}–{row['high']:.1f} | {over} |"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(heading | {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
