@@ -149,6 +149,22 @@ def test_the_plugin_lowering_names_the_plugin_and_strips_the_body():
     assert "plugin_version" not in node.attributes
 
 
+@pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
+def test_the_plugin_of_an_fp32_model_gets_and_gives_fp16(mask):
+    """Run with the body in the plugin's place: what goes around it is the same."""
+    feeds, expected = case(Variant(mask=mask))
+    model = node_model(Variant(mask=mask), feeds)
+    lower_to_plugin(model)
+    (node,) = attention_nodes(model).values()
+    half = [value.dtype == ir.DataType.FLOAT16 for value in node.inputs]
+    assert half == [True] * 3 + [False] * 7 + [mask == "additive"] * (mask != "none")
+    assert node.outputs[0].dtype == ir.DataType.FLOAT16
+    lower_to_function(model)
+    out = run(model, feeds)
+    assert out.dtype == torch.float32
+    assert error(out[:4], expected[:4]) < tolerances.HALF_INPUTS
+
+
 @pytest.mark.parametrize("lower", [lower_to_function, lower_to_native, lower_to_plugin])
 def test_a_model_without_our_node_is_refused(lower):
     graph = helper.make_graph(

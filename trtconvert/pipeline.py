@@ -28,13 +28,16 @@ from trtconvert.bundle import (
     covering,
 )
 from trtconvert.cache import Cache, Stage, versions
-from trtconvert.calib.identity import calibration_reads, observations_folder
+from trtconvert.calib.frontier import read_frontier
+from trtconvert.calib.identity import calibration_reads, observations_folder, search_reads
 from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.errors import UserError
-from trtconvert.files import whole_folder
+from trtconvert.evaluate.optional import require_installed
+from trtconvert.files import sha256, whole_folder
+from trtconvert.library import library_path
 from trtconvert.models.identity import identity
 from trtconvert.progress import Bar, Reporter
-from trtconvert.recipe import Range, Recipe
+from trtconvert.recipe import Range, Recipe, with_paths
 
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
@@ -45,6 +48,7 @@ COMPONENT = "denoiser"
 CALIBRATION, SITES = "calibration.safetensors", "sites.json"
 ONNX, SIGNATURE = "denoiser.onnx", "signature.json"
 PLAN, FRONTIER = "plan.json", "frontier.json"
+ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
 
 
@@ -56,9 +60,11 @@ class Outcome:
     folder: Path
 
 
-def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter) -> Outcome:
+def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_bad: bool = False) -> Outcome:
     """Run the whole conversion and leave a bundle at `output`.
 
+    Args:
+        skip_bad: leave bad calibration samples out, and list them in the calibration.
     Raises:
         UserError: the recipe asks for something that the model or this machine does not have.
         GateError: the quality gates are missed; no bundle is left.
@@ -66,6 +72,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter) -> Outco
     refuse_foreign(output)
     backend, reason = choose_backend(recipe.engine.backend)
     weights = identity(recipe.model)
+    _refuse_missing_packages(recipe)
 
     @functools.cache
     def model() -> DiffusionModel:
@@ -74,7 +81,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter) -> Outco
         return models.load(recipe.model)
 
     with whole_folder(output) as folder, report.live():
-        calibration = calibrate_stage(recipe, weights, model, cache, report)
+        calibration = calibrate_stage(recipe, weights, model, cache, report, skip_bad)
         plan = plan_stage(recipe, calibration, model, cache, report)
         exported = export_stage(recipe, calibration, plan, model, cache, report)
         engines = engine_stages(recipe, exported, backend, cache, report)
@@ -103,11 +110,34 @@ def refuse_foreign(output: Path) -> None:
         )
 
 
+def _refuse_missing_packages(recipe: Recipe) -> None:
+    """
+    Raises:
+        UserError: a package or a file that the plan's figures need is missing: nobody wants to hear after the calibration.
+    """
+    plan = recipe.plan
+    if recipe.attention.modes == "auto":
+        search_reads(plan)
+        needed = {
+            "torchmetrics": plan.min_ssim,
+            "lpips": plan.lpips_weights,
+            "torch_fidelity": plan.features == "inception",
+        }
+        for module, wanted in needed.items():
+            if wanted:
+                require_installed(module)
+
+
 # Stages ---------------------------------------------------------------------------------------------------------------
 
 
 def calibrate_stage(
-    recipe: Recipe, weights: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+    recipe: Recipe,
+    weights: str,
+    model: Callable[[], DiffusionModel],
+    cache: Cache,
+    report: Reporter,
+    skip_bad: bool = False,
 ) -> Stage:
     """Find the attention sites and observe their ranges. Leaves the calibration and the sites."""
     reads = calibration_reads(recipe, weights)
@@ -116,18 +146,20 @@ def calibrate_stage(
         from trtconvert.calib.calibrate import calibrate, sites_to_convert, taken
 
         source = model()
+        _refuse_unfit_steps(recipe, source)
         chosen, left = sites_to_convert(source, recipe.attention)
         if recipe.calibration.from_ is not None:
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
             work = observations_folder(cache, reads)
-            made = calibrate(source, recipe.calibration, weights, chosen, work, bar)
+            made = calibrate(source, recipe.calibration, weights, chosen, work, bar, skip_bad=skip_bad)
             shutil.rmtree(work)
         made.save(folder / CALIBRATION)
         (folder / SITES).write_text(json.dumps([asdict(site) for site in (*chosen, *left)], indent=1))
 
-    return _run("calibrate", reads, make, cache, report)
+    # A calibration that bad samples are missing from is another one than a build without --skip-bad asks for.
+    return _run("calibrate", reads | {"skip_bad": skip_bad}, make, cache, report)
 
 
 def plan_stage(
@@ -135,27 +167,54 @@ def plan_stage(
 ) -> Stage:
     """Give each site and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
     attention, section = recipe.attention, recipe.plan
-    reads = {"calibration": calibration.key, "attention": attention.model_dump(mode="json")}
-    if attention.modes == "auto":
-        reads |= {"plan": section.model_dump(), "shapes": _ranges(recipe)}
+    reads: dict[str, Any] = {"calibration": calibration.key, "attention": attention.model_dump(mode="json")}
+    searched = search_stage(recipe, calibration, model, cache, report) if attention.modes == "auto" else None
+    if searched is not None:
+        reads |= {"search": searched.key, "point": section.point}
+
+    def make(folder: Path, bar: Bar) -> None:
+        if searched is not None:
+            frontier = read_frontier(searched.folder / FRONTIER)
+            point = frontier.choose(section.point)
+            chosen = frontier.model_copy(update={"chosen": point.name})
+            (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
+            modes = point.modes
+        else:
+            from trtconvert.calib.plan import make_plan
+
+            sites = [site.name for site in _sites(calibration) if not site.obstacle]
+            plan = make_plan(attention, sites, model().sigmas, recipe.calibration.bins)
+            modes = {site: row.tolist() for site, row in plan.items()}
+        (folder / PLAN).write_text(json.dumps(modes, indent=1))
+
+    return _run("plan", reads, make, cache, report)
+
+
+def search_stage(
+    recipe: Recipe, calibration: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Try plans and sample with each. Leaves the frontier; which of them is built is the plan stage's choice."""
+    reads = {
+        "calibration": calibration.key,
+        "attention": recipe.attention.model_dump(mode="json"),
+        "plan": search_reads(recipe.plan),
+        "shapes": _ranges(recipe),
+    }
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibration import Calibration
-        from trtconvert.calib.plan import make_plan, search
+        from trtconvert.calib.plan import search
+        from trtconvert.evaluate.budget import load_budget
 
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
-        if attention.modes == "auto":
-            tables = Calibration.load(calibration.folder / CALIBRATION).tables
-            batch = _profiles(recipe, source)[0]["batch"][1]
-            plan, points = search(source, sites, tables, attention, section, bins, batch, bar)
-            shown = [{"name": p.name, "speed": p.speed, "psnr": p.psnr, "chosen": p.plan is plan} for p in points]
-            (folder / FRONTIER).write_text(json.dumps(shown, indent=1))
-        else:
-            plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
-        (folder / PLAN).write_text(json.dumps({site: modes.tolist() for site, modes in plan.items()}, indent=1))
+        tables = Calibration.load(calibration.folder / CALIBRATION).tables
+        batch = _profiles(recipe, source)[0]["batch"][1]
+        budget = load_budget(recipe.plan)
+        frontier = search(source, sites, tables, recipe.attention, recipe.plan, budget, bins, batch, bar)
+        (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
 
-    return _run("plan", reads, make, cache, report)
+    return _run("search", reads, make, cache, report)
 
 
 def export_stage(
@@ -214,25 +273,27 @@ def engine_stages(
 ) -> list[tuple[EngineRecord, Stage]]:
     """One serialized engine per target of the chosen backend; none for ONNX Runtime, which builds nothing."""
     from trtconvert.engine import tensorrt, tensorrt_rtx
-    from trtconvert.engine.builder import PlanInput
 
-    component = _component(exported)
-    inputs = [PlanInput(spec.name, spec.shape) for spec in component.inputs]
+    component, options = _component(exported), recipe.engine
+    chosen = options.model_dump(mode="json", exclude={"backend", "targets"})
+    reads = {"onnx": exported.key, "engine": chosen, "library": backend.detail}
+    if backend.name == "tensorrt":  # what is measured and built depends on the GPU and on the kernels in the plugin
+        reads |= {"gpu": tensorrt.device_name(), "plugin": sha256(library) if (library := library_path()) else None}
+    targets = {"tensorrt_rtx": options.targets, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
     built = []
-    targets = {"tensorrt_rtx": recipe.engine.targets, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
     for target in targets[backend.name]:
-        record = EngineRecord.of(COMPONENT, backend.name, backend.detail, str(target))  # type: ignore[arg-type]
 
-        def make(folder: Path, bar: Bar, record: EngineRecord = record) -> None:
-            if record.backend == "tensorrt_rtx":
+        def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
+            if backend.name == "tensorrt_rtx":
                 onnx = exported.folder / "native.onnx"
-                plan = tensorrt_rtx.build(onnx, inputs, component.dims, record.target, bar.share)
+                engine = tensorrt_rtx.build_engine(COMPONENT, component, onnx, options, target, bar)
             else:
-                plan = tensorrt.build_from_function(exported.folder / ONNX, inputs, component.dims, bar.share)
-            (folder / "engine.plan").write_bytes(plan)
+                engine = tensorrt.build_engine(COMPONENT, component, exported.folder / ONNX, options, bar)
+            (folder / ENGINE).write_bytes(engine.plan)
+            (folder / RECORD).write_text(engine.record.model_dump_json(indent=1))
 
-        reads = {"onnx": exported.key, "engine": record.model_dump()}
-        built.append((record, _run(f"engine {target}", reads, make, cache, report)))
+        stage = _run(f"engine {target}", reads | {"target": target}, make, cache, report)
+        built.append((EngineRecord.model_validate_json((stage.folder / RECORD).read_text()), stage))
     return built
 
 
@@ -385,16 +446,20 @@ def _engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) 
     return recipe.model.dtype if dtype == "float32" and name != model.timestep_input else dtype
 
 
-def _portable(recipe: Recipe) -> Recipe:
-    """The recipe without the folders of the machine that built the bundle."""
-    model, calibration = recipe.model, recipe.calibration
-    if model.weights is not None:
-        model = model.model_copy(update={"weights": Path(model.weights.name)})
-    if isinstance(calibration.data, Path):
-        calibration = calibration.model_copy(update={"data": Path(calibration.data.name)})
-    if calibration.from_ is not None:
-        calibration = calibration.model_copy(update={"from_": Path(calibration.from_.name)})
-    return recipe.model_copy(update={"model": model, "calibration": calibration})
+def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
+    """
+    Raises:
+        UserError: a section asks for steps that the model's sampler does not take.
+    """
+    from trtconvert.models.base import refuse_steps
+
+    asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
+    if recipe.calibration.data != "denoise":
+        del asked[0]
+    if recipe.attention.modes == "auto":
+        asked.append(("plan", recipe.plan.steps, "ddim"))
+    for section, steps, solver in asked:
+        refuse_steps(model, f"{section}.steps", steps, solver)
 
 
 def _assemble(
@@ -416,14 +481,14 @@ def _assemble(
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
     for record, stage in engines:
         (folder / record.file).parent.mkdir(exist_ok=True)
-        shutil.copyfile(stage.folder / "engine.plan", folder / record.file)
+        shutil.copyfile(stage.folder / ENGINE, folder / record.file)
     manifest = Manifest(
         model=recipe.model.source,
         weights=weights,
         versions=versions(),
         backend=backend.name,
         backend_reason=reason,
-        recipe=_portable(recipe),
+        recipe=with_paths(recipe, lambda path: Path(path.name)),  # without the folders of this machine
         calibration=CALIBRATION,
         components={COMPONENT: _component(exported).model_copy(update={"engines": [record for record, _ in engines]})},
         quality=QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()),

@@ -84,3 +84,7 @@ class Bar:
     def share(self, detail: str, done: float) -> None:
         """The share that is done, 0 to 1, and what is going on."""
         self._bars.update(self._task, total=1, completed=done, detail=detail)
+
+    def notice(self, text: str) -> None:
+        """A line above the bars."""
+        self._bars.console.print(f"notice: {text}", markup=False)

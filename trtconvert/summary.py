@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import ComponentRecord, Manifest
+from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter
 
@@ -75,10 +76,32 @@ def _manifest_rows(table: Table, manifest: Manifest) -> None:
         ):
             sizes = ", ".join(f"{e.target} {_size(manifest.files[e.file].size)}" for e in engines)
             table.add_row("engines", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
+        for engine in component.engines:
+            for line in _engine_lines(engine):
+                table.add_row("", f"{engine.target}: {line}")
         size = _size(manifest.files[component.onnx].size)
         table.add_row(
             "ONNX", f"{size}, any ONNX Runtime, attention: INT8, the op's function body (exact numerics, slow)"
         )
+
+
+def _engine_lines(engine: EngineRecord) -> Iterator[str]:
+    """What is particular about an engine."""
+    if engine.gpu:
+        yield f"built on {engine.gpu}" + (f", holds the plugin {engine.plugin}" if engine.plugin else "")
+    if len(engine.profiles) > 1:
+        for dims in engine.profiles:
+            yield "profile " + ", ".join(f"{dim} {low}..{opt}..{high}" for dim, (low, opt, high) in dims.items())
+    names = ("refittable", "version_compatible", "hardware_compatible", "weight_streaming")
+    if options := [name.replace("_", " ") for name in names if getattr(engine, name)]:
+        yield ", ".join(options)
+    same: dict[tuple[int, int, float, float], int] = {}
+    for site in engine.native_sites:
+        key = (site.query_tokens, site.key_tokens, site.native_us, site.plugin_us)
+        same[key] = same.get(key, 0) + 1
+    for (queries, keys, native, plugin), count in same.items():
+        sites = "1 site stays" if count == 1 else f"{count} sites stay"
+        yield f"{sites} native: {queries} × {keys} tokens, {native:.0f} µs against {plugin:.0f} µs"
 
 
 def _sites(component: ComponentRecord) -> str:

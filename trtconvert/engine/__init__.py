@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from trtconvert.bundle import EngineRecord
 from trtconvert.errors import BackendUnavailable
 
 BackendName = Literal["tensorrt", "tensorrt_rtx", "onnxruntime"]
 
-BuildProgress = Callable[[str, float], None]
-"""Called with the builder's phase and the share that is done, 0 to 1."""
+
+class BuildWatcher(Protocol):
+    """Who is told how a build goes; `trtconvert.progress.Bar` is one."""
+
+    def share(self, detail: str, done: float) -> None:
+        """What the builder is at, and the share that is done, 0 to 1."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something that the user should know and that does not end the build."""
+        ...
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """A serialized engine, and what the manifest says of it."""
+
+    plan: bytes
+    record: EngineRecord
 
 
 @dataclass(frozen=True)

@@ -5,42 +5,44 @@ Both are used through their Python bindings, which are alike; the module is pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from trtconvert.engine import BuildProgress
+from trtconvert.bundle import Dims, TensorRecord
+from trtconvert.engine import BuildWatcher
+from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError
 
-Dims = Mapping[str, tuple[int, int, int]]
-"""Symbolic dimension: (min, opt, max)."""
-
-
-@dataclass(frozen=True)
-class PlanInput:
-    """An input of the network: its name, and its sizes or names of symbolic dimensions."""
-
-    name: str
-    shape: Sequence[int | str]
+_MEMORY_WORDS = ("out of memory", "outofmemory", "mem_alloc", "memory allocation", "insufficient memory", "bad_alloc")
+"""How the libraries' messages name a lack of memory; there is no code for it."""
 
 
 def build_plan(
     trt: Any,
-    onnx: Path,
-    inputs: Sequence[PlanInput],
-    dims: Dims,
+    model: bytes,
+    path: Path,
+    inputs: Sequence[TensorRecord],
+    profiles: Sequence[Dims],
     *,
     configure: Callable[[Any], None],
-    progress: BuildProgress,
+    watch: BuildWatcher,
     title: str,
+    timing_cache: Path | None = None,
 ) -> bytes:
-    """Parse an ONNX file and build one serialized engine with one optimisation profile.
+    """Parse an ONNX model and build one serialized engine.
 
     Args:
         trt: the bindings' module.
+        model: serialized ModelProto.
+        path: a file in the folder where weights that the model keeps outside of itself lie.
+        profiles: sizes of the symbolic dimensions, for one optimisation profile each.
         configure: sets what differs between the libraries on the builder's configuration.
         title: what is being built, for messages.
+        timing_cache: file that keeps the kernels' timings from build to build.
     Raises:
         TrtconvertError: the parser or the builder refuses; the message carries what the library logged last.
         KeyboardInterrupt: Ctrl-C while building, after the builder has let go.
@@ -51,40 +53,73 @@ def build_plan(
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if flag is None else 1 << int(flag))
     parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(onnx)):
-        errors = [parser.get_error(i) for i in range(parser.num_errors)]
-        raise TrtconvertError(
-            f"{title}: the ONNX model cannot be parsed",
-            expected="operators that this version of the parser knows",
-            got="; ".join(f"node {e.node_name() or e.node()} ({e.node_operator()}): {e.desc()}" for e in errors)
-            or log.last(),
-            remedy="exclude the operator from the model, or build with another backend",
-        )
+    if not parser.parse(model, str(path)):
+        raise _parser_refusal(parser, log, title)
     config = builder.create_builder_config()
+    for dims in profiles:
+        config.add_optimization_profile(_profile(builder, inputs, dims))
+    configure(config)
+    if timing_cache is not None:
+        load_timings(config, timing_cache, watch.notice)
+    with _DeferredSignals() as signals:
+        monitor = _monitor(trt, watch, signals)
+        config.progress_monitor = monitor
+        plan = builder.build_serialized_network(network, config)
+    if monitor.failure is not None:
+        raise monitor.failure
+    if plan is None:
+        raise _builder_refusal(log, title)
+    if timing_cache is not None:
+        store_timings(config, timing_cache, watch.notice)
+    watch.share("", 1.0)
+    return bytes(plan)
+
+
+def _profile(builder: Any, inputs: Sequence[TensorRecord], dims: Dims) -> Any:
     profile = builder.create_optimization_profile()
     for tensor in inputs:
         sizes = [tuple(dims[n][i] if isinstance(n, str) else n for n in tensor.shape) for i in range(3)]
         profile.set_shape(tensor.name, *sizes)
-    config.add_optimization_profile(profile)
-    configure(config)
-    monitor = _monitor(trt, progress)
-    config.progress_monitor = monitor
-    plan = builder.build_serialized_network(network, config)
-    if monitor.interrupted:
-        raise KeyboardInterrupt
-    if plan is None:
-        raise TrtconvertError(
-            f"{title}: the engine cannot be built",
-            expected="a network that the library can compile for this target",
+    return profile
+
+
+def _parser_refusal(parser: Any, log: Any, title: str) -> TrtconvertError:
+    errors = [parser.get_error(i) for i in range(parser.num_errors)]
+    found = [
+        f"node '{e.node_name() or e.node()}' ({e.node_operator() or 'no operator'}): {e.desc()}"
+        + (f", in {' > '.join(e.local_function_stack())}" if e.local_function_stack() else "")
+        for e in errors
+    ]
+    unsupported = sorted({e.node_operator() for e in errors if "UNSUPPORTED" in str(e.code())} - {""})
+    return TrtconvertError(
+        f"{title}: the ONNX model cannot be parsed",
+        expected="operators, in types and ranks, that this version's parser knows",
+        got="; ".join(found) or log.last(),
+        remedy=f"write the model without {', '.join(unsupported)}, install a later TensorRT, or set engine.backend to another"
+        if unsupported
+        else "correct the model at that node, or set engine.backend to another",
+    )
+
+
+def _builder_refusal(log: Any, title: str) -> TrtconvertError:
+    if any(word in log.text().lower() for word in _MEMORY_WORDS):
+        return TrtconvertError(
+            f"{title}: memory ran out while the engine was built",
+            expected="device and host memory for the weights, the largest shapes and the kernels that are tried",
             got=log.last(),
-            remedy="leave the target out of engine.targets, change model.dtype, or build with another backend",
+            remedy="end other programs on the GPU, set engine.workspace_mb, lower engine.optimization_level, or narrow "
+            "engine.shapes",
         )
-    progress("", 1.0)
-    return bytes(plan)
+    return TrtconvertError(
+        f"{title}: the engine cannot be built",
+        expected="a network that the library can compile for this target with the options of the recipe's engine section",
+        got=log.last(),
+        remedy="leave out what the message names (a target, an option), change model.dtype, or set engine.backend to another",
+    )
 
 
 def make_log(trt: Any) -> Any:
-    """A logger of the library that keeps its errors; `last()` gives the latest ones."""
+    """A logger of the library that keeps its errors; `last()` gives the latest ones, `text()` all."""
 
     class Log(trt.ILogger):
         """Keeps errors for the message to the user instead of printing them."""
@@ -100,16 +135,48 @@ def make_log(trt: Any) -> Any:
         def last(self) -> str:
             return "; ".join(self.errors[-2:]) or "no reason was logged"
 
+        def text(self) -> str:
+            return "\n".join(self.errors)
+
     return Log()
 
 
-def _monitor(trt: Any, progress: BuildProgress) -> Any:
+class _DeferredSignals:
+    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done.
+
+    An exception that is raised in one of the library's callbacks crosses C++ code, which ends the process.
+    """
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def _keep(self, number: int, _frame: FrameType | None) -> None:
+        self.caught = number
+
+    def __enter__(self) -> _DeferredSignals:
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # Python refuses it elsewhere, and sends signals only there
+            self._before = {number: signal.signal(number, self._keep) for number in self._NUMBERS}
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.caught is not None:
+            signal.raise_signal(self.caught)
+
+
+def _monitor(trt: Any, watch: BuildWatcher, signals: _DeferredSignals) -> Any:
     class Monitor(trt.IProgressMonitor):
         """Progress of the outermost phases; a false step ends the build."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.interrupted = False
+            self.failure: Exception | None = None
             self._phases: dict[str, tuple[str | None, int, int]] = {}
 
         def _share(self, phase: str) -> tuple[float, float]:
@@ -123,14 +190,13 @@ def _monitor(trt: Any, progress: BuildProgress) -> Any:
             self._phases[phase_name] = (parent_phase, num_steps, 0)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            # An exception must not cross into the library's C++ code.
             try:
                 parent, steps, _ = self._phases[phase_name]
                 self._phases[phase_name] = (parent, steps, step + 1)
-                progress(phase_name, self._share(phase_name)[0])
-            except KeyboardInterrupt:
-                self.interrupted = True
-            return not self.interrupted
+                watch.share(phase_name, self._share(phase_name)[0])
+            except Exception as error:  # must not cross into the library's C++ code; raised after the build
+                self.failure = error
+            return self.failure is None and signals.caught is None
 
         def phase_finish(self, phase_name: str) -> None:
             self._phases.pop(phase_name, None)

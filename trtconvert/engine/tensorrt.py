@@ -1,4 +1,4 @@
-"""TensorRT: engines whose attention is our INT8 plugin, built on the GPU that they are for."""
+"""TensorRT: engines whose attention is our INT8 plugin where that is the faster, built on the GPU that they are for."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trtconvert.engine import BackendStatus, BuildProgress
-from trtconvert.engine.builder import Dims, PlanInput, build_plan
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, NativeSite, TensorRecord
+from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
+from trtconvert.engine.builder import build_plan
+from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.library import library_path
+from trtconvert.recipe import EngineSection
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
 _ATTENTION = "plugin: INT8"
+
+
+# What is here ---------------------------------------------------------------------------------------------------------
 
 
 def status() -> BackendStatus:
@@ -38,6 +48,8 @@ def status() -> BackendStatus:
         return missing(
             f"{module} cannot be loaded: {error}", f"{_REMEDY}; bindings and libraries need the same version"
         )
+    if mismatch := version_mismatch(trt):
+        return missing(mismatch, "install both of one version, and take others out of LD_LIBRARY_PATH")
     if library_path() is None:
         return missing(
             "libtrtconvert.so, the plugin library, is not installed", "pip install trtconvert, with a C++ compiler"
@@ -45,20 +57,51 @@ def status() -> BackendStatus:
     return BackendStatus("tensorrt", _ATTENTION, True, trt.__version__)
 
 
+def version_mismatch(trt: Any) -> str:
+    """How the versions of the bindings and of the library that they loaded differ; empty where they do not."""
+    bindings_version = tuple(int(part) for part in trt.__version__.split(".")[:3])
+    loaded = ctypes.CDLL(f"libnvinfer.so.{bindings_version[0]}").getInferLibVersion()
+    library_version = (loaded // 10_000, loaded // 100 % 100, loaded % 100)
+    if library_version == bindings_version:
+        return ""
+    versions = [".".join(map(str, version)) for version in (bindings_version, library_version)]
+    return f"the Python bindings are of TensorRT {versions[0]}, the library that they load is {versions[1]}"
+
+
 def device_architecture() -> str | None:
     """Architecture of the first GPU, like "sm90", through the driver, without torch; None where there is no GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    first = _first_gpu()
+    if first is None:
         return None
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
+    driver, device = first
+    major, minor = ctypes.c_int(), ctypes.c_int()
     # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     for value, attribute in ((major, 75), (minor, 76)):
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
             return None
     return f"sm{major.value}{minor.value}"
+
+
+def device_name() -> str:
+    """Name of the first GPU, like "NVIDIA H200"; empty where there is none."""
+    first = _first_gpu()
+    if first is None:
+        return ""
+    driver, device = first
+    name = ctypes.create_string_buffer(256)
+    return "" if driver.cuDeviceGetName(name, len(name), device) else name.value.decode(errors="replace")
+
+
+def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+    """The driver, and its handle of the first GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    return driver, device
 
 
 def bindings() -> Any:
@@ -92,37 +135,153 @@ def load() -> Any:
     return trt
 
 
-def build(onnx: Path, inputs: Sequence[PlanInput], dims: Dims, progress: BuildProgress) -> bytes:
-    """A serialized engine for this machine's GPU, with the plugin library inside it.
+# Building -------------------------------------------------------------------------------------------------------------
+
+
+def build_engine(
+    name: str, component: ComponentRecord, onnx: Path, options: EngineSection, watch: BuildWatcher
+) -> BuiltEngine:
+    """An engine of a bundle's component for this machine's GPU.
+
+    Each site gets the plugin or TensorRT's own attention, as `options.attention` says. The plan holds the plugin library.
 
     Args:
-        onnx: a model lowered to the plugin, or to native attention.
+        name: of the component.
+        onnx: the model as it is exported, with `Int8Attention` nodes.
     Raises:
-        BackendUnavailable, TrtconvertError: see `load` and `build_plan`.
-    """
-    trt = load()
-
-    def configure(config: Any) -> None:
-        config.plugins_to_serialize = [str(library_path())]
-
-    return build_plan(
-        trt, onnx, inputs, dims, configure=configure, progress=progress, title=f"TensorRT {trt.__version__}"
-    )
-
-
-def build_from_function(onnx: Path, inputs: Sequence[PlanInput], dims: Dims, progress: BuildProgress) -> bytes:
-    """As `build`, from a model as it is exported: its nodes are lowered to the plugin first.
-
-    Raises:
+        BackendUnavailable, TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
         UserError: the model has no `Int8Attention` node.
     """
     import onnx_ir as ir
 
-    from trtconvert.export.lowering import lower_to_plugin
+    from trtconvert.attention.kernel import library_version
+    from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+    from trtconvert.export.nodes import require_attention_nodes
 
-    lowered = ir.load(onnx)
-    lower_to_plugin(lowered)
-    with tempfile.TemporaryDirectory(prefix="trtconvert-") as folder:
-        path = Path(folder) / "plugin.onnx"
-        ir.save(lowered, path)
-        return build(path, inputs, dims, progress)
+    trt = load()
+    profiles = component.profiles or [component.dims]
+    model = ir.load(onnx)
+    sites = list(require_attention_nodes(model))
+    native = faster_native(trt, model, profiles, options, watch) if options.attention == "auto" else []
+    kept = sites if options.attention == "native" else [site.name for site in native]
+    if kept:
+        lower_to_native(model, kept)
+    with_plugin = len(kept) < len(sites)
+    if with_plugin:
+        lower_to_plugin(model)
+    plan = build_lowered(trt, model, onnx, component.inputs, profiles, options, watch)
+    record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture())).model_copy(
+        update={
+            "attention": "plugin" if with_plugin else "native",
+            "plugin": library_version() if with_plugin else "",
+            "gpu": device_name(),
+            "profiles": profiles,
+            "native_sites": native,
+            "refittable": options.refittable,
+            "version_compatible": options.version_compatible,
+            "hardware_compatible": options.hardware_compatible,
+            "weight_streaming": options.weight_streaming,
+        }
+    )
+    return BuiltEngine(plan, record)
+
+
+def build_lowered(
+    trt: Any,
+    model: ir.Model,
+    path: Path,
+    inputs: Sequence[TensorRecord],
+    profiles: Sequence[Dims],
+    options: EngineSection,
+    watch: BuildWatcher,
+) -> bytes:
+    """A serialized engine for this machine's GPU, from a model whose sites are lowered to the plugin or to native attention.
+
+    The plan holds the plugin library where it needs it, so that it runs where no trtconvert is installed.
+
+    Args:
+        trt: what `load` gave.
+        path: a file in the folder where weights that the model keeps outside of itself lie.
+    Raises:
+        TrtconvertError, KeyboardInterrupt: see `build_plan`.
+    """
+    import onnx_ir as ir
+
+    from trtconvert.export.nodes import attention_nodes
+
+    def configure(config: Any) -> None:
+        apply_options(trt, config, options)
+        if attention_nodes(model):
+            config.plugins_to_serialize = [str(library_path())]
+
+    return build_plan(
+        trt,
+        ir.to_proto(model).SerializeToString(),
+        path,
+        inputs,
+        profiles,
+        configure=configure,
+        watch=watch,
+        title=f"TensorRT {trt.__version__}",
+        timing_cache=timing_cache_path(device_name(), trt.__version__),
+    )
+
+
+def apply_options(trt: Any, config: Any, options: EngineSection) -> None:
+    """Set on a builder's configuration what the recipe's engine section asks for."""
+    if options.workspace_mb is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb << 20)
+    config.builder_optimization_level = options.optimization_level
+    for flag, wanted in (
+        (trt.BuilderFlag.REFIT, options.refittable),
+        (trt.BuilderFlag.VERSION_COMPATIBLE, options.version_compatible),
+        (trt.BuilderFlag.WEIGHT_STREAMING, options.weight_streaming),
+    ):
+        if wanted:
+            config.set_flag(flag)
+    if options.hardware_compatible:
+        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+
+
+def faster_native(
+    trt: Any, model: ir.Model, profiles: Sequence[Dims], options: EngineSection, watch: BuildWatcher
+) -> list[NativeSite]:
+    """The sites of an exported model at which TensorRT's own attention is the faster on this GPU, by measurement.
+
+    Raises:
+        TrtconvertError: an engine that is timed cannot be built, or memory ran out.
+    """
+    from trtconvert.engine.attention_choice import AttentionCase, CaseTimes, choose, site_plans
+    from trtconvert.engine.attention_timer import AttentionTimer
+    from trtconvert.export.nodes import attention_nodes
+
+    def build_one(one: ir.Model) -> bytes:
+        inputs = [
+            TensorRecord(name=str(x.name), dtype=str(x.dtype), shape=list(x.shape.numpy()) if x.shape else [])
+            for x in one.graph.inputs
+        ]
+        return build_lowered(trt, one, Path("attention.onnx"), inputs, [{}], options, _NoticesOf(watch))
+
+    timer = AttentionTimer(trt, build_one, watch.notice)
+
+    def timed(case: AttentionCase, modes: frozenset[Mode]) -> CaseTimes:
+        watch.share(f"timing attention of {case.query_tokens} × {case.key_tokens} tokens", 0.0)
+        return timer(case, modes)
+
+    plans = site_plans(model, profiles)
+    if unknown := [site for site in attention_nodes(model) if site not in plans]:
+        watch.notice(f"the graph does not tell the sizes of {', '.join(unknown)}: not timed, INT8 there")
+    return choose(plans, timed)
+
+
+@dataclass(frozen=True)
+class _NoticesOf:
+    """A watcher of builds that are steps of another one: only their notices are passed on."""
+
+    watch: BuildWatcher
+
+    def share(self, detail: str, done: float) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
+        self.watch.notice(text)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtconvert.engine import BackendStatus, BuildProgress
-from trtconvert.engine.builder import Dims, PlanInput, build_plan
+from trtconvert.bundle import ComponentRecord, EngineRecord
+from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
+from trtconvert.engine.builder import build_plan
+from trtconvert.recipe import EngineSection
 
 _REMEDY = "pip install 'trtconvert[rtx]'"
 
@@ -30,19 +31,36 @@ def status() -> BackendStatus:
     return BackendStatus("tensorrt_rtx", attention, True, importlib.metadata.version("tensorrt_rtx_cu13_libs"))
 
 
-def build(onnx: Path, inputs: Sequence[PlanInput], dims: Dims, target: str, progress: BuildProgress) -> bytes:
-    """A serialized engine for one target.
+def build_engine(
+    name: str, component: ComponentRecord, onnx: Path, options: EngineSection, target: str, watch: BuildWatcher
+) -> BuiltEngine:
+    """An engine of a bundle's component for one target.
 
     Args:
-        onnx: a model lowered to native attention. The parser ends the process when it meets a plugin's node.
+        name: of the component.
+        onnx: the model lowered to native attention. The parser ends the process when it meets a plugin's node.
         target: "sm75", "sm80", "sm86", "sm89" or "sm120".
     Raises:
-        TrtconvertError: see `build_plan`.
+        TrtconvertError, KeyboardInterrupt: see `build_plan`.
     """
     trt: Any = importlib.import_module("tensorrt_rtx_bindings")
+    profiles = component.profiles or [component.dims]
 
     def configure(config: Any) -> None:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), 0)
+        if options.workspace_mb is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb << 20)
 
-    return build_plan(trt, onnx, inputs, dims, configure=configure, progress=progress, title=f"TensorRT-RTX, {target}")
+    plan = build_plan(
+        trt,
+        onnx.read_bytes(),
+        onnx,
+        component.inputs,
+        profiles,
+        configure=configure,
+        watch=watch,
+        title=f"TensorRT-RTX, {target}",
+    )
+    record = EngineRecord.of(name, "tensorrt_rtx", str(status().detail), target)
+    return BuiltEngine(plan, record.model_copy(update={"profiles": profiles}))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from trtconvert.export.function_body import DOMAIN, OP, VERSION
-from trtconvert.export.nodes import require_attention_nodes
+from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
+from trtconvert.export.nodes import mask_of, require_attention_nodes
+
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def lower_to_plugin(model: ir.Model) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
+
+    Kernels take one 16-bit type for queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through
+    casts, and masks of another type than the queries are cast to it.
 
     Returns:
         How many nodes were lowered.
@@ -21,6 +26,32 @@ def lower_to_plugin(model: ir.Model) -> int:
         node.overload = ""
         node.attributes["plugin_version"] = ir.AttrString("plugin_version", str(VERSION))
         node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", "")
+        _cast_to_half(node)
     for key in [key for key in model.functions if key[:2] == (DOMAIN, OP)]:
         del model.functions[key]
     return len(nodes)
+
+
+def _cast_to_half(node: ir.Node) -> None:
+    graph, q = node.graph, node.inputs[0]
+    assert graph is not None and q is not None
+    dtype = q.dtype if q.dtype is not None and q.dtype in _HALF else ir.DataType.FLOAT16
+    mask = mask_of(node)
+    for index in (0, 1, 2, *([len(INPUTS)] if mask is not None and mask.dtype != ir.DataType.BOOL else [])):
+        value = node.inputs[index]
+        if value is None or value.dtype == dtype:
+            continue
+        cast = ir.node("Cast", [value], {"to": dtype})
+        cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, dtype
+        graph.insert_before(node, cast)
+        node.replace_input_with(index, cast.outputs[0])
+    out = node.outputs[0]
+    if out.dtype is None or out.dtype == dtype:  # the exporter types every value
+        return
+    back = ir.node("Cast", [out], {"to": out.dtype})
+    result = back.outputs[0]
+    result.name, result.shape, result.dtype = out.name, out.shape, out.dtype
+    out.name, out.dtype = f"{out.name}_half", dtype
+    ir.convenience.replace_all_uses_with(out, result, replace_graph_outputs=True)
+    back.replace_input_with(0, out)
+    graph.insert_after(node, back)

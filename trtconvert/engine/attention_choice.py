@@ -1,0 +1,206 @@
+"""Which attention a site gets in a TensorRT engine: our INT8 plugin or TensorRT's own, from times measured on the GPU.
+
+INT8 pays where sequences are long. At 77 text tokens, or with small heads, TensorRT's own FP16 attention is the faster, and
+quantising costs more than it saves. Where the edge lies depends on the GPU, so each distinct shape of a model is timed in
+both forms, as an engine of one node, and each site keeps the faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import Dims, NativeSite
+from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, VERSION
+from trtconvert.export.nodes import SITE_METADATA, attention_nodes, mask_of
+
+TIMESTEP_MAX = 1000.0
+TABLES = INPUTS[4:]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Everything of a node that decides its speed, at fixed sizes.
+
+    Attributes:
+        q, k: shapes of queries and of keys and values, in `layout`.
+        dtype: their type.
+        mask: shape and type of the mask, if there is one.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    layout: str
+    dtype: ir.DataType
+    scaling: str
+    smooth_k: bool
+    mask: tuple[tuple[int, ...], ir.DataType] | None = None
+
+    @property
+    def _tokens_axis(self) -> int:
+        return 2 if self.layout == "BHND" else 1
+
+    @property
+    def query_tokens(self) -> int:
+        return self.q[self._tokens_axis]
+
+    @property
+    def key_tokens(self) -> int:
+        return self.k[self._tokens_axis]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of queries, and of keys and values."""
+        axis = 3 - self._tokens_axis
+        return self.q[axis], self.k[axis]
+
+
+@dataclass(frozen=True)
+class CaseTimes:
+    """Device time of one call in microseconds: with TensorRT's own attention, and with the plugin in each mode."""
+
+    native: float
+    plugin: Mapping[Mode, float]
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """A site to choose for: its case in each optimisation profile, and its mode in each timestep bin."""
+
+    cases: tuple[AttentionCase, ...]
+    modes: tuple[Mode, ...]
+
+
+def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]:
+    """The model's sites with their sizes at the opt shape of each profile.
+
+    Sites whose sizes the graph does not tell are left out; they cannot be timed alone.
+    """
+    sizes = [{name: opt for name, (_, opt, _) in dims.items()} for dims in profiles]
+    found = {}
+    for site, node in attention_nodes(model).items():
+        cases = [_case(node, opt) for opt in sizes]
+        modes = node.inputs[INPUTS.index("modes")]
+        if all(cases) and modes is not None and modes.const_value is not None:
+            found[site] = SitePlan(
+                tuple(case for case in cases if case), tuple(Mode(int(m)) for m in modes.const_value.numpy())
+            )
+    return found
+
+
+def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
+    q, k = (_fixed(value, sizes) for value in node.inputs[:2])
+    mask = mask_of(node)
+    fixed_mask = _fixed(mask, sizes)
+    if not q or not k or (mask is not None and fixed_mask is None):
+        return None
+    text = {name: node.attributes[name].as_string() for name in ("layout", "scaling")}
+    return AttentionCase(
+        q,
+        k,
+        text["layout"],
+        _dtype(node.inputs[0]),
+        text["scaling"],
+        bool(node.attributes["smooth_k"].as_int()),
+        None if fixed_mask is None else (fixed_mask, _dtype(mask)),
+    )
+
+
+def _fixed(value: ir.Value | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """A value's shape with numbers for its symbols; None where the graph does not tell."""
+    if value is None or value.shape is None:
+        return None
+    shape = value.shape.evaluate(sizes)
+    return tuple(shape.numpy()) if shape.is_static() else None
+
+
+def _dtype(value: ir.Value | None) -> ir.DataType:
+    assert value is not None and value.dtype is not None  # the exporter types every value
+    return value.dtype
+
+
+def choose(
+    sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, frozenset[Mode]], CaseTimes]
+) -> list[NativeSite]:
+    """The sites at which TensorRT's own attention is the faster.
+
+    Args:
+        time_case: times a case, with the plugin in the modes that it is given. Called once per distinct case.
+    """
+    needed: dict[AttentionCase, set[Mode]] = {}
+    for plan in sites.values():
+        for case in plan.cases:
+            needed.setdefault(case, set()).update(plan.modes)
+    times = {case: time_case(case, frozenset(modes)) for case, modes in needed.items()}
+    kept = []
+    for name, plan in sites.items():
+        native = sum(times[case].native for case in plan.cases)
+        plugin = sum(times[case].plugin[mode] for case in plan.cases for mode in plan.modes) / len(plan.modes)
+        if native < plugin:
+            first = plan.cases[0]
+            kept.append(
+                NativeSite(
+                    name=name,
+                    query_tokens=first.query_tokens,
+                    key_tokens=first.key_tokens,
+                    native_us=round(native, 2),
+                    plugin_us=round(plugin, 2),
+                )
+            )
+    return kept
+
+
+def one_node_model(case: AttentionCase) -> ir.Model:
+    """A model of one `Int8Attention` node. Its timestep bins have the four modes in their order.
+
+    Inputs are q, k, v, timestep [B] and, if the case has one, mask; the output is out.
+    """
+    (heads, kv_heads), dim = case.heads, case.q[3]
+    bins = len(Mode)
+    # Values of N(0, 1) lie within ±4.
+    tables = {
+        "q_scale": np.full((bins, heads), 4 / 127, np.float32),
+        "k_scale": np.full((bins, kv_heads), 4 / 127, np.float32),
+        "v_scale": np.full((bins, kv_heads, dim), 4 / 127, np.float32),
+        "k_offset": np.zeros((bins, kv_heads, dim), np.float32),
+        "v_offset": np.zeros((bins, kv_heads, dim), np.float32),
+        "modes": np.array(list(Mode), np.int32),
+    }
+    inputs = [ir.val(name, case.dtype, shape) for name, shape in zip("qkv", (case.q, case.k, case.k), strict=True)]
+    inputs.append(ir.val("timestep", ir.DataType.FLOAT, (case.q[0],)))
+    initializers = [ir.val(name, const_value=ir.tensor(tables[name], name=name)) for name in TABLES]
+    mask = [] if case.mask is None else [ir.val(MASK, case.mask[1], case.mask[0])]
+    node = ir.node(
+        OP,
+        [*inputs, *initializers, *mask],
+        {
+            "layout": case.layout,
+            "softmax_scale": dim**-0.5,
+            "timestep_max": TIMESTEP_MAX,
+            "scaling": case.scaling,
+            "smooth_k": int(case.smooth_k),
+        },
+        domain=DOMAIN,
+        name="attention",
+        metadata_props={SITE_METADATA: "attention"},
+    )
+    out = node.outputs[0]
+    out.name, out.dtype, out.shape = "out", case.dtype, ir.Shape(case.q)
+    graph = ir.Graph(
+        [*inputs, *mask],
+        [out],
+        nodes=[node],
+        initializers=initializers,
+        opset_imports={"": OPSET, DOMAIN: VERSION},
+        name="attention",
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def timestep_of(mode: Mode) -> float:
+    """A timestep of `one_node_model` at which the node computes in a mode: the middle of its bin."""
+    return (mode + 0.5) / len(Mode) * TIMESTEP_MAX
