@@ -8,9 +8,12 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
+from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.calib.frontier import Frontier
 from trtconvert.calib.plan import fastest_plan, search_plan
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
+from trtconvert.errors import UserError
 from trtconvert.models.base import intercepted
 
 SITES = ["a", "b"]
@@ -47,34 +50,93 @@ def test_limits_far_from_one_are_kept():
         assert all(torch.equal(plan[s], fastest_plan(SITES, cost, time, 0.5)[s]) for s in SITES)
 
 
-@pytest.mark.parametrize("budget", [20.0, 35.0, 200.0])
-def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(budget):
+def searched(*budget, distance=0.0):
+    """A search over two sites whose error model is off by a factor of three, as real ones are.
+
+    Args:
+        budget: limits of PSNR, and perhaps of a second figure, which is `distance` for every plan with an aggressive mode.
+    """
     cost, _ = random_choices(1)
     seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0], [8.0, 7.0, 5.0, 4.0]], dtype=torch.float64)
     sensitivity = Sensitivity(SITES, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), torch.full((BINS,), 0.5))
-    sampled = []
+    kinds = (("psnr", True), ("lpips", False))
+    measures = [
+        Measure(name, lambda *_: 0.0, higher, limit) for (name, higher), limit in zip(kinds, budget, strict=False)
+    ]
 
-    def sample_psnr(plan):
-        # An error model that is off by a factor of three, as real ones are.
-        chosen = torch.stack([plan[site] for site in SITES]).long()[..., None]
-        error = 3 * float((cost * 1e-3).gather(-1, chosen).sum())
-        sampled.append(plan)
-        return 150.0 if error == 0 else float(-10 * torch.tensor(error).log10())
+    def measure(plan):
+        chosen = torch.stack([plan[site] for site in SITES])
+        error = 3 * float((cost * 1e-3).gather(-1, chosen.long()[..., None]).sum())
+        psnr = 150.0 if error == 0 else float(-10 * torch.tensor(error).log10())
+        return {"psnr": psnr, "lpips": distance if (chosen == Mode.AGGRESSIVE).any() else 0.0}
 
-    sigmas = compute_sigma_schedule(1000, "linear")
-    plan, points = search_plan(sensitivity, seconds, sigmas, budget, sample_psnr)
-    best = next(p for p in points if p.plan is plan)
-    if budget > 150:  # more than equal samples reach
-        assert not any(modes.any() for modes in plan.values())
+    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), measures, measure)
+    return Frontier(gpu="", date="", limits=limits(measures), points=points)
+
+
+@pytest.mark.parametrize("psnr", [20.0, 35.0, 200.0])
+def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(psnr):
+    frontier = searched(psnr)
+    best = frontier.choose(None)
+    if psnr > 150:  # more than equal samples reach
+        assert best.name == "fp16 everywhere"
     else:
-        assert best.psnr >= budget
-    assert all(p.psnr < budget for p in points if p.speed > best.speed)
-    assert points == sorted(points, key=lambda p: (-p.speed, -p.psnr))
-    assert next(p for p in points if p.name == "fp16 everywhere").speed == 1.0
+        assert best.psnr >= psnr
+    assert all(p.psnr < psnr for p in frontier.points if p.speed > best.speed)
+    assert frontier.points == sorted(frontier.points, key=lambda p: (-p.speed, -p.psnr))
+    assert next(p for p in frontier.points if p.name == "fp16 everywhere").speed == 1.0
+
+
+def test_every_figure_of_the_budget_must_be_kept():
+    free, strict = searched(20.0, 0.01, distance=0.005), searched(20.0, 0.01, distance=0.02)
+    aggressive = int(Mode.AGGRESSIVE)
+    assert any(aggressive in row for row in free.choose(None).modes.values())
+    kept = strict.choose(None)
+    assert not any(aggressive in row for row in kept.modes.values()) and kept.speed > 1
+    assert strict.limits == {"psnr": 20.0, "lpips": 0.01}
+
+
+def test_a_named_plan_is_chosen_if_it_keeps_the_budget():
+    frontier = searched(35.0)
+    assert frontier.choose("fp16 everywhere").name == "fp16 everywhere"
+    with pytest.raises(UserError, match="'nothing' was not tried") as refused:
+        frontier.choose("nothing")
+    assert "fp16 everywhere (1.000×" in refused.value.expected
+    missed = next(p for p in frontier.points if not p.keeps_budget)
+    with pytest.raises(UserError, match="misses the budget") as refused:
+        frontier.choose(missed.name)
+    assert refused.value.got.startswith("psnr ") and "psnr 35" in refused.value.expected
+
+
+def test_nan_keeps_no_limit():
+    assert not Measure("psnr", lambda *_: 0.0, True, 30.0).keeps(float("nan"))
+    assert not Measure("lpips", lambda *_: 0.0, False, 0.1).keeps(float("nan"))
+    assert Measure("lpips", lambda *_: 0.0, False, None).keeps(0.3)
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ("{", "JSONDecodeError"),
+        ('{"gpu": "x", "date": "y", "rows": []}', "no rows"),
+        ('{"gpu": "x", "rows": []}', "'date'"),
+        (
+            '{"gpu": "x", "date": "y", "rows": [{"mode": 0, "shape": [1, 1, 8, 8, 64], "seconds": 1}]}',
+            "no times of precision",
+        ),
+        ('{"gpu": "x", "date": "y", "rows": [{"mode": 7, "shape": [1, 1, 8, 8, 64], "seconds": 1}]}', "7"),
+    ],
+)
+def test_what_is_no_table_of_costs_is_refused(tmp_path, content, got):
+    path = tmp_path / "cost.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"cost\.json does not hold times") as refused:
+        KernelCost.load(path)
+    assert got in refused.value.got and "trtconvert measure" in refused.value.expected
 
 
 def test_the_cost_table_orders_modes_by_work_and_interpolates():
-    costs = KernelCost.shipped()
+    costs = KernelCost.load()
     assert costs.gpu and costs.date
 
     def at(tokens, mode):

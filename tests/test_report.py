@@ -1,6 +1,5 @@
 """`trtconvert report`: a whole document that loads nothing, believes nothing, and reads well in a browser."""
 
-import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -14,17 +13,33 @@ from support import refusal, run
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import read_manifest, write_manifest
+from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, PairedQuality, SetQuality
 from trtconvert.evaluate.report import gates, render
 
 HOSTILE = '<script>alert("1")</script>&\'"'
 VOID = {"meta", "link", "img", "br", "hr"}
-FRONTIER = [
-    {"name": "aggressive everywhere", "speed": 1.9, "psnr": 38.2, "chosen": False},
-    {"name": "balanced, late steps precise", "speed": 1.7, "psnr": 44.1, "chosen": True},
-    {"name": "fp16 everywhere", "speed": 1.0, "psnr": 120.0, "chosen": False},
-]
+
+
+def point(name, speed, psnr, **further):
+    return PlanPoint(
+        name=name, speed=speed, figures={"psnr": psnr} | further, keeps_budget=psnr >= 36, int8_values=0.5,
+        modes={"a": [0 if psnr > 100 else 2]},
+    )  # fmt: skip
+
+
+FRONTIER = Frontier(
+    gpu="a GPU",
+    date="2026-01-01",
+    limits={"psnr": 36.0},
+    points=[
+        point("aggressive everywhere", 1.9, 35.2, lpips=0.0213),
+        point("balanced, late steps precise", 1.7, 44.1, lpips=0.0102),
+        point("fp16 everywhere", 1.0, 120.0, lpips=0.0),
+    ],
+    chosen="balanced, late steps precise",
+)
 
 
 class Document(HTMLParser):
@@ -57,7 +72,7 @@ def bundle(digits_build, tmp_path_factory):
     """The digits with a frontier."""
     folder = tmp_path_factory.mktemp("report") / "bundle"
     shutil.copytree(digits_build.bundle, folder)
-    (folder / "frontier.json").write_text(json.dumps(FRONTIER))
+    (folder / "frontier.json").write_text(FRONTIER.model_dump_json())
     write_manifest(folder, read_manifest(folder))
     return folder
 
@@ -188,9 +203,7 @@ def test_an_evaluation_of_another_bundle(bundle, tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '[{"name": "a"}]', '[{"name": "a", "speed": "x", "psnr": 1, "chosen": 1}]']
-)
+@pytest.mark.parametrize("content", ["{", "[]", '{"points": []}', FRONTIER.model_dump_json().replace("1.9", '"x"')])
 def test_a_frontier_that_is_none(digits_build, tmp_path, content):
     folder = tmp_path / "bundle"
     shutil.copytree(digits_build.bundle, folder)
@@ -250,11 +263,20 @@ def test_modes_are_named():
 
 
 def test_the_frontier_puts_faster_to_the_right_and_better_up():
-    found = charts.frontier(FRONTIER, 36.0)
+    found = charts.frontier(FRONTIER)
     fast, chosen, exact = found.points
-    assert exact.x < chosen.x < fast.x and exact.y < chosen.y < fast.y < found.budget
+    assert exact.x < chosen.x < fast.x and exact.y < chosen.y < found.budget < fast.y
     assert found.chosen == chosen and exact.exact and exact.psnr == "exact"
-    assert charts.frontier(FRONTIER[:1], 36.0).chosen is None
+    assert charts.frontier(FRONTIER.model_copy(update={"chosen": ""})).chosen is None
+
+
+def test_the_plans_are_listed_with_every_figure_and_whether_they_keep_the_budget(bundle, tmp_path):
+    assert run("report", bundle, "-o", tmp_path / "report.html").exit_code == 0
+    table = (tmp_path / "report.html").read_text(encoding="utf-8").split("The plans as a table")[1].split("</table>")[0]
+    rows = [re.sub("<[^>]*>", " ", row).split() for row in table.split("</tr>")]
+    assert rows[0][-7:] == ["PSNR", "LPIPS", "↓", "Both", "products", "INT8", "Budget"]
+    assert rows[1] == ["aggressive", "everywhere", "1.900", "×", "35.2", "dB", "0.0213", "50%", "missed"]
+    assert rows[2][-4:] == ["dB", "0.0102", "50%", "kept"] and "built" in rows[2]
 
 
 def test_ticks_are_round_and_inside():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,8 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
-
-TABLE = "kernel_cost.json"
-"""The GPU, the date, and rows of shape (batch, heads, query tokens, key tokens, head size), mode, and seconds of a call with
-its quantisation."""
+from trtconvert.calib.identity import KERNEL_COST
+from trtconvert.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,37 @@ class KernelCost:
         ]
 
     @staticmethod
-    def shipped() -> KernelCost:
-        """The times measured for this release."""
-        return KernelCost(json.loads(files("trtconvert.calib").joinpath(TABLE).read_text()))
+    def load(path: Path | None = None) -> KernelCost:
+        """Times that `trtconvert measure` wrote, or those that come with the program.
+
+        Raises:
+            UserError: not such a file, or one that lacks a mode at some head size.
+        """
+        path = path or KERNEL_COST
+        try:
+            cost = KernelCost(json.loads(path.read_text(encoding="utf-8")))
+            if lacking := cost._lacking():
+                raise ValueError(lacking)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{path} does not hold times of the attention kernels",
+                expected="a JSON file that `trtconvert measure` wrote: gpu, date, and rows of shape, mode and seconds",
+                got=f"{type(error).__name__}: {error}",
+                remedy="measure again on the GPU that the plan is for, or remove plan.kernel_cost",
+            ) from error
+        return cost
+
+    def _lacking(self) -> str:
+        """What a table must have and this one has not; empty if nothing."""
+        if not self._rows:
+            return "no rows"
+        for size in sorted({shape.head_dim for shape, _, _ in self._rows}):
+            here = {mode for shape, mode, _ in self._rows if shape.head_dim == size}
+            if missing := [mode.name.lower() for mode in Mode if mode not in here]:
+                return f"no times of {', '.join(missing)} at head size {size}"
+        if any(not (0 < seconds < math.inf) for _, _, seconds in self._rows):
+            return "times that are not positive"
+        return ""
 
     def seconds(self, shape: AttentionShape, mode: Mode) -> float:
         """Time of one call. Linear in the logarithms of work and time between measured points; beyond them, the work's

@@ -12,10 +12,14 @@ from trtconvert.cache import Cache, code_identity
 from trtconvert.entry_point import source_file
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
-from trtconvert.recipe import Recipe
+from trtconvert.recipe import PlanSection, Recipe
 
 INPUT_SUFFIXES = (".safetensors", ".npz", ".pt")
 PROMPT_SUFFIXES = (".txt",)
+
+KERNEL_COST = Path(__file__).with_name("kernel_cost.json")
+"""The kernels' times that come with the program: the GPU, the date, and rows of shape (batch, heads, query tokens, key tokens,
+head size), mode, and seconds of a call with its quantisation."""
 
 
 class Kind(StrEnum):
@@ -102,6 +106,35 @@ def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
         "from": sha256(section.from_) if section.from_ is not None and section.from_.is_file() else "",
         "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
     }
+
+
+PLAN_FILES = ("lpips_weights", "features_weights", "kernel_cost")
+"""Fields of the plan section that name files."""
+
+
+def search_reads(section: PlanSection) -> dict[str, Any]:
+    """Everything in the plan section that decides a search, as JSON values.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    reads = section.model_dump(mode="json", exclude={*PLAN_FILES, "point"})
+    for name in PLAN_FILES:
+        path: Path | None = getattr(section, name)
+        try:
+            reads[name] = sha256(path) if path is not None else ""
+        except OSError as error:
+            raise UserError(
+                f"cannot read plan.{name}",
+                expected="a file; the path is relative to the recipe",
+                got=f"{error.strerror}: {path}",
+                remedy=f"correct plan.{name} in the recipe",
+            ) from error
+    if section.features is not None and (source := source_file(section.features)):
+        reads["extractor"] = sha256(source)
+    if section.kernel_cost is None:
+        reads["kernel_cost"] = sha256(KERNEL_COST)
+    return reads
 
 
 def observations_folder(cache: Cache, reads: dict[str, Any]) -> Path:

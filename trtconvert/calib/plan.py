@@ -1,15 +1,21 @@
 """The precision plan: one mode per site and timestep bin.
 
-`auto` looks for the fastest plan that keeps a PSNR budget. For a limit on the modelled error (`Sensitivity`) the plan of least
-attention time is a multiple-choice knapsack, which HiGHS solves to proven optimality. A bisection over the limit then samples
-with each candidate. What is guaranteed: the chosen plan was sampled on the plan's seeds and keeps the budget there, and no plan
-of the same modelled error is faster. The gates check it again on other seeds.
+`auto` looks for the fastest plan that keeps a budget: a least PSNR, and limits on SSIM, LPIPS or a distance of features where
+they are asked for. For a limit on the modelled error (`Sensitivity`) the plan of least attention time is a multiple-choice
+knapsack, which HiGHS solves to proven optimality. A bisection over the limit then samples with each candidate.
+
+What is guaranteed:
+- the chosen plan was sampled on the plan's seeds, and every figure keeps its limit there;
+- it is the fastest of all plans that were sampled and keep the budget, so never slower than a uniform mode, the σ rule or INT8
+  with late FP16 steps where those keep it;
+- each candidate of the search is the fastest plan of all, to proven optimality, whose modelled error is within its limit.
+What is not: that no plan outside the error model is faster, and that other seeds give the same figures. The gates of a build
+check the figures on other seeds, and fail it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +25,9 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.schedules import sigma_rule_modes
 from trtconvert.attention.sites import Site
+from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.models.base import DiffusionModel, intercepted
 from trtconvert.progress import Bar
@@ -34,27 +42,10 @@ BISECTIONS = 6
 FRONTIER_DB = (60, 50, 40, 30)
 """PSNR that the error model promises at the frontier's points; each point is then sampled."""
 
-FIXED = 5
+FIXED = 6
 """Plans to compare with, see `_fixed_plans`."""
 
 POINTS = FIXED + len(FRONTIER_DB) + BISECTIONS
-
-
-@dataclass(frozen=True)
-class Point:
-    """A plan that was sampled.
-
-    Attributes:
-        name: what it is.
-        plan: its modes.
-        speed: attention time of FP16 everywhere over this plan's.
-        psnr: dB, measured on the plan's seeds against full precision.
-    """
-
-    name: str
-    plan: Plan
-    speed: float
-    psnr: float
 
 
 def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, bins: int) -> Plan:
@@ -78,10 +69,11 @@ def search(
     tables: Mapping[str, Mapping[str, Tensor]],
     attention: AttentionSection,
     section: PlanSection,
+    budget: Budget,
     bins: int,
     batch: int,
     bar: Bar,
-) -> tuple[Plan, list[Point]]:
+) -> Frontier:
     """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
 
     Args:
@@ -90,6 +82,7 @@ def search(
         batch: for which attention times are taken.
         bar: shows the progress.
     """
+    cost = KernelCost.load(section.kernel_cost)
     seeds = range(section.seed, section.seed + section.samples)
     bar.total(section.steps + bins + POINTS)
 
@@ -101,46 +94,55 @@ def search(
     sensitivity = measure_sensitivity(model, int8_sites(exact), bins, seeds=seeds, steps=section.steps, done=bar.step)
     with torch.no_grad():
         full = model.sample(model.denoiser, seeds, steps=section.steps, solver="ddim")
-    sampled: dict[tuple[int, ...], float] = {}
+    measured: dict[tuple[int, ...], dict[str, float]] = {}
 
-    def sample_psnr(plan: Plan) -> float:
-        key = tuple(int(m) for modes in plan.values() for m in modes)
-        if key not in sampled:
+    def measure(plan: Plan) -> dict[str, float]:
+        key = _key(plan)
+        if key not in measured:
             with torch.no_grad():
                 denoiser = intercepted(model, int8_sites(plan).handler())
                 images = model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
-            sampled[key] = float(-10 * (images - full).double().square().mean().clamp_min(1e-12).log10())
+            measured[key] = figures(budget, images, full)
         bar.step()
-        return sampled[key]
+        return measured[key]
 
     shapes = [AttentionShape(batch, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
-    seconds = KernelCost.shipped().table(shapes)
-    return search_plan(sensitivity, seconds, model.sigmas, section.min_psnr, sample_psnr)
+    points = search_plan(sensitivity, cost.table(shapes), model.sigmas, budget, measure)
+    return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
 
 
 def search_plan(
     sensitivity: Sensitivity,
     seconds: Tensor,
     sigmas: Tensor,
-    budget: float,
-    sample_psnr: Callable[[Plan], float],
-) -> tuple[Plan, list[Point]]:
-    """The fastest plan whose samples keep the budget, and the frontier around it.
+    budget: Budget,
+    measure: Callable[[Plan], dict[str, float]],
+) -> list[PlanPoint]:
+    """Plans around the fastest one whose samples keep the budget.
 
     Args:
         seconds: [S, 4] attention time of each site in each mode, in any unit.
         sigmas: as in `make_plan`.
-        budget: least PSNR in dB.
-        sample_psnr: draws samples with a plan and compares them with full precision.
+        budget: what a plan must keep.
+        measure: draws samples with a plan and gives every figure of the budget.
     Returns:
-        The plan, and all points that were sampled, fastest first. FP16 everywhere always keeps the budget.
+        All points that were sampled, fastest first; FP16 everywhere is one of them.
     """
     sites, bins = sensitivity.sites, len(sensitivity.gain)
     cost = sensitivity.cost()
     time = seconds[:, None] * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, 4]; unseen bins count a little
 
-    def point(name: str, plan: Plan) -> Point:
-        return Point(name, plan, _speed(plan, sites, time), sample_psnr(plan))
+    def point(name: str, plan: Plan) -> PlanPoint:
+        found = measure(plan)
+        chosen = torch.stack([plan[site] for site in sites])
+        return PlanPoint(
+            name=name,
+            speed=float(time[..., Mode.FP16].sum() / time.gather(-1, chosen.long()[..., None]).sum()),
+            figures=found,
+            keeps_budget=keeps_budget(budget, found),
+            int8_values=float(((chosen >= Mode.BALANCED).double().mean(0) * sensitivity.steps).sum()),
+            modes={site: modes.tolist() for site, modes in plan.items()},
+        )
 
     fixed = _fixed_plans(sigmas, bins)
     points = [point(name, {site: modes.clone() for site in sites}) for name, modes in fixed.items()]
@@ -152,12 +154,9 @@ def search_plan(
         middle = (low + high) / 2
         candidate = point(f"search, error 10^{middle:.2f}", fastest_plan(sites, cost, time, 10**middle))
         points.append(candidate)
-        low, high = (middle, high) if candidate.psnr >= budget else (low, middle)
+        low, high = (middle, high) if candidate.keeps_budget else (low, middle)
 
-    points.sort(key=lambda p: (-p.speed, -p.psnr))
-    # Equal samples have a PSNR that ends somewhere; a budget beyond it leaves FP16 everywhere.
-    best = next((p for p in points if p.psnr >= budget), min(points, key=lambda p: p.speed))
-    return best.plan, _distinct(points)
+    return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
 
 
 def _fixed_plans(sigmas: Tensor, bins: int) -> dict[str, Tensor]:
@@ -169,10 +168,8 @@ def _fixed_plans(sigmas: Tensor, bins: int) -> dict[str, Tensor]:
         return torch.full((bins,), int(mode), dtype=torch.int32)
 
     late = torch.where(rule == int(Mode.PRECISION), everywhere(Mode.FP16), everywhere(Mode.AGGRESSIVE))
-    plans = {
-        f"{mode.name.lower()} everywhere": everywhere(mode) for mode in (Mode.FP16, Mode.BALANCED, Mode.AGGRESSIVE)
-    }
-    return plans | {"σ rule": rule, "aggressive, late steps fp16": late}
+    plans = {f"{mode.name.lower()} everywhere": everywhere(mode) for mode in Mode}
+    return plans | {"sigma rule": rule, "aggressive, late steps fp16": late}
 
 
 def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float) -> Plan:
@@ -199,20 +196,20 @@ def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float) -> 
             np.concatenate([np.ones(count), [-np.inf]]),  # pyright: ignore[reportArgumentType]
             np.concatenate([np.ones(count), [1.0]]),  # pyright: ignore[reportArgumentType]
         ),
+        options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
     )
     assert result.success, result.message  # FP16 everywhere is always feasible
     chosen = torch.from_numpy(result.x).view(*cost.shape).argmax(-1).int()
     return dict(zip(sites, chosen, strict=True))
 
 
-def _speed(plan: Plan, sites: list[str], time: Tensor) -> float:
-    chosen = torch.stack([plan[site] for site in sites]).long()[..., None]
-    return float(time[..., Mode.FP16].sum() / time.gather(-1, chosen).sum())
+def _key(plan: Plan) -> tuple[int, ...]:
+    return tuple(int(mode) for modes in plan.values() for mode in modes)
 
 
-def _distinct(points: list[Point]) -> list[Point]:
-    """Of points with the same modes, the first."""
-    kept: dict[tuple[int, ...], Point] = {}
-    for p in points:
-        kept.setdefault(tuple(int(m) for modes in p.plan.values() for m in modes), p)
+def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:
+    """Of points with the same modes, the first: those of the fixed plans come before those of the search."""
+    kept: dict[tuple[int, ...], PlanPoint] = {}
+    for point in points:
+        kept.setdefault(tuple(mode for row in point.modes.values() for mode in row), point)
     return list(kept.values())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trtconvert.attention.modes import Mode
+from trtconvert.calib import frontier as search
 
 ERROR_RAMP = ("#fff4e8", "#fddcb0", "#f8b06a", "#de7431", "#9c3d10")
 RANGE_RAMP = ("#eef5fb", "#c9def0", "#86b6dd", "#3f82bd", "#164e86")
@@ -222,11 +223,20 @@ def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan: its name, attention speed relative to FP16, PSNR in dB as text, and where it is drawn."""
+    """A plan as text, and where it is drawn.
+
+    Attributes:
+        speed: of attention, relative to FP16 everywhere; psnr: in dB; further: the other figures.
+        int8_values: share of sites and steps whose second product is INT8 too.
+        kept: whether the plan keeps the budget; chosen: whether it was built; exact: whether its samples are full precision's.
+    """
 
     name: str
     speed: str
     psnr: str
+    further: Sequence[str]
+    int8_values: str
+    kept: bool
     chosen: bool
     exact: bool
     x: float
@@ -240,6 +250,8 @@ class Frontier:
     Attributes:
         points: fastest first; budget: height of the line that a plan must stay above.
         label_anchor: SVG's text-anchor for the label of the chosen plan, away from the nearer edge.
+        further: headings of the figures beside PSNR.
+        gpu, date: where and when the kernels' times were measured.
     """
 
     frame: Frame
@@ -248,18 +260,23 @@ class Frontier:
     label_anchor: str
     budget: float
     budget_text: str
+    further: Sequence[str]
+    gpu: str
+    date: str
 
 
-def frontier(plans: Sequence[Mapping[str, object]], min_psnr: float) -> Frontier:
-    """
-    Args:
-        plans: of frontier.json, each with name, speed (relative to FP16), psnr (dB) and chosen.
-        min_psnr: the budget in dB.
-    """
+FIGURES = {"ssim": "SSIM ↑", "lpips": "LPIPS ↓", "feature_distance": "feature distance ↓"}
+"""Names of a plan's figures beside PSNR, with an arrow to where they are better."""
+
+
+def frontier(tried: search.Frontier) -> Frontier:
+    """The chart and the table of the plans that a search tried."""
     width, height, left, top, right, bottom = 680, 330, 52.0, 34.0, 664.0, 284.0
-    measured = [(str(p["name"]), float(p["speed"]), float(p["psnr"]), bool(p["chosen"])) for p in plans]  # type: ignore[arg-type]
-    speeds = [speed for _, speed, _, _ in measured]
-    finite = [db for _, _, db, _ in measured if db < EXACT_DB]
+    min_psnr = tried.limits["psnr"]
+    measured = [(point.speed, point.psnr) for point in tried.points]
+    further = [name for name in FIGURES if name in tried.points[0].figures]
+    speeds = [speed for speed, _ in measured]
+    finite = [db for _, db in measured if db < EXACT_DB]
     low_x, high_x = min(speeds), max(speeds)
     pad = 0.06 * (high_x - low_x) or 0.05
     low_x, high_x = low_x - pad, high_x + pad
@@ -274,15 +291,18 @@ def frontier(plans: Sequence[Mapping[str, object]], min_psnr: float) -> Frontier
 
     points = [
         Point(
-            name,
-            f"{speed:.3f} ×",
-            "exact" if db >= EXACT_DB else f"{db:.1f} dB",
-            chosen,
-            db >= EXACT_DB,
-            round(x(speed), 1),
-            round(y(db), 1),
+            point.name,
+            f"{point.speed:.3f} ×",
+            "exact" if point.psnr >= EXACT_DB else f"{point.psnr:.1f} dB",
+            [f"{point.figures[name]:.4g}" for name in further],
+            f"{point.int8_values:.0%}",
+            point.keeps_budget,
+            point.name == tried.chosen,
+            point.psnr >= EXACT_DB,
+            round(x(point.speed), 1),
+            round(y(point.psnr), 1),
         )
-        for name, speed, db, chosen in sorted(measured, key=lambda plan: -plan[1])
+        for point in tried.points
     ]
     best = next((point for point in points if point.chosen), None)
     frame = Frame(
@@ -296,4 +316,6 @@ def frontier(plans: Sequence[Mapping[str, object]], min_psnr: float) -> Frontier
         [(y(tick), f"{tick:g}") for tick in linear_ticks(low_y, high_y)],
     )
     anchor = "end" if best and best.x > (left + right) / 2 else "start"
-    return Frontier(frame, points, best, anchor, round(y(min_psnr), 1), f"budget, {min_psnr:g} dB")
+    headings = [FIGURES[name] for name in further]
+    budget = round(y(min_psnr), 1)
+    return Frontier(frame, points, best, anchor, budget, f"budget, {min_psnr:g} dB", headings, tried.gpu, tried.date)

@@ -490,8 +490,8 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
     ssim, lpips = (torch.cat(values) if values else None for values in measured.values())
     worst = int(error.argmax())
     return PairedQuality(
-        psnr=_decibels(error.mean()),
-        psnr_worst=_decibels(error[worst]),
+        psnr=float(metrics.decibels(error.mean())),
+        psnr_worst=float(metrics.decibels(error[worst])),
         psnr_worst_seed=seed + int(torch.cat(indices)[worst]),
         ssim=None if ssim is None else float(ssim.mean()),
         ssim_worst=None if ssim is None else float(ssim.min()),
@@ -501,8 +501,3 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
         fid_full=metrics.frechet_distance(full.moments["pooled"], other.moments["pooled"]),
         nonfinite_sites=broken,
     )
-
-
-def _decibels(squared_error: Tensor) -> float:
-    """PSNR of images in [0, 1]; equal images get 120 dB, as in `verify.psnr`."""
-    return float(-10 * squared_error.clamp_min(1e-12).log10())

@@ -134,6 +134,29 @@ def precision_recall(generated: Tensor, reference: Tensor) -> tuple[float, float
     return result[prc.KEY_METRIC_PRECISION], result[prc.KEY_METRIC_RECALL]
 
 
+def decibels(squared_error: Tensor) -> Tensor:
+    """PSNR in dB of mean squared errors of images in [0, 1]; 120 dB stand for equality."""
+    return -10 * squared_error.clamp_min(1e-12).log10()
+
+
+def psnr(images: Tensor, expected: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB over all pixels of images in [0, 1]. [N, C, H, W] twice."""
+    return float(decibels((images.double() - expected.double()).square().mean()))
+
+
+def feature_distance(features: Tensor, expected: Tensor) -> float:
+    """Mean squared distance between unit vectors of features: 0 for the same directions, 4 for opposite ones.
+
+    In the manner of LPIPS (Zhang et al. 2018, equation 1) on one layer without learned weights, so it is no LPIPS: nobody has
+    compared it with what people see.
+
+    Args:
+        features, expected: [N, D] of any extractor; rows belong together.
+    """
+    difference = F.normalize(features.double(), dim=1) - F.normalize(expected.double(), dim=1)
+    return float(difference.square().sum(1).mean())
+
+
 def ssim(images: Tensor, expected: Tensor) -> Tensor:
     """Structural similarity (Wang et al. 2004, equation 13) of images in [0, 1].
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from trtconvert.errors import UserError
@@ -22,3 +23,14 @@ def require(module: str, package: str) -> Any:
         raise UserError(
             f"this metric needs {package}", expected=f"the package {package}", got=str(error), remedy=REMEDY
         ) from error
+
+
+def require_installed(module: str) -> None:
+    """As `require`, without importing the package, whose name is its module's."""
+    if importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"a figure of the plan needs {module}",
+            expected=f"the package {module.replace('_', '-')}",
+            got="not installed",
+            remedy=REMEDY,
+        )

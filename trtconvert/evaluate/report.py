@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Manifest, check_files, read_manifest
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.frontier import read_frontier
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
@@ -101,7 +101,7 @@ def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> s
         picture=base64.b64encode(picture.read_bytes()).decode() if picture.is_file() else "",
         shown=min(manifest.recipe.output.grid, manifest.quality.samples),
         components=components,
-        frontier=_frontier(folder / FRONTIER, manifest),
+        frontier=charts.frontier(read_frontier(folder / FRONTIER)) if (folder / FRONTIER).is_file() else None,
         evaluation=evaluation,
         figures=rows(evaluation) if evaluation else [],
         paired=paired_rows(evaluation) if evaluation else [],
@@ -230,20 +230,6 @@ def _ranges(
         }
         for site in sites
     }
-
-
-def _frontier(path: Path, manifest: Manifest) -> charts.Frontier | None:
-    if not path.is_file():
-        return None
-    try:
-        return charts.frontier(json.loads(path.read_text(encoding="utf-8")), manifest.recipe.plan.min_psnr)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} is not a frontier",
-            expected="a list of plans with name, speed, psnr and chosen",
-            got=f"{type(error).__name__}: {error}",
-            remedy="build the bundle again",
-        ) from error
 
 
 def _yaml(content: Any) -> str:

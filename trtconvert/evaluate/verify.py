@@ -17,6 +17,7 @@ from trtconvert.bundle import QualityRecord
 from trtconvert.calib.data import Progress, batches_of
 from trtconvert.calib.sensitivity import Int8Sites
 from trtconvert.errors import GateError
+from trtconvert.evaluate.metrics import decibels
 from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
 from trtconvert.recipe import VerifySection
 
@@ -39,7 +40,7 @@ def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, done
 
 def psnr(images: Tensor, expected: Tensor) -> Tensor:
     """Peak signal-to-noise ratio in dB of images in [0, 1]. [N, C, H, W] twice → [N]."""
-    return -10 * (images - expected).square().flatten(1).mean(1).clamp_min(1e-12).log10()
+    return decibels((images - expected).square().flatten(1).mean(1))
 
 
 def site_sqnr(

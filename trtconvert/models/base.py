@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.attention.sites import Handler, InterceptedDenoiser
+from trtconvert.errors import UserError
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -137,6 +138,32 @@ class DiffusionModel:
             else:
                 inputs[spec.name] = torch.randn(shape, generator=generator)
         return inputs
+
+
+class _Reached(Exception):
+    """The denoiser was called: the sampler took what it was asked for."""
+
+
+def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> None:
+    """Ask the sampler whether it takes so many steps, without running one.
+
+    Args:
+        field: of the recipe that asks for them.
+    Raises:
+        UserError: it does not.
+    """
+
+    def denoiser(*_: Tensor, **__: Tensor) -> Tensor:
+        raise _Reached
+
+    try:
+        model.sample(denoiser, [0], steps=steps, solver=solver)
+    except _Reached:
+        pass
+    except UserError as error:
+        raise UserError(
+            f"{field}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
+        ) from error
 
 
 def intercepted(model: DiffusionModel, handler: Handler) -> InterceptedDenoiser:

@@ -1,0 +1,48 @@
+"""What a plan must keep: figures of its samples against full precision's, each with its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure.
+
+    Attributes:
+        name: of the figure, such as "psnr".
+        of: (samples, expected), [N, C, H, W] in [0, 1] each, to the figure.
+        higher: whether more is better.
+        limit: None for a figure that is only reported.
+    """
+
+    name: str
+    of: Callable[[Tensor, Tensor], float]
+    higher: bool
+    limit: float | None
+
+    def keeps(self, value: float) -> bool:
+        """Whether a figure keeps the limit; NaN never does."""
+        return self.limit is None or (value >= self.limit if self.higher else value <= self.limit)
+
+
+Budget = Sequence[Measure]
+"""All figures of a plan; the first is "psnr"."""
+
+
+def figures(budget: Budget, samples: Tensor, expected: Tensor) -> dict[str, float]:
+    """Every figure of a plan's samples."""
+    return {measure.name: measure.of(samples, expected) for measure in budget}
+
+
+def keeps_budget(budget: Budget, found: Mapping[str, float]) -> bool:
+    """Whether all figures keep their limits."""
+    return all(measure.keeps(found[measure.name]) for measure in budget)
+
+
+def limits(budget: Budget) -> dict[str, float]:
+    """The limits that there are."""
+    return {measure.name: measure.limit for measure in budget if measure.limit is not None}
