@@ -53,8 +53,8 @@ def build_plan(
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     network = builder.create_network(0 if flag is None else 1 << int(flag))
     parser = trt.OnnxParser(network, log)
-    if not parser.parse(model, str(path)):
-        raise _parser_refusal(parser, log, title)
+    if not parser.parse(model, str(path)) or network.num_outputs == 0:  # nothing parses as an empty model
+        raise _parser_refusal(parser, log, path, title)
     config = builder.create_builder_config()
     for dims in profiles:
         config.add_optimization_profile(_profile(builder, inputs, dims))
@@ -83,21 +83,27 @@ def _profile(builder: Any, inputs: Sequence[TensorRecord], dims: Dims) -> Any:
     return profile
 
 
-def _parser_refusal(parser: Any, log: Any, title: str) -> TrtconvertError:
+def _parser_refusal(parser: Any, log: Any, path: Path, title: str) -> TrtconvertError:
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     found = [
         f"node '{e.node_name() or e.node()}' ({e.node_operator() or 'no operator'}): {e.desc()}"
         + (f", in {' > '.join(e.local_function_stack())}" if e.local_function_stack() else "")
         for e in errors
     ]
-    unsupported = sorted({e.node_operator() for e in errors if "UNSUPPORTED" in str(e.code())} - {""})
+    unknown = sorted({e.node_operator() for e in errors if "plugin not found" in e.desc().lower()})
+    if unknown:
+        remedy = (
+            f"write the model without {', '.join(unknown)}, install a later TensorRT, or set engine.backend to another"
+        )
+    elif any("initializer" in e.desc() and not e.node_operator() for e in errors):
+        remedy = f"the file of weights beside {path.name} is missing or short: copy or build the bundle again"
+    else:
+        remedy = "correct the model at that node, or set engine.backend to another"
     return TrtconvertError(
         f"{title}: the ONNX model cannot be parsed",
         expected="operators, in types and ranks, that this version's parser knows",
         got="; ".join(found) or log.last(),
-        remedy=f"write the model without {', '.join(unsupported)}, install a later TensorRT, or set engine.backend to another"
-        if unsupported
-        else "correct the model at that node, or set engine.backend to another",
+        remedy=remedy,
     )
 
 

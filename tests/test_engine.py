@@ -1,0 +1,385 @@
+"""Engine builders without a GPU: TensorRT-RTX builds through the same builder as TensorRT, and real TensorRT libraries load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from trtconvert.attention import reference
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import tables_from_data
+from trtconvert.bundle import TensorRecord
+from trtconvert.engine import builder, tensorrt, timing_cache
+from trtconvert.engine.attention_choice import (
+    AttentionCase,
+    CaseTimes,
+    SitePlan,
+    choose,
+    one_node_model,
+    site_plans,
+    timestep_of,
+)
+from trtconvert.engine.builder import build_plan
+from trtconvert.errors import TrtconvertError
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export import storage
+from trtconvert.export.lowering import lower_to_function, lower_to_native
+from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.models.base import intercepted
+from trtconvert.recipe import EngineSection
+
+ROOT = Path(__file__).parents[1]
+trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra 'rtx'")
+
+
+class Watch:
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.shares, self.notices = [], []
+
+    def share(self, detail, done):
+        self.shares.append(done)
+
+    def notice(self, text):
+        self.notices.append(text)
+
+
+def model_of(*nodes, size=64, opset=20):
+    """x [batch, size] to y through some nodes."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size]) for name in "xy")
+    weight = helper.make_tensor("weight", TensorProto.FLOAT, [size, size], [0.01] * size**2)
+    graph = helper.make_graph(nodes, "g", [x], [y], [weight])
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("other", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+LINEAR = (helper.make_node("MatMul", ["x", "weight"], ["y"], name="product"),)
+
+
+def build(model, path=Path("model.onnx"), profiles=({"batch": (1, 2, 4)},), watch=None, configure=None, **options):
+    def for_ada(config):
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+        if configure is not None:
+            configure(config)
+
+    inputs = [TensorRecord(name="x", dtype="float32", shape=["batch", 64])]
+    content = model if isinstance(model, bytes) else model.SerializeToString()
+    return build_plan(
+        trt, content, path, inputs, profiles, configure=for_ada, watch=watch or Watch(), title="here", **options
+    )
+
+
+# What is built --------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_gets_a_profile_per_range():
+    found = []
+    profiles = [{"batch": (1, 1, 1)}, {"batch": (2, 4, 8)}]
+    plan = build(model_of(*LINEAR), profiles=profiles, configure=lambda c: found.append(c.num_optimization_profiles))
+    assert len(plan) > 1000 and found == [2]
+
+
+def test_progress_goes_from_nothing_to_all():
+    watch = Watch()
+    build(model_of(*LINEAR), watch=watch)
+    assert watch.shares[-1] == 1.0 and all(0 <= share <= 1 for share in watch.shares) and len(watch.shares) > 3
+
+
+def test_weights_beside_the_graph_are_found_from_its_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT", 1000)
+    path = tmp_path / "model.onnx"
+    storage.save(ir.from_proto(model_of(*LINEAR)), path)
+    assert storage.weights_file(path).stat().st_size == 4 * 64 * 64
+    assert len(build(path.read_bytes(), path)) > 1000
+    storage.weights_file(path).unlink()
+    with pytest.raises(TrtconvertError, match=r"(?s)cannot be parsed.*weights beside model\.onnx is missing"):
+        build(path.read_bytes(), path)
+
+
+def test_options_of_the_recipe_reach_the_builder():
+    builder_, quiet = trt.Builder(trt.Logger(trt.Logger.ERROR)), EngineSection()
+    wanted = EngineSection(
+        workspace_mb=300, optimization_level=1, refittable=True, version_compatible=True, weight_streaming=True
+    )
+    flags = (trt.BuilderFlag.REFIT, trt.BuilderFlag.VERSION_COMPATIBLE, trt.BuilderFlag.WEIGHT_STREAMING)
+    for options, on in ((wanted, True), (quiet, False)):
+        config = builder_.create_builder_config()
+        tensorrt.apply_options(trt, config, options)
+        assert [config.get_flag(flag) for flag in flags] == [on] * 3
+        assert config.builder_optimization_level == (1 if on else 3)
+        assert (config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 300 << 20) == on
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def refused(*parts, model, **options):
+    with pytest.raises(TrtconvertError) as error:
+        build(model, **options)
+    for part in ("expected: ", "got: ", "remedy: ", *parts):
+        assert part in str(error.value), str(error.value)
+
+
+def test_an_operator_that_the_parser_does_not_know_is_named_with_its_node():
+    odd = helper.make_node("Nothing", ["x"], ["y"], name="blocks.3.odd", domain="other")
+    refused("blocks.3.odd", "(Nothing)", "remedy: write the model without Nothing", model=model_of(odd))
+
+
+def test_a_node_that_cannot_be_parsed_is_named():
+    bad = helper.make_node("Transpose", ["x"], ["y"], name="blocks.1.turn", perm=[0, 7])
+    refused("blocks.1.turn", "remedy: correct the model at that node", model=model_of(bad))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model"])
+def test_what_is_no_model_is_refused(content):
+    refused("cannot be parsed", model=content)
+
+
+def test_shapes_that_do_not_fit_the_network_are_refused():
+    """64 columns meet 64 rows; 32 were asked for."""
+    narrow = model_of(*LINEAR)
+    narrow.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "columns"
+    inputs = [TensorRecord(name="x", dtype="float32", shape=["batch", 32])]
+    with pytest.raises(TrtconvertError, match=r"(?s)here: the engine cannot be built.*got: .+remedy: "):
+        build_plan(
+            trt, narrow.SerializeToString(), Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}],
+            configure=lambda config: None, watch=Watch(), title="here",
+        )  # fmt: skip
+
+
+def test_a_lack_of_memory_is_told_from_other_failures():
+    log = builder.make_log(trt)
+    log.log(trt.ILogger.ERROR, "Error Code 2: OutOfMemory (Requested size was 8589934592 bytes.)")
+    log.log(trt.ILogger.ERROR, "[optimizer.cpp] Could not find any implementation for node attention")
+    assert "engine.workspace_mb" in str(builder._builder_refusal(log, "here"))
+    log.errors.pop(0)
+    assert "memory" not in str(builder._builder_refusal(log, "here"))
+
+
+# What interrupts ------------------------------------------------------------------------------------------------------
+
+
+class Interrupting(Watch):
+    """Ctrl-C at the third step."""
+
+    def share(self, detail, done):
+        super().share(detail, done)
+        if len(self.shares) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_ends_a_build_and_leaves_the_handler_as_it_was():
+    whole, watch, before = Watch(), Interrupting(), signal.getsignal(signal.SIGINT)
+    build(model_of(*LINEAR), watch=whole)
+    with pytest.raises(KeyboardInterrupt):
+        build(model_of(*LINEAR), watch=watch)
+    assert len(watch.shares) < len(whole.shares)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_watcher_that_fails_ends_the_build_with_its_own_error():
+    class Failing(Watch):
+        def share(self, detail, done):
+            raise BrokenPipeError("the terminal is gone")
+
+    with pytest.raises(BrokenPipeError, match="the terminal is gone"):
+        build(model_of(*LINEAR), watch=Failing())
+
+
+def test_engines_are_built_in_other_threads_as_well():
+    """Where Python lets nobody handle signals."""
+    plans = []
+    thread = threading.Thread(target=lambda: plans.append(build(model_of(*LINEAR))))
+    thread.start()
+    thread.join()
+    assert len(plans) == 1
+
+
+# The timing cache -----------------------------------------------------------------------------------------------------
+
+
+def test_timings_are_kept_by_gpu_and_version(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = timing_cache.timing_cache_path("NVIDIA H200", "10.6.0.post2")
+    assert path == tmp_path / "trtconvert/timing/nvidia-h200-tensorrt-10.6.0.post2.cache"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorRT-RTX keeps the calls and has nothing to time
+def test_a_timing_cache_is_kept_and_read_again(tmp_path):
+    path, watch = tmp_path / "deep" / "a.cache", Watch()
+    for _ in range(2):
+        build(model_of(*LINEAR), watch=watch, timing_cache=path)
+    assert path.stat().st_size > 32 and watch.notices == []
+    assert {p.name for p in path.parent.iterdir()} == {"a.cache", "a.lock"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b[:40] + b"?" + b[41:]])
+def test_a_damaged_timing_cache_is_dropped_with_a_notice(tmp_path, damage):
+    path, watch = tmp_path / "a.cache", Watch()
+    build(model_of(*LINEAR), timing_cache=path)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    build(model_of(*LINEAR), watch=watch, timing_cache=path)
+    assert any("is damaged: it is dropped" in notice and str(path) in notice for notice in watch.notices)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_timing_cache_that_cannot_be_kept_ends_no_build(tmp_path):
+    (tmp_path / "file").write_text("")
+    watch = Watch()
+    assert build(model_of(*LINEAR), watch=watch, timing_cache=tmp_path / "file" / "a.cache")
+    assert len(watch.notices) == 2 and "is not kept" in watch.notices[1]
+
+
+# TensorRT itself ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at a machine without a GPU")
+def test_without_a_gpu_tensorrt_says_so():
+    state = tensorrt.status()
+    assert (state.available, state.detail) == (False, "no NVIDIA GPU") and state.remedy
+    assert tensorrt.device_name() == ""
+
+
+@pytest.mark.parametrize(
+    ("bindings", "library", "found"),
+    [("10.6", "10.6", ""), ("10.6", "10.15", "of TensorRT 10.6.0, the library that they load is 10.15.1")],
+)
+def test_bindings_and_libraries_of_different_versions_are_told(bindings, library, found):
+    folder = ROOT / "third_party" / "tensorrt"
+    if not (folder / bindings).exists() or not (folder / library).exists():
+        pytest.skip("TensorRT is not here; 'make tensorrt' fetches it")
+    code = "import tensorrt_bindings as t; from trtconvert.engine.tensorrt import version_mismatch as m; print(m(t))"
+    environment = os.environ | {
+        "LD_LIBRARY_PATH": str(folder / library / "lib"),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder / bindings / 'python'}",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith(found) and bool(done.stdout.strip()) == bool(found)
+
+
+# Which attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced(digits):
+    tables = {}
+
+    def handler(call):
+        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+        return call.exact()
+
+    with torch.no_grad():
+        intercepted(digits, handler)(**digits.example(0, {"batch": 2, "height": 8, "width": 8}))
+    return trace(digits, tables, SiteOptions(1000.0, "calibrated", True), dims=digits.dims)
+
+
+def test_sites_have_the_sizes_of_each_profiles_opt(traced):
+    profiles = [
+        {"batch": (1, 2, 4), "height": (8, 8, 8), "width": (8, 8, 8)},
+        {"batch": (1, 3, 4), "height": (4, 12, 16), "width": (4, 10, 16)},
+    ]
+    plans = site_plans(traced, profiles)
+    assert len(plans) == 6 and len(set(plans.values())) == 1
+    plan = plans["blocks.0.attn"]
+    assert [case.q for case in plan.cases] == [(2, 2, 64, 64), (3, 2, 120, 64)]
+    assert plan.cases[1].query_tokens == plan.cases[1].key_tokens == 120
+    assert plan.modes == (Mode.BALANCED,) and plan.cases[0].dtype == ir.DataType.FLOAT
+
+
+def test_a_site_whose_sizes_the_graph_does_not_tell_is_left_out(traced):
+    model = ir.from_proto(ir.to_proto(traced))
+    node = next(n for n in model.graph if n.op_type == "Int8Attention")
+    node.inputs[1].shape = ir.Shape([None, 2, "unk", 64])
+    profile = {"batch": (1, 2, 4), "height": (8, 8, 8), "width": (8, 8, 8)}
+    assert list(site_plans(model, [profile])) == [f"blocks.{i}.attn" for i in range(1, 6)]
+
+
+def case(queries, keys, layout="BHND"):
+    q, k = ((2, 4, queries, 64), (2, 2, keys, 64))
+    if layout == "BNHD":
+        q, k = ((b, n, h, d) for b, h, n, d in (q, k))
+    return AttentionCase(tuple(q), tuple(k), layout, ir.DataType.FLOAT16, "calibrated", True)
+
+
+def test_each_site_keeps_the_faster_attention_over_its_profiles_and_bins():
+    long, short = case(4096, 4096), case(4096, 77)
+    modes = (Mode.FP16, Mode.BALANCED, Mode.BALANCED, Mode.BALANCED)
+    times = {
+        long: CaseTimes(200.0, {Mode.FP16: 220.0, Mode.BALANCED: 100.0, Mode.AGGRESSIVE: 90.0}),
+        short: CaseTimes(21.0, {Mode.FP16: 22.0, Mode.BALANCED: 38.0, Mode.AGGRESSIVE: 37.0}),
+    }
+    asked = []
+
+    def time_case(found, wanted):
+        asked.append((found, wanted))
+        return times[found]
+
+    sites = {
+        "self": SitePlan((long,), modes),
+        "cross": SitePlan((short,), modes),
+        "first": SitePlan((long,), (Mode.FP16,)),
+        "both": SitePlan((short, long), modes),
+    }
+    kept = {site.name: site for site in choose(sites, time_case)}
+    assert set(kept) == {"cross", "first"}  # in `both` the profile of long sequences outweighs
+    cross = kept["cross"]
+    assert (cross.query_tokens, cross.key_tokens, cross.native_us) == (4096, 77, 21.0)
+    assert cross.plugin_us == (22 + 3 * 38) / 4
+    assert sorted(found.key_tokens for found, _ in asked) == [77, 4096]  # each case once, with all modes that it needs
+    assert all(wanted == {Mode.FP16, Mode.BALANCED} for _, wanted in asked)
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_node_that_is_timed_computes_in_the_mode_of_its_timestep(layout, mode):
+    """And tells the modes apart: any other is further away than rounding."""
+    import onnxruntime
+
+    timed = AttentionCase((2, 4, 40, 64), (2, 2, 150, 64), "BHND", ir.DataType.FLOAT, "calibrated", True)
+    if layout == "BNHD":
+        timed = AttentionCase((2, 40, 4, 64), (2, 150, 2, 64), "BNHD", ir.DataType.FLOAT, "calibrated", True)
+    assert (timed.query_tokens, timed.key_tokens, timed.heads) == (40, 150, (4, 2))
+    model = one_node_model(timed)
+    tables = {v.name: torch.from_numpy(v.const_value.numpy().copy()) for v in model.graph.initializers.values()}
+    lower_to_function(model)
+    q, k, v = (torch.randn(shape) for shape in (timed.q, timed.k, timed.k))
+    timestep = torch.full((2,), timestep_of(mode))
+    feeds = {"q": q, "k": k, "v": v, "timestep": timestep}
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    (out,) = session.run(None, {name: x.numpy() for name, x in feeds.items()})
+    fields = reference.AttentionTables(**tables)
+    errors = []
+    for other in Mode:
+        at = torch.full((2,), timestep_of(other))
+        errors.append(relative_error(torch.from_numpy(out), reference.attention(q, k, v, at, fields, layout=layout)))
+    assert errors[mode] < 1e-4 and errors.index(min(errors)) == mode
+
+
+@pytest.mark.parametrize("mask", [None, ((1, 1, 64, 64), ir.DataType.BOOL), ((2, 1, 64, 64), ir.DataType.FLOAT16)])
+def test_the_node_that_is_timed_becomes_an_engine_of_native_attention(mask):
+    timed = AttentionCase((2, 64, 4, 64), (2, 64, 2, 64), "BNHD", ir.DataType.FLOAT16, "dynamic", False, mask)
+    model = one_node_model(timed)
+    lower_to_native(model)
+    inputs = [TensorRecord(name=str(x.name), dtype="", shape=list(x.shape.numpy())) for x in model.graph.inputs]
+    plan = build_plan(
+        trt, ir.to_proto(model).SerializeToString(), Path("one.onnx"), inputs, [{}],
+        configure=lambda config: (
+            setattr(config, "num_compute_capabilities", 1), config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+        ),
+        watch=Watch(), title="here",
+    )  # fmt: skip
+    assert len(plan) > 1000
