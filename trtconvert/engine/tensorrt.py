@@ -112,7 +112,12 @@ def bindings() -> Any:
     """
     state = status()
     if not state.available:
-        raise BackendUnavailable("TensorRT cannot be used here", got=state.detail, remedy=state.remedy)
+        raise BackendUnavailable(
+            "TensorRT cannot be used here",
+            expected="a GPU, TensorRT with Python bindings of its version, and the plugin library",
+            got=state.detail,
+            remedy=state.remedy,
+        )
     return importlib.import_module(next(name for name in _PACKAGES if importlib.util.find_spec(name)))
 
 
