@@ -119,6 +119,30 @@ class SiteRecord(_Record):
     reason: str = ""
 
 
+class DiffusersRecord(_Record):
+    """How a diffusers pipeline calls a denoiser.
+
+    Attributes:
+        pipeline: class of the pipeline; component: its attribute that the denoiser stands for, "unet" or "transformer".
+        model: class of the denoiser; config: its configuration.
+        output: class of what forward returns, as `package.module:Class`.
+        parameters: names of forward's parameters, in order.
+        arguments: what the pipeline passes, by parameter. {"tensor": NAME} is an input of the signature (with "dtype", the
+            type that the model wants where the signature has another), {"dict": …} and {"list": …} hold such values, and
+            {"value": X} is a constant that the exported model has taken in.
+        timestep_factor: the model's timestep is so many times the signature's.
+    """
+
+    pipeline: str
+    component: str
+    model: str
+    config: dict[str, Any]
+    output: str
+    parameters: list[str]
+    arguments: dict[str, dict[str, Any]]
+    timestep_factor: float = 1.0
+
+
 class ComponentRecord(_Record):
     """One model of the bundle.
 
@@ -128,6 +152,7 @@ class ComponentRecord(_Record):
         timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends.
         dims: symbolic dimension: [min, opt, max], over all profiles.
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
+        diffusers: how pipelines call it, where it comes from one.
     """
 
     onnx: str
@@ -139,6 +164,7 @@ class ComponentRecord(_Record):
     profiles: list[Dims] = Field(default_factory=list)
     sites: list[SiteRecord]
     engines: list[EngineRecord]
+    diffusers: DiffusersRecord | None = None
 
 
 class QualityRecord(_Record):

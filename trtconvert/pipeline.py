@@ -262,6 +262,7 @@ def export_stage(
             profiles=profiles,
             sites=_site_records(calibration, plan),
             engines=[],
+            diffusers=source.diffusers,
         )
         (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
 

@@ -32,12 +32,16 @@ class ModelSection(_Section):
     """Where the denoiser comes from."""
 
     source: str = Field(
-        description="`digits-dit`, the model that ships with the project, or `package.module:function`, a function that "
-        "returns a trtconvert.models.DiffusionModel."
+        description="`digits-dit`, the model that ships with the project; `diffusers`, the denoiser of a pipeline that "
+        "`save_pretrained` wrote; or `package.module:function`, a function that returns a trtconvert.models.DiffusionModel."
     )
-    weights: Path | None = Field(default=None, description="Safetensors file, relative to the recipe.")
+    weights: Path | None = Field(
+        default=None, description="Safetensors file or pipeline folder, relative to the recipe."
+    )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments for a `package.module:function`."
+        default_factory=dict,
+        description="Keyword arguments for a `package.module:function`, or of "
+        "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …",
     )
     dtype: Literal["float32", "float16"] = Field(
         default="float32", description="Type of the engine's weights and inputs."

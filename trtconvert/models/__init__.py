@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["DiffusionModel", "load", "load_sampler"]
 
 DIGITS = "digits-dit"
+DIFFUSERS, _DIFFUSERS_FUNCTION = "diffusers", "trtconvert.models.diffusers:diffusers_model"
 
 
 def __getattr__(name: str) -> Any:
@@ -43,6 +44,8 @@ def load(section: ModelSection) -> DiffusionModel:
                 remedy="add 'weights: digits-dit.safetensors' under 'model'",
             )
         return digits_model(section.weights)
+    if section.source == DIFFUSERS:
+        section = section.model_copy(update={"source": _DIFFUSERS_FUNCTION})
     return _from_function(section)
 
 
@@ -74,7 +77,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     if not section.source.partition(":")[2]:
         raise UserError(
             f"unknown model source '{section.source}'",
-            expected=f"'{DIGITS}' or 'package.module:function'",
+            expected=f"'{DIGITS}', '{DIFFUSERS}' or 'package.module:function'",
             got=f"'{section.source}'",
             remedy="correct model.source in the recipe",
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.attention.sites import Handler, InterceptedDenoiser
+from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
 
 Denoiser = Callable[..., Tensor]
@@ -89,6 +90,7 @@ class DiffusionModel:
         condition: captions to the denoiser's inputs but the first and the timestep, by name; the empty caption stands for no
             condition. Raises ValueError, saying what it takes, for a caption that it cannot take. For calibration on
             prompts and captions.
+        diffusers: how pipelines of diffusers call it, for a denoiser of one.
         signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
     """
 
@@ -104,6 +106,7 @@ class DiffusionModel:
     encoder: ImageEncoder | None = None
     condition: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None
     signal: Tensor | None = None
+    diffusers: DiffusersRecord | None = None
 
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 from trtconvert.entry_point import source_file
 from trtconvert.errors import UserError
@@ -12,7 +13,7 @@ from trtconvert.recipe import ModelSection
 
 
 def identity(section: ModelSection) -> str:
-    """SHA-256 over the weights file, the options and the source file of a `package.module:function`.
+    """SHA-256 over the weights, the options and the source file of a `package.module:function`.
 
     Raises:
         UserError: the weights file cannot be read.
@@ -20,14 +21,21 @@ def identity(section: ModelSection) -> str:
     parts = {"source": section.source, "options": section.options}
     if section.weights is not None:
         try:
-            parts["weights"] = sha256(section.weights)
+            parts["weights"] = _contents(section.weights)
         except OSError as error:
             raise UserError(
                 f"cannot read the weights {section.weights}",
-                expected="a safetensors file; the path is relative to the recipe",
+                expected="a safetensors file or a folder; the path is relative to the recipe",
                 got=error.strerror or type(error).__name__,
                 remedy="correct model.weights in the recipe",
             ) from error
     if source := source_file(section.source):
         parts["code"] = sha256(source)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _contents(path: Path) -> str | dict[str, str]:
+    """SHA-256 of a file, or of every file in a folder by its path there."""
+    if not path.is_dir():
+        return sha256(path)
+    return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}

@@ -17,6 +17,7 @@ from trtconvert.runtime.denoiser import Denoiser
 from trtconvert.runtime.session import OnnxRuntimeDenoiser
 
 if TYPE_CHECKING:
+    from trtconvert.runtime.diffusers import DiffusersDenoiser
     from trtconvert.runtime.scratch import Scratch
 
 __all__ = ["LoadedBundle", "load"]
@@ -73,6 +74,29 @@ class LoadedBundle:
         """Wait for what is running, and let go of the engines and their memory. Further calls are refused."""
         for denoiser in self.components.values():
             denoiser.close()
+
+    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser:
+        """A component for a diffusers pipeline, in the place of its `unet` or `transformer`.
+
+        Raises:
+            UserError: there is no such component, or it did not come from a diffusers pipeline.
+            BackendUnavailable: diffusers is not installed.
+        """
+        from trtconvert.runtime.diffusers import DiffusersDenoiser
+        from trtconvert.runtime.signature import dtype_of
+
+        denoiser, component = self[name], self.manifest.components[name]
+        if component.diffusers is None:
+            raise UserError(
+                f"'{name}' of {self.folder} is no model of diffusers",
+                expected="a bundle of a recipe with model.source: diffusers",
+                got=self.manifest.model,
+                remedy="call bundle['denoiser'] with its inputs by name",
+            )
+        dtype = dtype_of(component.inputs[0])
+        return DiffusersDenoiser(
+            denoiser, component.diffusers, component.timestep_input, dtype=dtype, device=denoiser.device
+        )
 
     @property
     def device_memory(self) -> DeviceMemory:

@@ -34,7 +34,7 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path) -> int:
         BackendUnavailable: TensorRT failed half way; load the bundle again.
     """
     if isinstance(weights, Path):
-        weights = _read(weights)
+        weights = read_weights(weights)
     trt = plan.trt
     refitter = trt.Refitter(plan.engine, plan.log)
     names = set(refitter.get_all_weights())
@@ -100,7 +100,12 @@ def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor) -> Ten
     return value
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def read_weights(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        UserError: there is no such file, or it is damaged.
+    """
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
