@@ -19,6 +19,7 @@ from trtconvert.errors import UserError
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
+from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
 from trtconvert.models.base import DiffusionModel
 
@@ -89,6 +90,7 @@ def trace(
         ) from error
     assert program is not None  # only None where it writes to a file
     name_weights(program.model, "intercepted.denoiser.")
+    drop_idle_squeezes(program.model)
     program.optimize()
     exported = program.model
     nodes = attention_nodes(exported)

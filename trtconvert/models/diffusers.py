@@ -40,8 +40,11 @@ PROMPTS = (
     "a city street at night after rain, neon signs",
 )
 
-_TEXT_WIDTHS = ("cross_attention_dim", "joint_attention_dim", "caption_channels", "text_dim", "text_embed_dim")
-"""What models call the width of prompt embeddings in their configuration."""
+_TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
+"""What models call the width of prompt embeddings in their configuration; the first that is there is it."""
+
+_TEXT_COMPONENTS = ("text_encoder", "tokenizer")
+"""What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
 
 Sizes = int | list[int] | None
 """A fixed size, [min, opt, max], or the pipeline's own default."""
@@ -211,7 +214,7 @@ class _Caller:
         )
         return output[0]
 
-    def _embeddings(self, seeds: Sequence[int]) -> dict[str, Tensor]:
+    def _embeddings(self, seeds: Sequence[int]) -> dict[str, Tensor | None]:
         """Prompt embeddings of N(0, 1), seeded by the sample, and zeros for no prompt, for a pipeline without text encoders."""
         config = getattr(self.pipe, self.component).config
         width = next((config[name] for name in _TEXT_WIDTHS if isinstance(config.get(name), int)), None)
@@ -226,14 +229,16 @@ class _Caller:
         if config.get("addition_embed_type") == "text_time":  # SDXL: beside the text there are six numbers
             pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
         shapes = {"prompt_embeds": (self.tokens, width), "pooled_prompt_embeds": (pooled,)}
-        made: dict[str, Tensor] = {}
+        made: dict[str, Tensor | None] = {}
         for name, shape in shapes.items():
             if name in self.parameters:
                 # The odd number keeps them apart from the latents, which the seed itself draws.
                 drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed ^ 0x5EED)) for seed in seeds]
-                made[name] = torch.stack(drawn)
+                made[name] = embeddings = torch.stack(drawn)
                 if f"negative_{name}" in self.parameters:
-                    made[f"negative_{name}"] = torch.zeros_like(made[name])
+                    made[f"negative_{name}"] = torch.zeros_like(embeddings)
+        if "negative_prompt" in self.parameters:
+            made["negative_prompt"] = None  # some pipelines have a default, and take one of the two
         for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
             if name in self.parameters:
                 made[name] = torch.ones(len(seeds), self.tokens, dtype=torch.int64)
@@ -402,7 +407,8 @@ def as_images(output: Tensor, *, decoded: bool) -> Tensor:
 
 def _load(folder: Path) -> Any:
     try:
-        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+        import diffusers
+        from diffusers.utils import logging
     except ImportError as error:
         raise BackendUnavailable(
             "diffusers is not installed",
@@ -417,15 +423,31 @@ def _load(folder: Path) -> Any:
             got="a single component" if (folder / "config.json").is_file() else "no such file",
             remedy="save the whole pipeline; its text encoders and its VAE may be None",
         )
+    logging.disable_progress_bar()  # this program shows its own
     try:
-        return DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, AttributeError) as error:
+        # `save_pretrained` leaves out what is None, and loading wants to be told.
+        index = json.loads((folder / "model_index.json").read_text())
+        pipeline = getattr(diffusers, index["_class_name"])
+        parameters = inspect.signature(pipeline.__init__).parameters
+        absent = {
+            name: None
+            for name in parameters
+            if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
+        }
+        loaded = pipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False, **absent)
+        for part in loaded.components.values():
+            if isinstance(part, nn.Module) and part.dtype != torch.float32:
+                part.to(torch.float32)
+        return loaded
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserError(
             f"the pipeline in {folder} cannot be loaded",
             expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",
             got=str(error).strip().splitlines()[0],
             remedy="save the pipeline again, or install the diffusers that wrote it",
         ) from error
+    finally:
+        logging.enable_progress_bar()
 
 
 def _range(name: str, size: int | list[int]) -> tuple[int, int, int]:
