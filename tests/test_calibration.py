@@ -9,10 +9,12 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, Provenance, offsets, outliers, scales
+from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, offsets, outliers, scales
+from trtconvert.calib.clipping import ClippingObserver
 from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, Histogram, HistogramObserver
 from trtconvert.calib.observer import RangeObserver, Rows, observe
 from trtconvert.calib.plan import make_plan
+from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.errors import UserError
 from trtconvert.models.base import intercepted
 from trtconvert.recipe import AttentionSection
@@ -107,6 +109,27 @@ def test_clipped_shares_are_those_of_the_elements(calls, records, histograms):
             torch.testing.assert_close(
                 shares[f"{name}_outliers"][index], expected, rtol=0, atol=tolerances.CLIPPED_SHARE
             )
+
+
+def test_clipped_elements_are_counted_one_by_one(calls, records, digits):
+    tables = scales(records[0], 1.0, BINS)  # far below the largest maxima, so that something is clipped
+    observer = ClippingObserver(tables, digits.timestep_max)
+    with torch.no_grad():
+        records[1](intercepted(digits, observer))
+    shares = observer.shares()[SITE]
+    assert set(observer.shares()) == {SITE}
+    for index in range(BINS):
+        q, k, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
+        expected = {
+            "q": q.abs() > tables[SITE]["q_scale"][index][:, None, None] * LEVELS,
+            "k": (k - tables[SITE]["k_offset"][index][:, None]).abs()
+            > tables[SITE]["k_scale"][index][:, None, None] * LEVELS,
+            "v": (v - tables[SITE]["v_offset"][index][:, None]).abs()
+            > tables[SITE]["v_scale"][index][:, None] * LEVELS,
+        }
+        for name, clipped in expected.items():
+            assert clipped.any()
+            torch.testing.assert_close(shares[f"{name}_outliers"][index], clipped.double().mean((0, 2, 3)).float())
 
 
 def test_ranges_of_a_ramp_are_its_closed_forms():
@@ -232,7 +255,7 @@ def test_the_file_gives_back_exactly_what_was_saved(records, histograms, tmp_pat
     made = Calibration(tables, provenance(), outliers(histograms, tables))
     made.save(tmp_path / "c.safetensors")
     loaded = Calibration.load(tmp_path / "c.safetensors")
-    assert loaded.provenance == made.provenance
+    assert loaded.provenance == made.provenance == read_provenance(tmp_path / "c.safetensors")
     assert loaded.tables.keys() == made.tables.keys()
     for name, tensor in made.tables[SITE].items():
         assert torch.equal(loaded.tables[SITE][name], tensor)

@@ -337,7 +337,33 @@ def test_what_was_left_out_is_counted_and_listed(tmp_path):
     outcome = run("calibrate", RECIPE, *arguments, "--skip-bad")
     assert outcome.exit_code == 0, outcome.output
     assert "1 bad samples left out:" in outcome.output and "03.png" in outcome.output
-    assert len(Calibration.load(output).provenance.skipped) == 1
+    made = Calibration.load(output)
+    assert len(made.provenance.skipped) == 1
+    # The default statistic counts what it clips too.
+    assert made.outliers.keys() == made.tables.keys() and "clipped elements: at most" in outcome.output
+
+
+def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digits):
+    inputs = digits.example(5, {"batch": 6, "height": 8, "width": 8})
+    inputs["x"][2, 0, 0, 0] = torch.nan
+    write_inputs(tmp_path / "inputs.safetensors", inputs)
+    sections = {
+        "model": {"source": "digits-dit", "weights": str(RECIPE.with_suffix(".safetensors"))},
+        "attention": {"modes": "balanced"},
+        "calibration": {"data": "inputs.safetensors", "samples": 6, "bins": 2},
+        "engine": {"backend": "onnxruntime"},
+        "verify": {"samples": 1, "steps": 2, "min_psnr": 10, "min_site_sqnr": 5},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(sections))
+    arguments = ("build", tmp_path / "recipe.yaml", "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(run(*arguments), "is damaged at sample 2", "--skip-bad")
+    outcome = run(*arguments, "--skip-bad")
+    assert outcome.exit_code == 0, outcome.output
+    assert len(Calibration.load(tmp_path / "bundle" / "calibration.safetensors").provenance.skipped) == 1
+    for told in (outcome.output, run("inspect", tmp_path / "bundle").output):
+        assert "1 bad samples left out" in " ".join(told.replace("│", " ").split())
+    # What was left out is not in the cache of a build that leaves nothing out.
+    refusal(run(*arguments), "is damaged at sample 2")
 
 
 def test_a_recipe_takes_a_calibration(tmp_path):
@@ -437,6 +463,18 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path):
         assert part in limited.stderr
     outcome = finish(start("calibrate", recipe, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache"))
     assert outcome.exit_code == 0
+
+
+def test_two_calibrations_of_the_same_take_turns(tmp_path):
+    recipe = tiny_recipe(tmp_path, calibration={"samples": 24, "batch": 1, "steps": 20})
+    outputs = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    running = [start("calibrate", recipe, "-o", output, "--cache", tmp_path / "cache") for output in outputs]
+    for outcome in map(finish, running):
+        assert outcome.exit_code == 0, outcome.output
+    # Each has seen all of the data, not what another one had left.
+    assert len({output.read_bytes() for output in outputs}) == 1
+    assert sum(Calibration.load(outputs[0]).provenance.observed) == 24 * 20
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def start_environment():

@@ -83,7 +83,8 @@ def main(debug: bool) -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the bundle; out/NAME by default.")
 @click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder of the build cache.")
 @click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
-def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool) -> None:
+@click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
+def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool, skip_bad: bool) -> None:
     """Convert the model of RECIPE and leave a bundle."""
     from rich.console import Console
 
@@ -94,7 +95,7 @@ def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache
     report = Reporter(Console(highlight=False), main.was_stopped)
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
-        outcome = pipeline.build(load_recipe(recipe), output, cache, report)
+        outcome = pipeline.build(load_recipe(recipe), output, cache, report, skip_bad=skip_bad)
     summary.print_build(outcome, report)
 
 

@@ -67,6 +67,32 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def one_at_a_time(work: Path) -> Iterator[None]:
+    """Waits until no other process is inside such a block for the same path. The lock ends with the process, however that ends.
+
+    Args:
+        work: what the processes would share; the lock is a file beside it, which goes in the end.
+    Raises:
+        UserError: the place cannot be written.
+    """
+    path = work.with_name(work.name + ".lock")
+    with _explained(work):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # The one before may have removed the file after this process had opened it.
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                break
+            os.close(handle)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+@contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target`. Its lock ends with the process, however that ends, and tells a build from its remains."""
     made = not target.parent.exists()

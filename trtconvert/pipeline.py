@@ -33,7 +33,7 @@ from trtconvert.calib.identity import calibration_reads, observations_folder, se
 from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.errors import UserError
 from trtconvert.evaluate.optional import require_installed
-from trtconvert.files import sha256, whole_folder
+from trtconvert.files import one_at_a_time, sha256, whole_folder
 from trtconvert.library import library_path
 from trtconvert.models.identity import identity
 from trtconvert.progress import Bar, Reporter
@@ -153,8 +153,9 @@ def calibrate_stage(
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
             work = observations_folder(cache, reads)
-            made = calibrate(source, recipe.calibration, weights, chosen, work, bar, skip_bad=skip_bad)
-            shutil.rmtree(work)
+            with one_at_a_time(work):
+                made = calibrate(source, recipe.calibration, weights, chosen, work, bar, skip_bad=skip_bad)
+                shutil.rmtree(work)
         made.save(folder / CALIBRATION)
         (folder / SITES).write_text(json.dumps([asdict(site) for site in (*chosen, *left)], indent=1))
 

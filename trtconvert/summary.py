@@ -12,6 +12,7 @@ from rich.table import Table
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest
+from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter
 
@@ -24,7 +25,7 @@ ATTENTION = {
 def print_build(outcome: Outcome, report: Reporter) -> None:
     """The table at the end of `trtconvert build`."""
     table = _table(f"built {outcome.folder}")
-    _manifest_rows(table, outcome.manifest)
+    _manifest_rows(table, outcome.manifest, outcome.folder)
     for stage, seconds in report.seconds.items():
         table.add_row(f"time, {stage}", "from the cache" if stage in report.reused else f"{seconds:.1f} s")
     table.add_row("time, all", f"{sum(report.seconds.values()):.1f} s")
@@ -35,7 +36,7 @@ def print_build(outcome: Outcome, report: Reporter) -> None:
 def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
     """The table of `trtconvert inspect`."""
     table = _table(str(folder))
-    _manifest_rows(table, manifest)
+    _manifest_rows(table, manifest, folder)
     table.add_row("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     table.add_row("weights", manifest.weights[:16] + "…")
     table.add_row(
@@ -51,7 +52,7 @@ def _table(title: str) -> Table:
     return table
 
 
-def _manifest_rows(table: Table, manifest: Manifest) -> None:
+def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     table.add_row("model", manifest.model)
     for name, component in manifest.components.items():
         signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
@@ -60,6 +61,7 @@ def _manifest_rows(table: Table, manifest: Manifest) -> None:
         table.add_row("attention sites", _sites(component))
         for modes, sites in _plans(component).items():
             table.add_row("modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
+    table.add_row("calibration", escape(_calibration(read_provenance(folder / manifest.calibration))))
     quality = manifest.quality
     db, site, index = quality.worst_site()
     drawn = f"{quality.samples} samples, {quality.sampler} {quality.steps} steps"
@@ -102,6 +104,14 @@ def _engine_lines(engine: EngineRecord) -> Iterator[str]:
     for (queries, keys, native, plugin), count in same.items():
         sites = "1 site stays" if count == 1 else f"{count} sites stay"
         yield f"{sites} native: {queries} × {keys} tokens, {native:.0f} µs against {plugin:.0f} µs"
+
+
+def _calibration(made: Provenance) -> str:
+    """What was observed, and every sample that was left out."""
+    text = f"{sum(made.observed)} denoiser calls on {made.data}, {made.bins} timestep bins, statistic {made.statistic}"
+    if made.skipped:
+        text += f"; {len(made.skipped)} bad samples left out: {'; '.join(made.skipped)}"
+    return text
 
 
 def _sites(component: ComponentRecord) -> str:

@@ -6,7 +6,7 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,16 +15,21 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site, find_sites, select_sites
 from trtconvert.cache import versions
-from trtconvert.calib.calibration import Calibration, Provenance, offsets, outliers, scales
+from trtconvert.calib.calibration import Calibration, offsets, outliers, scales
+from trtconvert.calib.clipping import ClippingObserver
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import data_identity, data_name
 from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
+from trtconvert.calib.provenance import Provenance
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.models.base import DiffusionModel, intercepted
 from trtconvert.recipe import AttentionSection, CalibrationSection
+
+CLIPPING_SHARE = 16
+"""The statistic "batch-max" runs one in so many samples again, the first ones, to count what its scales clip."""
 
 
 class Steps(Protocol):
@@ -100,12 +105,24 @@ def calibrate(
 
     def made() -> Calibration:
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
-        shares = outliers(histograms, tables) if histograms else {}
+        shares = outliers(histograms, tables) if histograms else _clipped(model, section, tables)
         return Calibration(tables, _provenance(model, section, weights, shards), shares)
 
     made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
     assert made_by_first is not None
     return made_by_first
+
+
+def _clipped(
+    model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Shares of clipped elements in the first samples; bad ones among them were reported before."""
+    part = section.model_copy(update={"samples": max(1, section.samples // CLIPPING_SHARE)})
+    observer = ClippingObserver(tables, model.timestep_max)
+    observed = intercepted(model, observer)
+    for batch in open_data(model, part, BadSamples(skip=True)).batches:
+        _run(batch, observed)
+    return observer.shares()
 
 
 def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.calib.histogram import LEVELS, Histograms, SiteHistograms
 from trtconvert.calib.observer import Records, Rows
+from trtconvert.calib.provenance import Provenance
 from trtconvert.errors import UserError
 
 CHANNEL_FLOOR = 1e-4
@@ -27,37 +28,6 @@ RANGE_FLOOR = 1e-8
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 
 
-class Provenance(BaseModel):
-    """Where a calibration comes from.
-
-    Attributes:
-        model: name of the model; weights: SHA-256 of its weights.
-        data: "denoise", the function, or the name of the file or folder; data_hash: see `data_identity`.
-        samples, batch, steps, seed, percentile, statistic, bins, timestep_max: as in the recipe.
-        observed: denoiser calls seen per timestep bin.
-        skipped: bad samples that were left out, with the reason.
-        versions: of trtconvert and torch.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str
-    weights: str
-    data: str
-    data_hash: str
-    samples: int
-    batch: int
-    steps: int
-    seed: int
-    percentile: float
-    statistic: str
-    bins: int
-    timestep_max: float
-    observed: list[int]
-    skipped: list[str] = []
-    versions: dict[str, str]
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Scales and offsets per site; `AttentionTables` without the modes.
@@ -65,7 +35,8 @@ class Calibration:
     Attributes:
         tables: site: the tensors of `AttentionTables` but its modes, by name.
         provenance: how they were made.
-        outliers: see `outliers`; empty for the statistic "batch-max", which counts no elements.
+        outliers: share of elements that the scales clip, see `outliers`. For the statistic "batch-max", which counts no
+            elements on its way, of a part of the data, see `calibrate`.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]

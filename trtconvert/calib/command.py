@@ -15,7 +15,7 @@ from trtconvert.calib.distributed import Ranks
 from trtconvert.calib.identity import calibration_reads, observations_folder
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
-from trtconvert.files import whole_file
+from trtconvert.files import one_at_a_time, whole_file
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
@@ -40,16 +40,19 @@ def calibrate_recipe(
         )
     weights = identity(recipe.model)
     work = observations_folder(cache, calibration_reads(recipe, weights))
+    alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
     target = whole_file(output) if ranks.rank == 0 else contextlib.nullcontext()
-    with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
-        model = models.load(recipe.model)
-        chosen, _ = sites_to_convert(model, recipe.attention)
-        made = calibrate(model, section, weights, chosen, work, bar, ranks, skip_bad=skip_bad)
-        if partial is not None:
-            made.save(partial)
-    ranks.gather(None)  # rank 0 has written
-    shutil.rmtree(work, ignore_errors=True)
+    with alone:
+        with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
+            ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
+            model = models.load(recipe.model)
+            chosen, _ = sites_to_convert(model, recipe.attention)
+            made = calibrate(model, section, weights, chosen, work, bar, ranks, skip_bad=skip_bad)
+            if partial is not None:
+                made.save(partial)
+        ranks.gather(None)  # rank 0 has written
+        shutil.rmtree(work, ignore_errors=True)
     return made
 
 

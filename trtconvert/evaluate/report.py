@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
@@ -175,6 +176,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         ],
         "onnx_size": manifest.files[component.onnx].size,
         "maps": [],
+        "calibration": None,
         "heads": [],
         "unfolded": len(converted) <= FOLDED_CHARTS,
     }
@@ -182,7 +184,9 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         return view
     bins = len(next(iter(converted.values())))
     starts = [f"{component.timestep_max * index / bins:g}" for index in range(bins)]
-    ranges = _ranges(Calibration.load(folder / manifest.calibration).tables, converted)
+    calibration = Calibration.load(folder / manifest.calibration)
+    ranges = _ranges(calibration.tables, converted)
+    clipped = {site: _worst_share(calibration.outliers[site]) for site in converted if site in calibration.outliers}
     sqnr = {site: row for site, row in manifest.quality.site_sqnr.items() if site in converted}
     view["maps"] = [
         (
@@ -214,8 +218,22 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
             )
         ),
     ]
+    if clipped:
+        view["maps"].append(
+            (
+                "Clipped elements",
+                "Share of queries, keys or values beyond what INT8 covers, of the worst head of the three.",
+                charts.heat_map(clipped, starts, charts.ERROR_RAMP, lambda share: f"{share:.2%}"),
+            )
+        )
+    view["calibration"] = calibration.provenance
     view["heads"] = charts.head_charts(ranges, starts)
     return view
+
+
+def _worst_share(shares: Mapping[str, Tensor]) -> list[float | None]:
+    """[T] the largest of any tensor and head."""
+    return [float(x) for x in torch.cat(list(shares.values()), 1).amax(1)]
 
 
 def _ranges(
