@@ -1,22 +1,32 @@
-"""Whole denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, TensorRT with our plugin.
+"""Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models flux video sdxl] [--json FILE]
+    python bench/engine.py [--models sd15 sdxl flux video] [--peers torch engines] [--exports FOLDER] [--json FILE]
 
-Stacks of transformer blocks of full width with random weights: what is measured is time, and how far each engine's output is from
-torch in FP32. Both engines come from one ONNX export and differ in the lowering of attention alone. Latency is the median of
-CUDA events over repeated calls with rotating inputs; prints a Markdown table with the date and the GPU. Nothing is asserted.
+Parts of the architectures in full width with random weights: residual blocks and transformer blocks of two U-Nets, blocks of
+two diffusion transformers. What is measured is time, and how far each output is from torch in FP32. The engines come from one
+ONNX export and differ in the lowering of attention alone; the plugin's has timestep bins of three modes, so that one engine
+gives the times of all three, and their mean is that of a plan that uses each for a third of the steps. `auto` is what
+`trtconvert compile` builds: each site's attention is the one that was faster alone on this GPU.
+
+Engines are called as our runtime does, through a CUDA graph. Latency is the median of CUDA events over repeated calls with
+rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their
+scratch. Prints a Markdown table with the date and the GPU; `--json` keeps the figures. `--exports` keeps the ONNX models for
+further runs. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -24,76 +34,166 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.reference import tables_from_data
+from trtconvert.attention.reference import AttentionTables, tables_from_data
+from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
-from trtconvert.engine.builder import PlanInput
-from trtconvert.export.lowering import lower_to_native
+from trtconvert.export import storage
+from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import DiffusionModel, InputSpec, intercepted
+from trtconvert.recipe import EngineSection
 
 REPEATS = 30
+TEXT_TOKENS, TEXT_WIDTH = 77, 2048
+MODES = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE)
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Blocks of a real architecture: batch, tokens, heads, head_dim, and how many blocks of it are run."""
+class Level:
+    """Blocks of one resolution: tokens, heads, head_dim, how many blocks follow a residual block, and whether they attend to
+    text as well."""
 
-    batch: int
     tokens: int
     heads: int
     head_dim: int
     blocks: int
+    convolutional: bool = True
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What of an architecture is run, and how many of such are in the whole model."""
+
+    batch: int
+    levels: tuple[Level, ...]
+    what: str
 
 
 STACKS = {
-    "flux": Stack(1, 4608, 24, 128, 3),
-    "video": Stack(1, 16384, 24, 128, 2),
-    "sdxl": Stack(2, 4096, 10, 64, 4),
+    "sd15": Stack(
+        2,
+        (Level(4096, 8, 40, 1), Level(1024, 8, 80, 1), Level(256, 8, 160, 1)),
+        "SD 1.5 at 512²: a fifth of the U-Net's blocks",
+    ),
+    "sdxl": Stack(2, (Level(4096, 10, 64, 2), Level(1024, 20, 64, 10)), "SDXL at 1024²: a sixth of the U-Net's blocks"),
+    "flux": Stack(1, (Level(4608, 24, 128, 3, False),), "Flux at 1024²: 3 of 57 blocks, 4096 + 512 tokens"),
+    "video": Stack(1, (Level(16384, 24, 128, 2, False),), "video DiT: 2 blocks, 16,384 tokens"),
 }
 
 
-class Block(nn.Module):
-    def __init__(self, stack: Stack) -> None:
+class Attention(nn.Module):
+    def __init__(self, level: Level, context: int) -> None:
         super().__init__()
-        width = stack.heads * stack.head_dim
-        self.heads = stack.heads
-        self.norm_attn, self.norm_mlp = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads = level.heads
+        self.q, self.out = nn.Linear(level.width, level.width), nn.Linear(level.width, level.width)
+        self.k, self.v = nn.Linear(context, level.width), nn.Linear(context, level.width)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        """x [B, N, C], context [B, M, C']."""
+        q, k, v = (
+            f(y).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for f, y in ((self.q, x), (self.k, context), (self.v, context))
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A transformer block: attention to itself, to text where the model has it, and the MLP."""
+
+    def __init__(self, level: Level, text: int) -> None:
+        super().__init__()
+        width = level.width
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if text else 2))
+        self.self_attention = Attention(level, width)
+        self.cross_attention = Attention(level, text) if text else None
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
 
+    def forward(self, x: Tensor, text: Tensor | None) -> Tensor:
+        normed = self.norms[0](x)
+        x = x + self.self_attention(normed, normed)
+        if self.cross_attention is not None and text is not None:
+            x = x + self.cross_attention(self.norms[1](x), text)
+        return x + self.mlp(self.norms[-1](x))
+
+
+class Residual(nn.Module):
+    """A residual block of two convolutions, on tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
+            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
+        )  # fmt: skip
+
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm_attn(x)
-        q, k, v = (f(normed).unflatten(2, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_mlp(x))
+        side = int(x.shape[1] ** 0.5)
+        image = x.transpose(1, 2).unflatten(2, (side, side))
+        return (image + self.layers(image)).flatten(2).transpose(1, 2)
 
 
 class Denoiser(nn.Module):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(stack) for _ in range(stack.blocks))
+        text = TEXT_WIDTH if stack.levels[0].convolutional else 0
+        layers: list[nn.Module] = []
+        for before, level in zip((None, *stack.levels), stack.levels, strict=False):
+            if before is not None:
+                layers.append(Shrink(before, level))
+            if level.convolutional:
+                layers.append(Residual(level.width))
+            layers += [Block(level, text) for _ in range(level.blocks)]
+        self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor | None = None) -> Tensor:
         x = x + (timestep.view(-1, 1, 1) / 1000).to(x.dtype)
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = layer(x, text) if isinstance(layer, Block) else layer(x)
         return x
 
 
-def no_sampler(*_args, **_named):
+class Shrink(nn.Module):
+    """From one level's tokens and width to the next's."""
+
+    def __init__(self, before: Level, level: Level) -> None:
+        super().__init__()
+        self.factor = before.tokens // level.tokens
+        self.layer = nn.Linear(before.width * self.factor, level.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.unflatten(1, (-1, self.factor)).flatten(2))
+
+
+def no_sampler(*_args: object, **_named: object) -> Tensor:
     raise NotImplementedError("a stack of blocks draws nothing")
 
 
-def describe(name: str, stack: Stack, denoiser: nn.Module) -> DiffusionModel:
-    shape = (stack.batch, stack.tokens, stack.heads * stack.head_dim)
-    inputs = (InputSpec("x", "float32", shape), InputSpec("timestep", "float32", (stack.batch,)))
+def describe(name: str, stack: Stack) -> DiffusionModel:
+    torch.manual_seed(0)
+    first, last = stack.levels[0], stack.levels[-1]
+    inputs = [
+        InputSpec("x", "float32", (stack.batch, first.tokens, first.width)),
+        InputSpec("timestep", "float32", (stack.batch,)),
+    ]
+    if first.convolutional:
+        inputs.append(InputSpec("text", "float32", (stack.batch, TEXT_TOKENS, TEXT_WIDTH)))
     return DiffusionModel(
-        name, denoiser, inputs, InputSpec("out", "float32", shape), "timestep", 1000.0,
+        name, Denoiser(stack).eval().requires_grad_(False), tuple(inputs),
+        InputSpec("out", "float32", (stack.batch, last.tokens, last.width)), "timestep", 1000.0,
         torch.linspace(0.01, 100, 1000), {}, no_sampler,
     )  # fmt: skip
 
 
-def median_ms(call: Callable[[int], object]) -> tuple[float, float]:
+Inputs = dict[str, Tensor]
+Call = Callable[[int], Tensor]
+
+
+def median_ms(call: Call) -> tuple[float, float]:
     """Median and spread (largest less smallest of the middle half) of CUDA-event times; `call` gets a rotating index."""
     for i in range(5):
         call(i)
@@ -104,119 +204,213 @@ def median_ms(call: Callable[[int], object]) -> tuple[float, float]:
         call(i)
         end.record()
     torch.cuda.synchronize()
-    times = sorted(start.elapsed_time(end) for start, end in events)
-    return times[REPEATS // 2], times[3 * REPEATS // 4] - times[REPEATS // 4]
+    low, middle, high = statistics.quantiles([start.elapsed_time(end) for start, end in events], n=4)
+    return middle, high - low
 
 
 class Engine:
-    """A plan, run on the current stream."""
+    """A plan, its calls with each of some inputs in a CUDA graph."""
 
-    def __init__(self, trt, plan: bytes, stack: Stack) -> None:
+    def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs]) -> None:
         self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
         self._runtime.engine_host_code_allowed = True
+        free = torch.cuda.mem_get_info()[0]
         self.engine = self._runtime.deserialize_cuda_engine(plan)
         self.context = self.engine.create_execution_context()
-        self.out = torch.empty(
-            stack.batch, stack.tokens, stack.heads * stack.head_dim, dtype=torch.float16, device="cuda"
-        )
+        self.memory = free - torch.cuda.mem_get_info()[0]
+        names = {self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)}
+        self.out = torch.empty(tuple(self.engine.get_tensor_shape("out")), dtype=torch.float16, device="cuda")
+        self._graphs = [self._recorded({name: feed[name] for name in names - {"out"}}) for feed in inputs]
 
-    def __call__(self, x: Tensor, timestep: Tensor) -> Tensor:
-        for name, tensor in (("x", x), ("timestep", timestep), ("out", self.out)):
+    def _recorded(self, feed: Inputs) -> torch.cuda.CUDAGraph:
+        for name, tensor in (*feed.items(), ("out", self.out)):
             self.context.set_tensor_address(name, tensor.data_ptr())
-        assert self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            assert self.context.execute_async_v3(stream.cuda_stream)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            assert self.context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        return graph
+
+    def __call__(self, index: int) -> Tensor:
+        self._graphs[index % len(self._graphs)].replay()
         return self.out
 
 
-def bench(name: str, stack: Stack) -> list[dict]:
-    torch.manual_seed(0)
-    denoiser = Denoiser(stack).eval().requires_grad_(False)
-    model = describe(name, stack, denoiser)
-    with torch.device("cuda"):
-        inputs = [(torch.randn(model.inputs[0].shape), torch.full((stack.batch,), 500.0)) for _ in range(3)]
-    half = [(x.half(), t) for x, t in inputs]
+class Notices:
+    """Prints what a build has to say."""
 
-    denoiser.cuda()
-    tables = {}
+    def share(self, detail: str, done: float) -> None:
+        pass
 
-    def observe(call):
-        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED).to("cpu")
-        return call.exact()
+    def notice(self, text: str) -> None:
+        print(f"notice: {text}", flush=True)
 
-    with torch.no_grad():
-        expected = intercepted(model, observe)(*inputs[0])
-    eager = Denoiser(stack).half().cuda().eval().requires_grad_(False)
-    eager.load_state_dict(denoiser.state_dict())
-    denoiser.cpu()
-    rows: list[dict] = []
 
-    def row(what: str, call: Callable, built: float = 0.0, size: int = 0) -> None:
-        torch.cuda.reset_peak_memory_stats()
-        out = call(*half[0]).float()
-        error = float((out - expected).norm() / expected.norm())
-        ms, spread = median_ms(lambda i: call(*half[i % len(half)]))
-        rows.append(
-            {
-                "model": name,
-                "what": what,
-                "ms": ms,
-                "spread": spread,
-                "error": error,
-                "build_s": built,
-                "plan_mb": size / 2**20,
-            }
-        )
-        print(rows[-1], flush=True)
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. Times of a step in milliseconds, memory and plan in MiB."""
 
-    with torch.no_grad():
-        row("torch eager FP16 (SDPA)", eager)
-        started = time.perf_counter()
-        compiled = torch.compile(eager)
-        compiled(*half[0])
-        row("torch.compile FP16", compiled, time.perf_counter() - started)
-    del eager, compiled
+    model: str
+    what: str
+    ms: float
+    spread: float
+    error: float
+    memory: float
+    build_s: float = 0.0
+    plan: float = 0.0
 
-    trt = tensorrt.load()
-    plan_inputs = [PlanInput(spec.name, spec.shape) for spec in model.inputs]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        for mode in (None, Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE):
-            chosen = {n: t.with_modes(mode or Mode.FP16) for n, t in tables.items()}
-            exported = trace(model, chosen, SiteOptions(1000.0, "calibrated", True), dims={}, dtype=torch.float16)
+
+class Bench:
+    """One stack: its rows, as they are measured."""
+
+    def __init__(self, name: str, stack: Stack) -> None:
+        self.model, self.stack, self.rows = describe(name, stack), stack, list[Row]()
+        denoiser = self.model.denoiser.cuda()
+        with torch.device("cuda"):
+            self.inputs = [
+                {
+                    spec.name: torch.full((stack.batch,), 500.0) if spec.name == "timestep" else torch.randn(spec.shape)
+                    for spec in self.model.inputs
+                }
+                for _ in range(3)
+            ]
+        self.tables: dict[str, AttentionTables] = {}
+
+        def observe(call):
+            found = [tables_from_data(call.q, call.k, call.v, mode).to("cpu") for mode in MODES]
+            fields = {field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])}
+            self.tables[call.name] = AttentionTables(**fields)
+            return call.exact()
+
+        with torch.no_grad():
+            self.expected = intercepted(self.model, observe)(**self.inputs[0])
+        self.half = [{n: x if n == "timestep" else x.half() for n, x in feed.items()} for feed in self.inputs]
+        denoiser.cpu()
+
+    def add(self, what: str, call: Call, memory: float, build_s: float = 0.0, plan: int = 0) -> None:
+        out = call(0).float()
+        error = float((out - self.expected).norm() / self.expected.norm())
+        ms, spread = median_ms(call)
+        row = Row(self.model.name, what, ms, spread, error, memory / 2**20, build_s, plan / 2**20)
+        self.rows.append(row)
+        print(row, flush=True)
+
+    def torch_rows(self) -> None:
+        eager = Denoiser(self.stack).half().cuda().eval().requires_grad_(False)
+        eager.load_state_dict(self.model.denoiser.state_dict())
+        for what, compiled in (("torch eager FP16 (SDPA)", False), ("torch.compile FP16, with CUDA graphs", True)):
             started = time.perf_counter()
-            if mode is None:
-                lower_to_native(exported)
-                ir.save(exported, path)
-                plan = tensorrt.build(path, plan_inputs, {}, lambda *_: None)
-            else:
-                ir.save(exported, path)
-                plan = tensorrt.build_from_function(path, plan_inputs, {}, lambda *_: None)
+            forward = torch.compile(eager, mode="reduce-overhead") if compiled else eager
+            for i in range(3 * compiled):
+                forward(**self.half[i])
             built = time.perf_counter() - started
-            what = "TensorRT, its own FP16 attention" if mode is None else f"TensorRT, our plugin, {mode.name.lower()}"
-            row(what, Engine(trt, plan, stack), built, len(plan))
-    return rows
+            torch.cuda.reset_peak_memory_stats()
+            forward(**self.half[0])
+            memory = torch.cuda.max_memory_allocated() - self._held()
+            self.add(what, lambda i, forward=forward: forward(**self.half[i % 3]), memory, built if compiled else 0.0)
+        torch._dynamo.reset()
+
+    def _held(self) -> int:
+        return sum(x.nbytes for feed in (*self.inputs, *self.half) for x in feed.values()) + self.expected.nbytes
+
+    def export(self, folder: Path) -> Path:
+        """The ONNX model in a folder, made unless it is there."""
+        path = folder / f"{self.model.name}.onnx"
+        if not path.exists():
+            started = time.perf_counter()
+            options = SiteOptions(1000.0, "calibrated", True)
+            partial = path.with_suffix(".partial")
+            storage.save(trace(self.model, self.tables, options, dims={}, dtype=torch.float16), partial)
+            partial.rename(path)
+            print(f"exported in {time.perf_counter() - started:.0f} s", flush=True)
+        return path
+
+    def engine_rows(self, path: Path) -> None:
+        trt = tensorrt.load()
+        exported = ir.load(path)
+        started = time.perf_counter()
+        native = tensorrt.faster_native(trt, exported, [{}], EngineSection(), Notices())
+        chosen = time.perf_counter() - started
+        for site in native:
+            print(site, flush=True)
+        sites, kept = list(attention_nodes(exported)), [site.name for site in native]
+        self._engine(trt, exported, "TensorRT, its own FP16 attention", sites)
+        self._engine(trt, exported, "TensorRT, our plugin", [])
+        if 0 < len(kept) < len(sites):
+            what = f"TensorRT, auto: {len(kept)} of {len(sites)} sites native"
+            self._engine(trt, exported, what, kept, chosen)
+
+    def _engine(self, trt: Any, exported: ir.Model, what: str, native: list[str], before: float = 0.0) -> None:
+        """Build and time an engine. One with the plugin is timed in each mode, by the timestep."""
+        model = exported.clone()
+        if native:
+            lower_to_native(model, native)
+        with_plugin = bool(attention_nodes(model))
+        if with_plugin:
+            lower_to_plugin(model)
+        inputs = [
+            TensorRecord(name=x.name, dtype="float32" if x.name == "timestep" else "float16", shape=list(x.shape))
+            for x in self.model.inputs
+            if any(value.name == x.name for value in model.graph.inputs)
+        ]
+        started = time.perf_counter()
+        plan = tensorrt.build_lowered(trt, model, Path("model.onnx"), inputs, [{}], EngineSection(), Notices())
+        built = before + time.perf_counter() - started
+        del model
+        engine = Engine(trt, plan, self.half)
+        for i, mode in enumerate(MODES if with_plugin else (None,)):
+            for feed in self.half:
+                feed["timestep"].fill_((i + 0.5) / len(MODES) * 1000)
+            self.add(what if mode is None else f"{what}, {mode.name.lower()}", engine, engine.memory, built, len(plan))
+        gc.collect()
+
+
+def print_table(rows: list[Row]) -> None:
+    print(
+        "| stack | what | step, ms | spread | against TensorRT FP16 | rel. error | memory, MiB | build, s | plan, MiB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        native = next((r.ms for r in rows if r.model == row.model and "its own" in r.what), float("nan"))
+        print(
+            f"| {STACKS[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {native / row.ms:.2f}× "
+            f"| {row.error:.4f} | {row.memory:.0f} | {row.build_s:.0f} | {row.plan:.0f} |"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(STACKS), default=list(STACKS))
+    parser.add_argument("--peers", nargs="+", choices=["torch", "engines"], default=["torch", "engines"])
+    parser.add_argument(
+        "--exports", type=Path, help="keep the exported models here; with `--peers torch` they are made as well"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     arguments = parser.parse_args()
-    rows = [row for name in arguments.models for row in bench(name, STACKS[name])]
+    rows: list[Row] = []
+    with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
+        exports = arguments.exports or Path(temporary)
+        exports.mkdir(parents=True, exist_ok=True)
+        for name in arguments.models:
+            bench = Bench(name, STACKS[name])
+            if "torch" in arguments.peers:
+                bench.torch_rows()
+            if arguments.exports:
+                bench.export(exports)
+            if "engines" in arguments.peers:
+                bench.engine_rows(bench.export(exports))
+            rows += bench.rows
+            del bench
+            gc.collect()
+            torch.cuda.empty_cache()
     gpu, today = torch.cuda.get_device_name(), str(datetime.date.today())
-    print(f"\n{today}, {gpu}, TensorRT {tensorrt.load().__version__}, torch {torch.__version__}\n")
-    print("| stack | what | step, ms | spread | against TensorRT FP16 | rel. error | build, s | plan, MiB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        native = next(r["ms"] for r in rows if r["model"] == row["model"] and "its own" in r["what"])
-        s = STACKS[row["model"]]
-        shape = f"{row['model']}: {s.blocks} blocks, {s.batch}×{s.tokens}, {s.heads}×{s.head_dim}"
-        print(
-            f"| {shape} | {row['what']} | {row['ms']:.3f} | {row['spread']:.3f} | {native / row['ms']:.2f}× "
-            f"| {row['error']:.4f} | {row['build_s']:.0f} | {row['plan_mb']:.0f} |"
-        )
+    print(f"\n{today}, {gpu}, TensorRT {tensorrt.status().detail}, torch {torch.__version__}\n")
+    print_table(rows)
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"gpu": torch.cuda.get_device_name(), "date": str(datetime.date.today()), "rows": rows})
+            json.dumps({"gpu": gpu, "date": today, "rows": [asdict(row) for row in rows]}, indent=1)
         )
 
 
