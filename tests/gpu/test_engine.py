@@ -1,0 +1,275 @@
+"""TensorRT engines on a GPU: what their options do, which attention sites get, and what a build says when it cannot go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from rich.console import Console
+from support import run, tiny_recipe
+from tolerances import HALF_DENOISER
+
+from trtconvert import runtime
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import MANIFEST, TensorRecord, check_files, read_manifest, write_manifest
+from trtconvert.compile import compile_bundle
+from trtconvert.engine import tensorrt, timing_cache
+from trtconvert.engine.attention_choice import AttentionCase, one_node_model, site_plans
+from trtconvert.engine.attention_timer import AttentionTimer
+from trtconvert.errors import TrtconvertError
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export import storage
+from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.progress import Reporter
+from trtconvert.recipe import EngineSection
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("tensorrt_bindings", reason="needs TensorRT")
+
+CASE = AttentionCase((1, 256, 4, 64), (1, 256, 4, 64), "BNHD", ir.DataType.FLOAT16, "calibrated", True)
+
+
+class Watch:
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.details, self.notices = [], []
+
+    def share(self, detail, done):
+        self.details.append(detail)
+
+    def notice(self, text):
+        self.notices.append(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user_cache(tmp_path_factory):
+    """A timing cache of these tests' own, kept from test to test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def trt():
+    return tensorrt.load()
+
+
+def inputs_of(model):
+    return [
+        TensorRecord(name=x.name, dtype=x.dtype.numpy().name, shape=list(x.shape.numpy())) for x in model.graph.inputs
+    ]
+
+
+def build(trt, lower=lower_to_plugin, case=CASE, watch=None, path=Path("one.onnx"), **options):
+    """A plan of one node."""
+    model = one_node_model(case)
+    lower(model)
+    options = EngineSection(**options)
+    return tensorrt.build_lowered(trt, model, path, inputs_of(model), [{}], options, watch or Watch())
+
+
+class Loaded:
+    def __init__(self, trt, plan):
+        self.log = trt.Logger(trt.Logger.ERROR)
+        self.runtime = trt.Runtime(self.log)
+        self.runtime.engine_host_code_allowed = True
+        self.engine = self.runtime.deserialize_cuda_engine(plan)
+
+
+def loaded(trt, plan):
+    found = Loaded(trt, plan)
+    assert found.engine is not None
+    return found
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def test_refittable(trt):
+    assert loaded(trt, build(trt, refittable=True)).engine.refittable
+    assert not loaded(trt, build(trt)).engine.refittable
+
+
+def test_hardware_compatible(trt):
+    levels = trt.HardwareCompatibilityLevel
+    engine = loaded(trt, build(trt, hardware_compatible=True)).engine
+    assert engine.hardware_compatibility_level == levels.AMPERE_PLUS
+    assert loaded(trt, build(trt)).engine.hardware_compatibility_level == levels.NONE
+
+
+def test_weight_streaming(trt):
+    """A product with a weight of 1 MiB, which the engine can leave in host memory."""
+    x = ir.val("x", ir.DataType.FLOAT16, (64, 1024))
+    weight = ir.val("w", const_value=ir.tensor(np.ones((1024, 512), np.float16), name="w"))
+    node = ir.node("MatMul", [x, weight])
+    node.outputs[0].name, node.outputs[0].dtype = "out", ir.DataType.FLOAT16
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="g")
+    model = ir.Model(graph, ir_version=10)
+    sizes = []
+    for streaming in (True, False):
+        options = EngineSection(weight_streaming=streaming)
+        plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs_of(model), [{}], options, Watch())
+        sizes.append(loaded(trt, plan).engine.streamable_weights_size)
+    assert sizes[0] >= 2**20 and sizes[1] == 0
+
+
+def test_version_compatible(trt):
+    """Where the library has its lean runtime, which such plans carry; it is a package of its own."""
+    try:
+        plan = build(trt, version_compatible=True)
+    except TrtconvertError as error:
+        assert "lean" in str(error) and "remedy: " in str(error)
+    else:
+        assert loaded(trt, plan).engine is not None
+
+
+def test_a_workspace_that_is_too_small_is_named(trt):
+    """The plugin's quantised copies alone take more than a MiB."""
+    long = AttentionCase((1, 4096, 8, 64), (1, 4096, 8, 64), "BNHD", ir.DataType.FLOAT16, "calibrated", True)
+    assert build(trt, case=long, workspace_mb=1024)
+    with pytest.raises(TrtconvertError, match=r"(?s)TensorRT .* got: .+remedy: .*"):
+        build(trt, case=long, workspace_mb=1)
+
+
+def test_a_plan_holds_the_plugin_library_where_it_needs_it(trt):
+    size = tensorrt.library_path().stat().st_size
+    assert len(build(trt)) > size > len(build(trt, lower_to_native))
+
+
+def test_timings_are_kept_and_a_damaged_file_is_dropped(trt, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, watch = timing_cache.timing_cache_path(tensorrt.device_name(), trt.__version__), Watch()
+    build(trt, lower_to_native, watch=watch)
+    first = path.read_bytes()
+    build(trt, lower_to_native, watch=watch, case=AttentionCase(**{**vars(CASE), "q": (1, 512, 4, 64)}))
+    assert len(path.read_bytes()) > len(first) > 100 and watch.notices == []
+    path.write_bytes(first[:-1])
+    build(trt, lower_to_native, watch=watch)
+    assert any("is damaged" in notice for notice in watch.notices)
+    again = Watch()
+    build(trt, lower_to_native, watch=again)
+    assert again.notices == []
+
+
+def test_ctrl_c_ends_a_build(trt):
+    class Interrupting(Watch):
+        def share(self, detail, done):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(trt, lower_to_native, watch=Interrupting())
+
+
+def test_an_unsupported_operator_is_named(trt):
+    model = one_node_model(CASE)
+    node = ir.node("Nothing", [model.graph.outputs[0]], domain="other", name="blocks.3.odd")
+    node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = "odd", ir.DataType.FLOAT16, ir.Shape(CASE.q)
+    model.graph.append(node)
+    model.graph.outputs[0] = node.outputs[0]
+    model.graph.opset_imports["other"] = 1
+    lower_to_plugin(model)
+    with pytest.raises(TrtconvertError, match=r"(?s)node 'blocks\.3\.odd'.*remedy: write the model without Nothing"):
+        tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs_of(model), [{}], EngineSection(), Watch())
+
+
+# Which attention ------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_of_the_device_and_grow_with_the_work(trt):
+    timer = AttentionTimer(trt, lambda model: _built(trt, model), pytest.fail)
+    sizes = {tokens: (1, tokens, 8, 128) for tokens in (256, 4096)}
+    times = {
+        tokens: timer(AttentionCase(q, q, "BNHD", ir.DataType.FLOAT16, "calibrated", True), list(Mode))
+        for tokens, q in sizes.items()
+    }
+    for found in (times[256], times[4096]):
+        assert found.native > 1 and set(found.plugin) == set(Mode) and min(found.plugin.values()) > 1
+    assert times[4096].native > 3 * times[256].native
+    assert all(times[4096].plugin[mode] > 3 * times[256].plugin[mode] for mode in Mode)
+    # 4·B·H·N²·D operations at no more than an 8-bit tensor core of any GPU of today could do
+    assert min(times[4096].plugin.values()) > 4 * 8 * 4096**2 * 128 / 20e15 * 1e6
+
+
+def _built(trt, model):
+    return tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs_of(model), [{}], EngineSection(), Watch())
+
+
+def test_masked_and_fp32_cases_are_timed_as_well(trt):
+    timer = AttentionTimer(trt, lambda model: _built(trt, model), pytest.fail)
+    q, k = (2, 4, 128, 64), (2, 2, 77, 64)
+    for mask in (((2, 1, 1, 77), ir.DataType.BOOL), ((2, 1, 128, 77), ir.DataType.FLOAT)):
+        found = timer(AttentionCase(q, k, "BHND", ir.DataType.FLOAT, "dynamic", False, mask), [Mode.BALANCED])
+        assert found.native > 0 and found.plugin[Mode.BALANCED] > 0
+
+
+# Bundles --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """A bundle as a machine without a GPU leaves it, with two profiles. FP32, which the plugin reaches through casts."""
+    folder = tmp_path_factory.mktemp("bundle")
+    profiles = [{"batch": [1, 1, 2]}, {"batch": [2, 4, 4]}]
+    recipe = tiny_recipe(folder, engine={"backend": "onnxruntime", "profiles": profiles})
+    outcome = run("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    return folder / "bundle"
+
+
+@pytest.mark.parametrize("attention", ["auto", "plugin", "native"])
+def test_compile_finishes_a_bundle(bundle, tmp_path, attention):
+    """What is computed is what ONNX Runtime computes: the INT8 arithmetic with the plugin, exact attention without."""
+    folder = shutil.copytree(bundle, tmp_path / "bundle")
+    _with_attention(folder, attention)
+    manifest = compile_bundle(folder, Reporter(Console(quiet=True)))
+    check_files(folder, manifest)
+    component = manifest.components["denoiser"]
+    (record,) = component.engines
+    assert (record.target, record.gpu) == (tensorrt.device_architecture(), tensorrt.device_name())
+    assert record.profiles == component.profiles and len(record.profiles) == 2
+    native = {"auto": len(record.native_sites) == 1, "plugin": False, "native": True}[attention]
+    assert record.attention == ("native" if native else "plugin") and bool(record.plugin) != native
+    assert all(site.native_us < site.plugin_us for site in record.native_sites)
+    with runtime.load(folder, backend="tensorrt") as on_gpu, runtime.load(folder, backend="onnxruntime") as on_cpu:
+        for batch in (1, 2, 3, 4):
+            generator = torch.Generator().manual_seed(batch)
+            x, timestep = torch.randn(batch, 1, 4, 4, generator=generator), torch.full((batch,), 400.0)
+            expected = on_cpu["denoiser"](x, timestep)
+            assert relative_error(on_gpu["denoiser"](x.cuda(), timestep.cuda()).cpu(), expected) <= HALF_DENOISER
+    outcome = run("inspect", folder)
+    assert tensorrt.device_name() in outcome.output, outcome.output
+
+
+def _with_attention(folder, attention):
+    manifest = read_manifest(folder)
+    engine = manifest.recipe.engine.model_copy(update={"attention": attention})
+    (folder / MANIFEST).unlink()
+    write_manifest(
+        folder, manifest.model_copy(update={"recipe": manifest.recipe.model_copy(update={"engine": engine})})
+    )
+
+
+def test_weights_beside_the_graph_are_built_in(trt, bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT", 100)
+    monkeypatch.setattr(storage, "SMALL", 100)
+    component = read_manifest(bundle).components["denoiser"]
+    path = tmp_path / "denoiser.onnx"
+    storage.save(ir.load(bundle / component.onnx), path)
+    assert storage.weights_file(path).stat().st_size > 1000
+    built = tensorrt.build_engine("denoiser", component, path, EngineSection(attention="plugin"), Watch())
+    assert loaded(trt, built.plan).engine.num_optimization_profiles == 2
+
+
+def test_timing_is_told_and_names_sites_of_the_graph(trt, bundle):
+    component = read_manifest(bundle).components["denoiser"]
+    model, watch = ir.load(bundle / component.onnx), Watch()
+    kept = tensorrt.faster_native(trt, model, component.profiles, EngineSection(), watch)
+    assert any(detail.startswith("timing attention of 16 × 16 tokens") for detail in watch.details)
+    assert {site.name for site in kept} <= set(site_plans(model, component.profiles)) == {"denoiser"}
