@@ -334,6 +334,24 @@ def report(bundle: Path, evaluation: Path | None, output: Path) -> None:
 
 
 @main.command()
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("kernel_cost.json"), show_default=True)
+def measure(output: Path) -> None:
+    """Measure the attention kernels on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
+    from rich.console import Console
+
+    from trtconvert.attention.modes import Mode
+    from trtconvert.calib.measure import SHAPES, write_kernel_cost
+    from trtconvert.files import whole_file
+    from trtconvert.progress import Reporter
+
+    reporter = Reporter(Console(highlight=False), main.was_stopped)
+    with whole_file(output) as partial, reporter.live(), reporter.stage("measure") as bar:
+        bar.total(len(SHAPES) * len(Mode))
+        write_kernel_cost(partial, bar.step)
+    click.echo(f"written to {output}")
+
+
+@main.command()
 def doctor() -> None:
     """Tell what this machine can build and run, and what is missing."""
     from rich.console import Console
