@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from trtconvert.bundle import FORMAT, MANIFEST, check_files, read_manifest, write_manifest
+from trtconvert.bundle import FORMAT, MANIFEST, EngineRecord, check_files, covering, read_manifest, write_manifest
 from trtconvert.errors import UserError
 
 FILES = ("calibration.safetensors", "denoiser.onnx", "samples.png")
@@ -56,6 +56,18 @@ def test_a_manifest_can_be_written_again(bundle):
     manifest = read_manifest(bundle)
     assert set(manifest.files) == {*FILES, "engines/new.plan"}
     check_files(bundle, manifest)
+
+
+def test_an_engine_of_a_bundle_from_before_has_one_profile_and_no_option():
+    before = {"backend": "tensorrt", "library": "10.6.0", "target": "sm90", "attention": "plugin", "file": "a.plan"}
+    record = EngineRecord.model_validate(before)
+    assert (record.profiles, record.native_sites, record.plugin, record.gpu) == ([], [], "", "")
+    assert not record.refittable and not record.weight_streaming
+
+
+def test_the_sizes_of_several_profiles_reach_from_the_least_to_the_largest():
+    profiles = [{"batch": (2, 3, 4), "side": (8, 8, 8)}, {"batch": (1, 1, 2), "side": (16, 24, 32)}]
+    assert covering(profiles) == {"batch": (1, 3, 4), "side": (8, 8, 32)}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -254,21 +254,92 @@ def test_without_a_gpu_tensorrt_says_so():
     assert tensorrt.device_name() == ""
 
 
-@pytest.mark.parametrize(
-    ("bindings", "library", "found"),
-    [("10.6", "10.6", ""), ("10.6", "10.15", "of TensorRT 10.6.0, the library that they load is 10.15.1")],
-)
-def test_bindings_and_libraries_of_different_versions_are_told(bindings, library, found):
-    folder = ROOT / "third_party" / "tensorrt"
+def test_without_its_package_tensorrt_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
+    monkeypatch.setattr(tensorrt, "_PACKAGES", ("tensorrt_of_nobody",))
+    state = tensorrt.status()
+    assert (state.available, state.detail) == (False, "TensorRT's Python package is not installed")
+    assert "pip install tensorrt" in state.remedy
+
+
+VERSIONS = ("10.6", "10.15", "11.2")
+
+
+def with_tensorrt(code, bindings, library=None):
+    """What a process with real TensorRT libraries and a GPU that is not there prints."""
+    folder, library = ROOT / "third_party" / "tensorrt", library or bindings
     if not (folder / bindings).exists() or not (folder / library).exists():
         pytest.skip("TensorRT is not here; 'make tensorrt' fetches it")
-    code = "import tensorrt_bindings as t; from trtconvert.engine.tensorrt import version_mismatch as m; print(m(t))"
     environment = os.environ | {
         "LD_LIBRARY_PATH": str(folder / library / "lib"),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{folder / bindings / 'python'}",
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith(found) and bool(done.stdout.strip()) == bool(found)
+    begin = "from trtconvert.engine import tensorrt; tensorrt.device_architecture = lambda: 'sm90'\n"
+    done = subprocess.run([sys.executable, "-c", begin + code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+STATUS = "s = tensorrt.status(); print(s.available, s.detail, s.remedy, sep='; ')"
+
+
+def test_bindings_and_a_library_of_another_version_are_refused():
+    found = with_tensorrt(STATUS, "10.6", "10.15")
+    assert found.startswith(
+        "False; the Python bindings are of TensorRT 10.6.0, the library that they load is 10.15.1; "
+    )
+    assert "LD_LIBRARY_PATH" in found
+
+
+def test_bindings_whose_library_does_not_load_are_refused():
+    found = with_tensorrt(STATUS, "10.6", "11.2")
+    assert found.startswith("False; tensorrt_bindings cannot be loaded: libnvinfer.so.10")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_without_the_plugin_library_tensorrt_says_so(version):
+    found = with_tensorrt(f"tensorrt.library_path = lambda: None\n{STATUS}", version)
+    assert found.startswith("False; libtrtconvert.so, the plugin library, is not installed; pip install trtconvert")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_plugin_library_that_tensorrt_does_not_load_is_refused(version, tmp_path):
+    (tmp_path / "libtrtconvert.so").write_bytes(b"no library")
+    code = f"""
+from pathlib import Path
+from trtconvert.errors import TrtconvertError
+tensorrt.library_path = lambda: Path({str(tmp_path / "libtrtconvert.so")!r})
+try:
+    tensorrt.load()
+except TrtconvertError as error:
+    print(error)
+"""
+    assert "libtrtconvert.so cannot be registered\n  expected: a library that TensorRT " in with_tensorrt(code, version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_has_what_the_builder_uses(version):
+    """TensorRT 11 removed much of 10."""
+    used = {
+        "BuilderFlag": ("REFIT", "VERSION_COMPATIBLE", "WEIGHT_STREAMING"),
+        "HardwareCompatibilityLevel": ("AMPERE_PLUS",),
+        "MemoryPoolType": ("WORKSPACE",),
+        "IBuilderConfig": (
+            "add_optimization_profile", "set_timing_cache", "create_timing_cache", "get_timing_cache", "set_flag",
+            "plugins_to_serialize", "progress_monitor", "builder_optimization_level", "hardware_compatibility_level",
+            "set_memory_pool_limit",
+        ),
+        "ITimingCache": ("combine", "serialize"),
+        "OnnxParser": ("parse", "get_error", "num_errors"),
+        "ParserError": ("node", "node_name", "node_operator", "desc", "local_function_stack"),
+        "Runtime": ("deserialize_cuda_engine", "engine_host_code_allowed"),
+        "IProgressMonitor": ("phase_start", "step_complete", "phase_finish"),
+    }  # fmt: skip
+    code = f"""
+import tensorrt_bindings as trt
+print([f"{{name}}.{{part}}" for name, parts in {used!r}.items() for part in parts if not hasattr(getattr(trt, name), part)])
+"""
+    assert with_tensorrt(code, version) == "[]"
 
 
 # Which attention ------------------------------------------------------------------------------------------------------

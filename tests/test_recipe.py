@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trtconvert.errors import UserError
-from trtconvert.recipe import Range, Recipe, json_schema, load_recipe
+from trtconvert.recipe import EngineSection, Range, Recipe, json_schema, load_recipe
 
 SHIPPED = Path(__file__).parents[1] / "recipes" / "digits-dit.yaml"
 MODEL = "model: {source: digits-dit}\n"
@@ -44,6 +44,13 @@ def test_a_shape_is_a_size_or_three_or_named(tmp_path):
     }
 
 
+def test_an_engine_has_one_profile_or_several(tmp_path):
+    one = load(tmp_path, MODEL + "engine: {shapes: {a: 8}}\n").engine
+    assert one.ranges() == [one.shapes] and EngineSection().ranges() == [{}]
+    several = load(tmp_path, MODEL + "engine: {profiles: [{a: 8}, {a: [16, 32, 64]}]}\n").engine
+    assert several.ranges() == [{"a": Range(min=8, opt=8, max=8)}, {"a": Range(min=16, opt=32, max=64)}]
+
+
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
     assert load(tmp_path, b"\xef\xbb\xbf" + MODEL.encode()).model.source == "digits-dit"
 
@@ -54,6 +61,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
         ("calibratoin: {}\n", 2, "calibratoin", "calibration"),
         ("calibration:\n  samples: 4\n  sampels: 3\n", 4, "calibration.sampels", "samples"),
         ("engine:\n  shapes:\n    batch: {min: 1, opt: 2, max: 4, maxx: 8}\n", 4, "engine.shapes.batch.maxx", "max"),
+        ("engine:\n  profiles:\n  - a: {min: 1, opt: 1, max: 2, mx: 8}\n", 4, "engine.profiles.0.a.mx", "max"),
     ],
 )
 def test_an_unknown_field_is_refused_with_the_nearest_name(tmp_path, text, line, field, nearest):
@@ -108,6 +116,10 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
             "'digits-classifier' or 'inception', or package.module:function",
             "'my.module'",
         ),
+        ("engine:\n  profiles:\n  - a: [4, 2, 1]\n", 4, "engine.profiles.0.a", "min <= opt <= max", "[4, 2, 1]"),
+        ("engine:\n  shapes: {a: 1}\n  profiles: [{a: 2}]\n", 2, "engine", "shapes or profiles, not both", "a mapping"),
+        ("engine:\n  optimization_level: 6\n", 3, "engine.optimization_level", "less than or equal to 5", "6"),
+        ("engine:\n  workspace_mb: 0\n", 3, "engine.workspace_mb", "greater than or equal to 1", "0"),
         ("verify:\n  min_psnr: .nan\n", 3, "verify.min_psnr", "a finite number", "nan"),
         ("verify:\n  max_error: .inf\n", 3, "verify.max_error", "a finite number", "inf"),
     ],
