@@ -239,10 +239,11 @@ class Engine:
 
 
 class Notices:
-    """Prints what a build has to say."""
+    """Prints what a build has to say, and the times by which it chooses."""
 
     def share(self, detail: str, done: float) -> None:
-        pass
+        if "µs" in detail:
+            print(detail, flush=True)
 
     def notice(self, text: str) -> None:
         print(f"notice: {text}", flush=True)
@@ -333,8 +334,6 @@ class Bench:
         started = time.perf_counter()
         native = tensorrt.faster_native(trt, exported, [{}], EngineSection(), Notices())
         chosen = time.perf_counter() - started
-        for site in native:
-            print(site, flush=True)
         sites, kept = list(attention_nodes(exported)), [site.name for site in native]
         self._engine(trt, exported, "TensorRT, its own FP16 attention", sites)
         self._engine(trt, exported, "TensorRT, our plugin", [])
