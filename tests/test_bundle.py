@@ -4,9 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
+from support import run, tiny_recipe
 
+from trtconvert import runtime
 from trtconvert.bundle import FORMAT, MANIFEST, EngineRecord, check_files, covering, read_manifest, write_manifest
 from trtconvert.errors import UserError
+from trtconvert.export import storage
 
 FILES = ("calibration.safetensors", "denoiser.onnx", "samples.png")
 
@@ -136,3 +140,17 @@ def test_an_altered_manifest_is_refused(bundle, change):
 def test_what_is_no_bundle_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("")
     refused(tmp_path / place, "is not a bundle")
+
+
+def test_a_large_models_weights_are_a_file_of_their_own_and_hashed(tmp_path, monkeypatch):
+    """The whole build, and ONNX Runtime from the bundle. 1.5 GB are large in earnest."""
+    for limit in ("INLINE_LIMIT", "SMALL"):
+        monkeypatch.setattr(storage, limit, 100)
+    folder = tmp_path / "bundle"
+    outcome = run("build", tiny_recipe(tmp_path), "-o", folder, "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    weights = folder / "denoiser.onnx.data"
+    assert read_manifest(folder).files[weights.name].size == weights.stat().st_size > 10_000
+    assert runtime.load(folder)["denoiser"](torch.zeros(1, 1, 4, 4), torch.zeros(1)).isfinite().all()
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(folder, "denoiser.onnx.data in the bundle")

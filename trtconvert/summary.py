@@ -81,7 +81,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         for engine in component.engines:
             for line in _engine_lines(engine):
                 table.add_row("", f"{engine.target}: {line}")
-        size = _size(manifest.files[component.onnx].size)
+        size = _size(sum(f.size for name, f in manifest.files.items() if name.startswith(component.onnx)))
         table.add_row(
             "ONNX", f"{size}, any ONNX Runtime, attention: INT8, the op's function body (exact numerics, slow)"
         )
