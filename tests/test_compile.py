@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
 import threading
 
 import onnx_ir as ir
 import pytest
 from rich.console import Console
-from support import contents, refusal, run
+from support import contents, partials, refusal, run
 
 from trtconvert import compile as compiling
 from trtconvert.bundle import EngineRecord, NativeSite, check_files, read_manifest
@@ -100,6 +102,19 @@ def test_a_failed_compile_leaves_the_old_bundle(bundle, gpu, monkeypatch):
     with pytest.raises(TrtconvertError, match="memory ran out"):
         compiled(bundle)
     assert contents(bundle) == before and [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_a_compile_that_is_killed_leaves_the_old_bundle_and_the_next_one_sweeps(bundle, gpu, monkeypatch):
+    before, build_engine = contents(bundle), tensorrt.build_engine
+    monkeypatch.setattr(tensorrt, "build_engine", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    process = multiprocessing.get_context("fork").Process(target=compiled, args=(bundle,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert contents(bundle) == before and partials(bundle.parent)
+    monkeypatch.setattr(tensorrt, "build_engine", build_engine)
+    check_files(bundle, compiled(bundle))
+    assert not partials(bundle.parent)
 
 
 def test_two_that_compile_one_bundle_keep_each_others_engines(bundle, gpu, monkeypatch):
