@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from support import TESTS, WEIGHTS, finish, partials, refusal, run, start
-from tolerances import EIGENVALUES
+from tolerances import EIGENVALUES, WHOLE_DENOISER
 
 from trtconvert import models, runtime
 from trtconvert.calib.distributed import ALONE
@@ -19,6 +19,8 @@ from trtconvert.evaluate import evaluation, metrics, shards
 from trtconvert.evaluate.evaluation import Request, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
+from trtconvert.evaluate.torch_int8 import torch_int8
+from trtconvert.evaluate.verify import relative_error
 from trtconvert.progress import Reporter
 
 TINY_SHAPE = torch.Size([1, 4, 4])
@@ -97,6 +99,24 @@ def test_lpips_is_found_when_its_weights_are_given(digits_build, tmp_path, alexn
     assert outcome.exit_code == 0, outcome.output
     found = read_evaluation(tmp_path / "out.json").paired
     assert 0 < found.lpips <= found.lpips_worst < 1 and "LPIPS" in outcome.output
+
+
+def test_the_torch_model_with_a_bundles_tables_computes_what_the_bundle_does(digits_build, digits):
+    bundle = runtime.load(digits_build.bundle)
+    inputs = digits.example(3, {"batch": 4, "height": 8, "width": 8})
+    int8 = torch_int8(digits, bundle.folder, bundle.manifest)(**inputs)
+    assert relative_error(int8, bundle["denoiser"](**inputs)) < WHOLE_DENOISER
+    with torch.no_grad():
+        full = digits.denoiser(**inputs)
+    assert relative_error(int8, full) > 1e-4  # it is not the model itself
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_missing_is_noticed(digits_build, tmp_path):
+    outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--device", "cuda"))
+    refusal(outcome, "there is no GPU to run the model on", "--device cuda")
+    refusal(run("calibrate", digits_build.recipe, "--device", "cuda", "-o", tmp_path / "c"), "there is no GPU")
+    refusal(run("measure", "-o", tmp_path / "cost.json"), "there is no GPU", "plan.kernel_cost")
 
 
 def test_without_weights_there_is_nothing_to_pair(digits_build, tmp_path):
@@ -247,6 +267,8 @@ def test_weights_of_another_model(digits_build, tmp_path):
         (["--reference", "missing"], ["missing has no images", "no such folder"]),
         (["--weights", WEIGHTS, "--lpips-weights", "missing.pth"], ["missing.pth", "AlexNet"]),
         (["--steps", "2000"], ["1 to 1000"]),
+        (["--int8", "torch"], ["needs the model", "no --weights"]),
+        (["--device", "cuda"], ["needs the model", "no --weights"]),
     ],
 )
 def test_bad_requests(digits_build, tmp_path, arguments, parts):

@@ -196,6 +196,19 @@ def run(bundle: Path, output: Path, samples: int, steps: int, solver: str, seed:
 @click.option("--reference", default="digits", show_default=True, help="digits (held out), or a folder of images.")
 @click.option("--lpips-weights", type=click.Path(path_type=Path), help="torchvision's AlexNet weights: adds LPIPS.")
 @click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the torch model."
+)
+@click.option(
+    "--int8",
+    type=click.Choice(["bundle", "torch"]),
+    default="bundle",
+    show_default=True,
+    help="What runs INT8: the bundle, or the torch model with its scales and modes.",
+)
+@click.option(
+    "--batch", type=click.IntRange(1, 256), default=64, show_default=True, help="Samples drawn at once, at most."
+)
+@click.option(
     "--work", type=click.Path(path_type=Path), help="Folder of finished shards; in the user's cache by default."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("evaluation.json"), show_default=True)
@@ -267,8 +280,15 @@ def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
     "--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder for finished batches until the end."
 )
 @click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the model.")
 def calibrate(
-    recipe: Path, data: str | None, samples: int | None, output: Path, cache_folder: Path | None, skip_bad: bool
+    recipe: Path,
+    data: str | None,
+    samples: int | None,
+    output: Path,
+    cache_folder: Path | None,
+    skip_bad: bool,
+    device: str,
 ) -> None:
     """Calibrate the model of RECIPE and write its scales, for `calibration: {from: FILE}` in recipes.
 
@@ -284,7 +304,7 @@ def calibrate(
     chosen, cache = _with_data(recipe, data, samples), Cache(cache_folder or default_folder())
     with joined_ranks() as ranks:
         report = Reporter(Console(highlight=False, quiet=ranks.rank > 0))
-        made = calibrate_recipe(chosen, output, cache, ranks, report, skip_bad=skip_bad)
+        made = calibrate_recipe(chosen, output, cache, ranks, report, skip_bad=skip_bad, device=device)
     if ranks.rank == 0:
         click.echo("\n".join([*summary(made), f"written to {output}"]))
 

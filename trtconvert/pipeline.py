@@ -152,7 +152,7 @@ def calibrate_stage(
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
-            work = observations_folder(cache, reads)
+            work = observations_folder(cache, reads | {"device": "cpu"})
             with one_at_a_time(work):
                 made = calibrate(source, recipe.calibration, weights, chosen, work, bar, skip_bad=skip_bad)
                 shutil.rmtree(work)

@@ -43,7 +43,9 @@ class Steps(Protocol):
 def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
     """The model's attention sites, split as a recipe asks; see `select_sites`."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
-    found = find_sites(model.denoiser, model.example(0, sizes), model.timestep_input)
+    device = next(model.denoiser.parameters()).device
+    inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
+    found = find_sites(model.denoiser, inputs, model.timestep_input)
     return select_sites(found, section.include, section.exclude)
 
 

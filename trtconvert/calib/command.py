@@ -16,18 +16,23 @@ from trtconvert.calib.identity import calibration_reads, observations_folder
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
+from trtconvert.models.base import on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
 
 
 def calibrate_recipe(
-    recipe: Recipe, output: Path, cache: Cache, ranks: Ranks, report: Reporter, *, skip_bad: bool
+    recipe: Recipe, output: Path, cache: Cache, ranks: Ranks, report: Reporter, *, skip_bad: bool, device: str = "cpu"
 ) -> Calibration:
     """Calibrate as a recipe says; rank 0 writes the file. A run that ends early says how to go on.
 
+    Args:
+        device: where the model runs, see `on_device`. Devices round differently, so each has its own finished batches.
+
     Raises:
         UserError: see `calibrate`; or the recipe takes a calibration from a file.
+        BackendUnavailable: there is no such device.
         RankLost: another process has ended.
     """
     section = recipe.calibration
@@ -39,14 +44,14 @@ def calibrate_recipe(
             remedy="remove calibration.from from the recipe",
         )
     weights = identity(recipe.model)
-    work = observations_folder(cache, calibration_reads(recipe, weights))
+    work = observations_folder(cache, calibration_reads(recipe, weights) | {"device": device})
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
     target = whole_file(output) if ranks.rank == 0 else contextlib.nullcontext()
     with alone:
         with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
-            model = models.load(recipe.model)
+            model = on_device(models.load(recipe.model), device)
             chosen, _ = sites_to_convert(model, recipe.attention)
             made = calibrate(model, section, weights, chosen, work, bar, ranks, skip_bad=skip_bad)
             if partial is not None:

@@ -31,8 +31,9 @@ from trtconvert.evaluate.features import Extractor, load_extractor
 from trtconvert.evaluate.metrics import Moments
 from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
 from trtconvert.evaluate.shards import ShardSet
+from trtconvert.evaluate.torch_int8 import torch_int8
 from trtconvert.files import sha256
-from trtconvert.models.base import Denoiser, DiffusionModel, Sampler, intercepted
+from trtconvert.models.base import Denoiser, DiffusionModel, Sampler, intercepted, on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 
@@ -40,7 +41,7 @@ SHARD = 256
 """Samples per shard: what a kill costs each process at most."""
 
 BATCH = 64
-"""Samples drawn at once, or as many as the bundle takes."""
+"""Samples drawn at once by default, or as many as the bundle takes."""
 
 FIRST_SEED = 100_000
 """Far from the seeds of calibration, plan and gates, which the scales were chosen on."""
@@ -56,6 +57,9 @@ class Request:
         features, features_weights: see `load_extractor`.
         reference: see `load_reference`.
         lpips_weights: AlexNet's weights; None leaves out LPIPS.
+        device: of the full-precision model, see `on_device`.
+        int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `torch_int8`.
+        batch: samples drawn at once, at most `SHARD`.
     """
 
     weights: Path | None = None
@@ -67,6 +71,9 @@ class Request:
     features_weights: Path | None = None
     reference: str = "digits"
     lpips_weights: Path | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    int8: Literal["bundle", "torch"] = "bundle"
+    batch: int = BATCH
 
 
 class _Record(BaseModel):
@@ -184,18 +191,26 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     bundle = runtime.load(folder)
     extractor = load_extractor(request.features, request.features_weights)
     source = full_precision(bundle.manifest, request.weights)
+    source = on_device(source, request.device) if source else None
+    int8, backend = _int8(bundle, source, request)
     drawing = _Drawing(
         source.sample if source else models.load_sampler(bundle.manifest.recipe.model),
-        min(BATCH, _largest_batch(bundle.manifest)),
+        request.batch if request.int8 == "torch" else min(request.batch, _largest_batch(bundle.manifest)),
         request,
     )
-    reference = load_reference(request.reference, drawing.sample_shape(bundle["denoiser"]))
-    pairs = _Pairs(bundle["denoiser"], source, drawing, extractor, request.lpips_weights)
+    reference = load_reference(request.reference, drawing.sample_shape(int8))
+    pairs = _Pairs(int8, source, drawing, extractor, request.lpips_weights)
 
-    common = {"steps": request.steps, "solver": request.solver, "features": extractor.identity, "batch": drawing.batch}
+    common = {
+        "steps": request.steps,
+        "solver": request.solver,
+        "features": extractor.identity,
+        "batch": drawing.batch,
+        "device": request.device,
+    }
     seeds, other_seeds = request.seed, request.seed + request.samples
     full_reads = {"weights": bundle.manifest.weights} if source else {}
-    bundle_reads = {"bundle": bundle.manifest.digest, "lpips": _hash_of(request.lpips_weights)}
+    bundle_reads = {"bundle": bundle.manifest.digest, "lpips": _hash_of(request.lpips_weights), "int8": request.int8}
     sets = {
         "pairs": (
             ShardSet.at(work, "pairs", common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD),
@@ -223,7 +238,27 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
         if ranks.rank:
             return None
         with report.stage("statistics"):
-            return _compare(bundle, request, extractor, reference, {name: s for name, (s, _) in sets.items()})
+            shards = {name: s for name, (s, _) in sets.items()}
+            return _compare(bundle.manifest, backend, request, extractor, reference, shards)
+
+
+def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: Request) -> tuple[Denoiser, str]:
+    """What runs INT8, and in words.
+
+    Raises:
+        UserError: the model is needed and not there.
+    """
+    if source is None and (request.int8 == "torch" or request.device != "cpu"):
+        raise UserError(
+            "running in torch needs the model that the bundle was made from",
+            expected="its weights",
+            got="no --weights",
+            remedy="give --weights, or leave --int8 torch and --device out",
+        )
+    if source is None or request.int8 == "bundle":
+        return bundle["denoiser"], bundle.backend
+    where = torch.cuda.get_device_name() + ", our kernels" if request.device == "cuda" else "the CPU, the specification"
+    return torch_int8(source, bundle.folder, bundle.manifest), f"torch on {where}"
 
 
 def full_precision(manifest: Manifest, weights: Path | None) -> DiffusionModel | None:
@@ -423,13 +458,14 @@ def _quality(got: _FeatureSet, reference: _FeatureSet, accuracy: Callable[[_Feat
 
 
 def _compare(
-    bundle: runtime.LoadedBundle,
+    manifest: Manifest,
+    backend: str,
     request: Request,
     extractor: Extractor,
     reference: ReferenceSet,
     sets: dict[str, ShardSet],
 ) -> Evaluation:
-    asked = bundle.manifest.recipe.model.source == models.DIGITS and extractor.name == "digits-classifier"
+    asked = manifest.recipe.model.source == models.DIGITS and extractor.name == "digits-classifier"
 
     def accuracy_from(seed: int) -> Callable[[_FeatureSet], float | None]:
         def accuracy(got: _FeatureSet) -> float | None:
@@ -450,9 +486,9 @@ def _compare(
         paired = _paired(sets["pairs"], request.seed, int8, full_set, other_set)
     return Evaluation(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        bundle=bundle.manifest.digest,
-        model=bundle.manifest.model,
-        weights=bundle.manifest.weights,
+        bundle=manifest.digest,
+        model=manifest.model,
+        weights=manifest.weights,
         samples=request.samples,
         steps=request.steps,
         solver=request.solver,
@@ -462,7 +498,7 @@ def _compare(
         reference=reference.name,
         reference_count=reference.count,
         reference_identity=reference.identity,
-        backend=bundle.backend,
+        backend=backend,
         int8=_quality(int8, target, same),
         full=full,
         other=other,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trtconvert.attention.sites import Handler, InterceptedDenoiser
 from trtconvert.bundle import DiffusersRecord
-from trtconvert.errors import UserError
+from trtconvert.errors import BackendUnavailable, UserError
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -167,6 +167,43 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
         raise UserError(
             f"{field}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
         ) from error
+
+
+class _Moved:
+    """A denoiser on another device than its sampler."""
+
+    def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
+        self._denoiser, self._device = denoiser, device
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        home = (inputs or tuple(named.values()))[0].device
+        there = (x.to(self._device) for x in inputs)
+        return self._denoiser(*there, **{name: x.to(self._device) for name, x in named.items()}).to(home)
+
+
+def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
+    """The model with its denoiser on a device, whatever device its sampler works on. Moves the denoiser itself.
+
+    Args:
+        name: "cpu" or "cuda", which is this process's own GPU under torchrun.
+    Raises:
+        BackendUnavailable: torch sees no such device.
+    """
+    if name == "cpu":
+        return model
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "there is no GPU to run the model on",
+            expected="an NVIDIA GPU, and a torch that sees it",
+            got="none",
+            remedy="leave --device cuda out, or install a torch with CUDA",
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def sample(denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
+        return model.sample(_Moved(denoiser, device), seeds, **options)
+
+    return replace(model, denoiser=model.denoiser.to(device), sample=sample)
 
 
 def intercepted(model: DiffusionModel, handler: Handler) -> InterceptedDenoiser:
