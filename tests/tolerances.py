@@ -41,8 +41,14 @@ SAME_DOUBLE = 1e-13
 EIGENVALUES = 1e-6
 """Fréchet's distance takes square roots of eigenvalues: one that should be 0 and is 1e-15 becomes 3e-8, and there are several."""
 
+SAME_IMAGES_PSNR = 50.0
+"""dB. The same arithmetic over twenty steps: roundings that fall the other way move the samples, and a random model amplifies it."""
+
 # Quantised against unquantised attention. -----------------------------------------------------------------------------------
 
 MODE_ERROR = {Mode.FP16: 1e-6, Mode.PRECISION: 0.03, Mode.BALANCED: 0.035, Mode.AGGRESSIVE: 0.04}
 """Relative L2 error on tensors of N(0, 1) with biased keys, in FP32. The INT8 figures are about twice what N(0, 1) gives at
 4096 keys (0.0155, 0.0183, 0.0190), since 200 keys average less noise away."""
+
+INT8_IMAGES_PSNR = 25.0
+"""dB, of images by random models over twenty steps, which amplify differences where trained ones draw them together."""

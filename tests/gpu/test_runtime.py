@@ -15,13 +15,13 @@ from tolerances import HALF_DENOISER
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest, write_manifest
+from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTDenoiser
 
-pytestmark = pytest.mark.gpu
-pytest.importorskip("tensorrt_bindings", reason="needs TensorRT")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
 GROWTH = 32 * 2**20
 """Bytes. What allocators and the driver round up to; a leak of one small buffer per call or load is far more."""

@@ -76,7 +76,7 @@ def diffusers_model(
         UserError: no such pipeline, or one whose denoiser an engine cannot take.
         BackendUnavailable: diffusers is not installed.
     """
-    pipe = _load(weights)
+    pipe = load_pipeline(weights)
     component = next((name for name in COMPONENTS if isinstance(getattr(pipe, name, None), nn.Module)), None)
     if component is None:
         raise UserError(
@@ -405,7 +405,13 @@ def as_images(output: Tensor, *, decoded: bool) -> Tensor:
 # What the pipeline tells ----------------------------------------------------------------------------------------------
 
 
-def _load(folder: Path) -> Any:
+def load_pipeline(folder: Path) -> Any:
+    """A pipeline that `save_pretrained` wrote, in FP32, with or without its text encoders. Nothing is downloaded.
+
+    Raises:
+        UserError: no pipeline, or a damaged one.
+        BackendUnavailable: diffusers is not installed.
+    """
     try:
         import diffusers
         from diffusers.utils import logging

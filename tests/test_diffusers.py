@@ -1,0 +1,381 @@
+"""Real diffusers pipelines with small random models: converted, put back, and compared with themselves in torch."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tolerances import INT8_IMAGES_PSNR, SAME_IMAGES_PSNR
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+import tiny_pipelines  # noqa: E402
+from tiny_pipelines import PIPELINES  # noqa: E402
+
+from trtconvert import models, runtime  # noqa: E402
+from trtconvert.attention.sites import find_sites  # noqa: E402
+from trtconvert.cache import Cache  # noqa: E402
+from trtconvert.calib.calibration import Calibration  # noqa: E402
+from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
+from trtconvert.errors import UserError  # noqa: E402
+from trtconvert.evaluate.verify import psnr  # noqa: E402
+from trtconvert.models.base import DiffusionModel, intercepted  # noqa: E402
+from trtconvert.models.diffusers import diffusers_model, load_pipeline  # noqa: E402
+from trtconvert.pipeline import build  # noqa: E402
+from trtconvert.progress import Reporter  # noqa: E402
+from trtconvert.recipe import load_recipe  # noqa: E402
+from trtconvert.runtime.arguments import put_together, take_apart, tensors_of  # noqa: E402
+from trtconvert.runtime.diffusers import DiffusersDenoiser  # noqa: E402
+
+STEPS = 20
+QUICK = ("stable_diffusion_xl", "flux")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A pipeline's folder, the model that was made of it, and its bundle."""
+
+    name: str
+    pipeline: Path
+    model: DiffusionModel
+    bundle: Path
+
+    def torch_pipeline(self):
+        """The pipeline of the folder, anew."""
+        return load_pipeline(self.pipeline)
+
+
+def convert(folder: Path, name: str, **options) -> Converted:
+    """Save a tiny pipeline and run the whole build on it."""
+    make, own = PIPELINES[name]
+    make().save_pretrained(folder / "pipeline")
+    recipe = {
+        "model": {
+            "source": "diffusers",
+            "weights": "pipeline",
+            "options": {"tokens": 8, "batch": [1, 1, 2]} | own | options,
+        },
+        "attention": {"modes": ["precision", "balanced"]},
+        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {"backend": "onnxruntime"},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
+        "output": {"grid": 2},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    loaded = load_recipe(folder / "recipe.yaml")
+    build(loaded, folder / "bundle", Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    return Converted(name, folder / "pipeline", models.load(loaded.model), folder / "bundle")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def converted(request, tmp_path_factory) -> Converted:
+    return convert(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory) -> Converted:
+    """With a range of sizes: its tokens follow height and width."""
+    return convert(tmp_path_factory.mktemp("ranges"), "flux", height=[32, 32, 64], width=[32, 32, 64])
+
+
+def arguments(pipe, name: str, seed: int = 7) -> dict:
+    """Of a call with prompt embeddings of its own, and images as tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    given = {"height": 32, "width": 32, "num_inference_steps": STEPS, "output_type": "pt"} | PIPELINES[name][1].get(
+        "call", {}
+    )
+    shapes = {"prompt_embeds": (1, 8, tiny_pipelines.WIDTH), "pooled_prompt_embeds": (1, tiny_pipelines.WIDTH)}
+    takes = inspect.signature(pipe.__call__).parameters
+    for embedding, shape in shapes.items():
+        for key in (embedding, f"negative_{embedding}"):
+            if key in takes:
+                given[key] = torch.randn(shape, generator=generator)
+    for key in ("prompt_attention_mask", "negative_prompt_attention_mask"):
+        if key in takes:
+            given[key] = torch.ones(1, 8, dtype=torch.int64)
+    if name == "pixart":
+        given["negative_prompt"] = None
+    if name == "ltx":
+        given["num_frames"] = 9
+    return given | {"generator": torch.Generator().manual_seed(seed)}
+
+
+def images(pipe, name: str) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    drawn = pipe(**arguments(pipe, name))[0]
+    return drawn.flatten(0, -4) if drawn.dim() == 5 else drawn
+
+
+def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
+    """The same INT8 arithmetic as the bundle's, by the reference in torch."""
+    manifest = runtime.load(converted.bundle).manifest
+    component = manifest.components["denoiser"]
+    modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in component.sites}
+    tables = Calibration.load(converted.bundle / manifest.calibration).with_modes(modes)
+    attention = manifest.recipe.attention
+    sites = Int8Sites(tables, component.timestep_max, attention.scaling, attention.smooth_k)
+    denoiser = intercepted(converted.model, sites.handler())
+    return DiffusersDenoiser(
+        denoiser,
+        component.diffusers,
+        component.timestep_input,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def test_a_pipeline_draws_with_the_converted_denoiser(converted):
+    """Twenty steps with embeddings that no calibration saw: near exact against the same arithmetic, close to full precision."""
+    pipe = converted.torch_pipeline()
+    component = converted.model.diffusers.component
+    full = images(pipe, converted.name)
+    setattr(pipe, component, int8_in_torch(converted))
+    same = images(pipe, converted.name)
+    with runtime.load(converted.bundle) as bundle:
+        setattr(pipe, component, bundle.as_diffusers())
+        drawn = images(pipe, converted.name)
+    assert psnr(drawn, same).min() >= SAME_IMAGES_PSNR
+    assert psnr(drawn, full).min() >= INT8_IMAGES_PSNR
+    assert full.std() > 0.05  # images with something on them
+
+
+def test_it_stands_for_the_model(converted):
+    """Configuration, type, device, parameters of forward, and what it returns, with no weights at hand."""
+    pipe = converted.torch_pipeline()
+    original = getattr(pipe, converted.model.diffusers.component)
+    with runtime.load(converted.bundle) as bundle:
+        dropped_in = bundle.as_diffusers()
+    own = {
+        name: value for name, value in original.config.items() if name not in ("_name_or_path", "_use_default_values")
+    }
+    assert json.loads(json.dumps(own)) == dict(dropped_in.config)
+    assert dropped_in.dtype == original.dtype and dropped_in.device == original.device
+    parameters = [list(inspect.signature(module.forward).parameters) for module in (dropped_in, original)]
+    assert parameters[0] == parameters[1]
+    assert not list(dropped_in.parameters())
+
+
+def test_forward_is_the_models(flux):
+    """By name and by position, as a dataclass and as a tuple, with one timestep for all or one each."""
+    model, (sizes,) = flux.model, [{name: opt for name, (_, opt, _) in flux.model.dims.items()}]
+    named = model.example(3, sizes)
+    original = flux.torch_pipeline().transformer
+    original.load_state_dict(model.denoiser.transformer.state_dict())
+    timestep = named.pop("timestep")
+    timestep.fill_(250)
+    with runtime.load(flux.bundle) as bundle, torch.no_grad():
+        ours = bundle.as_diffusers()
+        # Flux pipelines give the timestep in thousandths.
+        expected = original(**named, timestep=timestep / 1000)
+        got = ours(**named, timestep=timestep / 1000)
+        assert type(got) is type(expected) and got.sample.shape == expected.sample.shape
+        (as_tuple,) = ours(**named, timestep=torch.tensor(0.25), return_dict=False)
+        assert torch.equal(as_tuple, got.sample)
+        assert torch.equal(ours(**named, timestep=0.25, joint_attention_kwargs=None).sample, got.sample)
+        first = [named.pop(name) for name in ("hidden_states", "encoder_hidden_states", "pooled_projections")]
+        assert torch.equal(ours(*first, timestep / 1000, **named).sample, got.sample)
+        half = ours(first[0].half(), *first[1:], timestep / 1000, **named).sample
+        assert half.dtype == torch.float16  # the type of what is denoised
+
+
+def test_sizes_within_the_range_are_drawn_by_one_bundle(flux):
+    """Trained for 32 × 32 at best: 16 tokens; 64 × 48 are 48 of them."""
+    pipe = flux.torch_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    other = arguments(pipe, "flux") | {"height": 64, "width": 48, "num_inference_steps": 4}
+    full = pipe(**other | {"generator": torch.Generator().manual_seed(1)})[0]
+    with runtime.load(flux.bundle) as bundle:
+        pipe.transformer = bundle.as_diffusers()
+        drawn = pipe(**other | {"generator": torch.Generator().manual_seed(1)})[0]
+        assert psnr(drawn, full).min() >= INT8_IMAGES_PSNR
+        with pytest.raises(UserError, match=r"(?s)shape of 'hidden_states'.*tokens 16\.\.64.*got: \[1, 96, 64\]"):
+            pipe(**other | {"height": 128, "width": 48})
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"joint_attention_kwargs": {"scale": 0.5}}, ["'joint_attention_kwargs.scale'", "got: 0.5"]),
+        ({"controlnet_block_samples": [torch.zeros(1)]}, ["'controlnet_block_samples'", "model.options"]),
+        ({"guidance": None}, ["'guidance'", "expected: a tensor", "got: None"]),
+        ({"hidden_state": None}, ["called otherwise than FluxTransformer2DModel", "hidden_state"]),
+    ],
+)
+def test_what_the_engine_has_not_taken_in_is_refused(flux, extra, expected):
+    named = flux.model.example(3, {name: opt for name, (_, opt, _) in flux.model.dims.items()})
+    with runtime.load(flux.bundle) as bundle, pytest.raises(UserError) as error:
+        bundle.as_diffusers()(**named | extra)
+    for part in ("expected: ", "got: ", "remedy: ", *expected):
+        assert part in str(error.value)
+
+
+def test_what_would_change_the_model_is_not_there(flux):
+    with runtime.load(flux.bundle) as bundle:
+        transformer = bundle.as_diffusers()
+        assert not hasattr(transformer, "load_lora_adapter")
+        with pytest.raises(AttributeError, match=r"has no 'set_attn_processor'.*before `trtconvert build`"):
+            transformer.set_attn_processor({})
+        with pytest.raises(UserError, match=r"(?s)cannot be replaced.*OnnxRuntimeDenoiser"):
+            transformer.refit({})
+
+
+def test_a_model_that_is_not_of_diffusers_is_refused(tiny_build):
+    with (
+        runtime.load(tiny_build.bundle) as bundle,
+        pytest.raises(UserError, match=r"(?s)no model of diffusers.*remedy"),
+    ):
+        bundle.as_diffusers()
+
+
+# Finding out what a pipeline passes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Stable Diffusion with a text encoder."""
+    folder = tmp_path_factory.mktemp("saved")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokens),
+        hidden_size=tiny_pipelines.WIDTH,
+        intermediate_size=tiny_pipelines.WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        bos_token_id=vocabulary["<|startoftext|>"],
+        eos_token_id=vocabulary["<|endoftext|>"],
+        pad_token_id=vocabulary["<|endoftext|>"],
+    )
+    pipe = tiny_pipelines.stable_diffusion()
+    pipe.register_modules(
+        text_encoder=tiny_pipelines.randomised(transformers.CLIPTextModel(config)),
+        tokenizer=transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=8),
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def test_captions_become_the_inputs_that_the_pipeline_makes_of_them(saved):
+    model = diffusers_model(saved, height=32, width=32, prompts=["a cat", "a dog"])
+    assert model.condition is not None
+    conditions = model.condition(["a dog", "a cat", ""])
+    assert {name: tuple(x.shape) for name, x in conditions.items()} == {"encoder_hidden_states": (3, 8, 32)}
+    by_prompt = model.sample(model.denoiser, [0, 1], steps=2, solver="ddim")
+    given = {name: x[[1, 0]] for name, x in conditions.items()}
+    assert psnr(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim", conditions=given), by_prompt).min() > 80
+    swapped = {name: x[:2] for name, x in conditions.items()}
+    assert psnr(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim", conditions=swapped), by_prompt).max() < 60
+
+
+def test_images_become_latents(saved):
+    model = diffusers_model(saved, height=32, width=32, prompts=["a cat"])
+    assert model.encoder is not None and model.encoder.shape == (3, 32, 32)
+    encoded = model.encoder.encode(torch.rand(2, 3, 32, 32))
+    assert encoded.shape == (2, 4, 8, 8)
+
+
+def test_a_sample_depends_on_its_seed_alone(saved):
+    model = diffusers_model(saved, height=32, width=32, batch=[1, 2, 2], prompts=["a cat", "a dog"])
+    together = model.sample(model.denoiser, [3, 4, 5], steps=3, solver="ddim")  # in two calls of the pipeline
+    (alone,) = model.sample(model.denoiser, [4], steps=3, solver="ddim")
+    assert torch.allclose(together[1], alone, atol=1e-4)
+    assert not torch.allclose(together[0], together[1], atol=1e-2)
+
+
+def test_symbolic_dimensions_follow_the_sizes(tmp_path):
+    tiny_pipelines.stable_diffusion_3().save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=[32, 48, 64], width=32, batch=[1, 2, 4], tokens=8)
+    assert {spec.name: spec.shape for spec in model.inputs} == {
+        "hidden_states": ("batch", 16, "height", 8),
+        "timestep": ("batch",),
+        "encoder_hidden_states": ("batch", 8, 32),
+        "pooled_projections": ("batch", 32),
+    }
+    # Guidance doubles the batch; without guidance the smallest is 1.
+    assert dict(model.dims) == {"batch": (1, 4, 8), "height": (8, 12, 16)}
+    assert model.output.shape == ("batch", 16, "height", 8)
+
+
+def test_sites_and_weights_are_called_as_in_the_pipeline(flux):
+    model = flux.model
+    inputs = model.example(0, {name: opt for name, (_, opt, _) in model.dims.items()})
+    sites = find_sites(model.denoiser, inputs, model.timestep_input)
+    assert [site.name for site in sites] == [
+        "transformer.transformer_blocks.0.attn",
+        "transformer.single_transformer_blocks.0.attn",
+    ]
+    assert all(name.startswith("transformer.") for name in model.denoiser.state_dict())
+
+
+def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
+    betas = diffusers.DDIMScheduler(beta_schedule="scaled_linear").betas.double()
+    alpha_bar = (1 - betas).cumprod(0)
+    diffusion = diffusers_model(saved, height=32, width=32)
+    assert torch.allclose(diffusion.sigmas, ((1 - alpha_bar) / alpha_bar).sqrt(), rtol=1e-4)
+    flow = flux.model
+    clean, noise = torch.ones(1, 4), torch.full((1, 4), 3.0)
+    mixed = flow.noised(clean, noise, torch.tensor([250.0]))  # a quarter of it noise: (1 - σ)·x₀ + σ·n
+    assert torch.allclose(mixed, 0.75 * clean + 0.25 * noise)
+    assert bool((flow.sigmas.diff() >= 0).all()) and bool(flow.sigmas.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("ltx", {"height": [32, 32, 64]}, ["'height' as a number", "expected: one height", "a bundle for each"]),
+        ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
+        ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
+        ("flux", {"call": {"no_such": 1}}, ["FluxPipeline cannot be called", "no_such", "`call`"]),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):
+    make, own = PIPELINES[name]
+    make().save_pretrained(tmp_path)
+    with pytest.raises(UserError) as error:
+        diffusers_model(tmp_path, **{"tokens": 8} | own | options)
+    for part in ("expected: ", "got: ", "remedy: ", *expected):
+        assert part in str(error.value)
+
+
+def test_a_folder_without_a_whole_pipeline_is_refused(tmp_path, saved):
+    with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: no such file.*remedy: "):
+        diffusers_model(tmp_path)
+    with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: a single component"):
+        diffusers_model(saved / "unet")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
+    with pytest.raises(UserError, match=r"(?s)cannot be loaded.*NoSuchPipeline.*remedy: "):
+        diffusers_model(tmp_path)
+
+
+def test_another_solver_is_refused(saved):
+    model = diffusers_model(saved, height=32, width=32)
+    with pytest.raises(UserError, match=r"(?s)own scheduler.*expected: ddim.*got: heun"):
+        model.sample(model.denoiser, [0], steps=2, solver="heun")
+
+
+# Arguments as named tensors -------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_taken_apart_and_put_together():
+    mask = torch.tensor([True, False])
+    given = {"x": torch.ones(2), "more": {"ids": torch.zeros(2, 6), "size": None}, "pair": [mask, 3], "scale": 0.5}
+    structure, tensors = take_apart(given)
+    assert sorted(tensors) == ["more.ids", "pair.0", "x"]
+    assert json.loads(json.dumps(structure)) == structure  # it travels in the manifest
+    again = put_together(structure, tensors | {"pair.0": mask.long()})
+    assert again["more"]["ids"] is given["more"]["ids"] and again["scale"] == 0.5 and again["pair"][1] == 3
+    assert again["pair"][0].dtype == torch.bool and torch.equal(again["pair"][0], mask)
+    assert tensors_of(structure, given).keys() == tensors.keys()
+
+
+def test_an_object_among_the_arguments_is_refused():
+    with pytest.raises(UserError, match=r"(?s)passes 'cache' to its denoiser.*got: object.*model\.options\.call"):
+        take_apart({"x": torch.ones(1), "cache": object()})

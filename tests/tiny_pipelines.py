@@ -1,0 +1,206 @@
+"""Pipelines of diffusers with random weights and no text encoders: real classes, small enough to convert in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+WIDTH = 32
+"""Of prompt embeddings."""
+
+
+def randomised(model: nn.Module, seed: int = 0) -> Any:
+    """The model with weights that pass signals on: what is initialised with zeros would hide the attention behind it."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            fan_in = parameter[0].numel()
+            nn.init.normal_(parameter, std=fan_in**-0.5, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def vae(channels: int) -> Any:
+    """Four times smaller latents."""
+    return randomised(
+        diffusers.AutoencoderKL(
+            block_out_channels=(8, 8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            layers_per_block=1,
+            latent_channels=channels,
+            norm_num_groups=4,
+            shift_factor=0.0 if channels == 16 else None,
+        )
+    )
+
+
+def unet(**config: Any) -> Any:
+    return randomised(
+        diffusers.UNet2DConditionModel(
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            sample_size=8,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=WIDTH,
+            attention_head_dim=1,
+            norm_num_groups=8,
+            **config,
+        )
+    )
+
+
+def stable_diffusion() -> Any:
+    return diffusers.StableDiffusionPipeline(
+        vae=vae(4),
+        text_encoder=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        unet=unet(),
+        scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
+        safety_checker=None,  # type: ignore[arg-type]
+        feature_extractor=None,  # type: ignore[arg-type]
+        requires_safety_checker=False,
+    )
+
+
+def stable_diffusion_xl() -> Any:
+    time_ids = 6 * 8
+    model = unet(
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=WIDTH + time_ids,
+        use_linear_projection=True,
+    )
+    return diffusers.StableDiffusionXLPipeline(
+        vae=vae(4),
+        text_encoder=None,  # type: ignore[arg-type]
+        text_encoder_2=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        tokenizer_2=None,  # type: ignore[arg-type]
+        unet=model,
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
+        add_watermarker=False,
+    )
+
+
+def stable_diffusion_3() -> Any:
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=64,
+        pooled_projection_dim=WIDTH,
+        out_channels=16,
+        pos_embed_max_size=16,
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=randomised(transformer),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(16),
+        text_encoder=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        text_encoder_2=None,  # type: ignore[arg-type]
+        tokenizer_2=None,  # type: ignore[arg-type]
+        text_encoder_3=None,  # type: ignore[arg-type]
+        tokenizer_3=None,  # type: ignore[arg-type]
+    )
+
+
+def flux() -> Any:
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        pooled_projection_dim=WIDTH,
+        guidance_embeds=True,
+        axes_dims_rope=(8, 12, 12),
+    )
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(16),
+        text_encoder=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        text_encoder_2=None,  # type: ignore[arg-type]
+        tokenizer_2=None,  # type: ignore[arg-type]
+        transformer=randomised(transformer),
+    )
+
+
+def pixart() -> Any:
+    transformer = diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=64,
+        sample_size=8,
+        patch_size=2,
+        caption_channels=WIDTH,
+        use_additional_conditions=False,
+    )
+    return diffusers.PixArtAlphaPipeline(
+        tokenizer=None,  # type: ignore[arg-type]
+        text_encoder=None,  # type: ignore[arg-type]
+        vae=vae(4),
+        transformer=randomised(transformer),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+    )
+
+
+def ltx() -> Any:
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        cross_attention_dim=64,
+        num_layers=2,
+        caption_channels=WIDTH,
+    )
+    video_vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False, False, False, False, False),
+        upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1),
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    return diffusers.LTXPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=randomised(video_vae),
+        text_encoder=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        transformer=randomised(transformer),
+    )
+
+
+PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "stable_diffusion": (stable_diffusion, {"height": 32, "width": 32}),
+    "stable_diffusion_xl": (stable_diffusion_xl, {"height": 32, "width": 32}),
+    "stable_diffusion_3": (stable_diffusion_3, {"height": 32, "width": 32}),
+    "flux": (flux, {"height": 32, "width": 32}),
+    "pixart": (pixart, {"height": 32, "width": 32, "call": {"use_resolution_binning": False}}),
+    "ltx": (ltx, {"height": 32, "width": 32, "frames": 9, "call": {"decode_timestep": 0.0}}),
+}
+"""What makes each pipeline, and the options of `diffusers_model` for it."""
