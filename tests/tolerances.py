@@ -42,7 +42,8 @@ EIGENVALUES = 1e-6
 """Fréchet's distance takes square roots of eigenvalues: one that should be 0 and is 1e-15 becomes 3e-8, and there are several."""
 
 SAME_IMAGES_PSNR = 50.0
-"""dB. The same arithmetic over twenty steps: roundings that fall the other way move the samples, and a random model amplifies it."""
+"""dB. The same arithmetic over twenty steps: roundings that fall the other way move the samples, and a random model
+amplifies it."""
 
 # Quantised against unquantised attention. -----------------------------------------------------------------------------------
 
