@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
-from support import WEIGHTS, finish, start
+from support import WEIGHTS
 from tolerances import HALF_DENOISER
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest, write_manifest
+from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTDenoiser
 
@@ -47,8 +52,7 @@ def folder(tmp_path_factory) -> Path:
         "output": {"grid": 2},
     }
     recipe.write_text(json.dumps(sections))
-    outcome = finish(start("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache"))
-    assert outcome.exit_code == 0, outcome.output
+    build(load_recipe(recipe), folder / "bundle", Cache(folder / "cache"), Reporter(Console(quiet=True)))
     return folder / "bundle"
 
 
