@@ -1,11 +1,13 @@
 """Quality of INT8 samples of the digits model: FID, KID, IS, precision and recall, beside full precision and its own noise.
 
-    python bench/quality.py [--bundle FOLDER] [--samples N] [--steps N] [--work FOLDER]
+    python bench/quality.py [--bundle FOLDER | --modes MODES] [--samples N] [--steps N] [--work FOLDER]
+                            [--device cuda --int8 torch --batch N] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
-Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model; finished shards in the work folder are
-not drawn again. Without a bundle, builds one. The second form prints an evaluation that is there already, such as one that
-torchrun made. Prints a Markdown table with the date and the machine; nothing is asserted.
+Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels inside
+the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one, with the recipe's modes or
+others. `--ranks` starts so many processes under torchrun. The second form prints an evaluation that is there already. Prints
+Markdown tables with the date and the machine, and the plans that the build's search tried; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -20,28 +22,63 @@ from pathlib import Path
 
 from machine import processor
 
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import read_manifest
+from trtconvert.calib.frontier import read_frontier
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 
 ROOT = Path(__file__).parents[1]
+RECIPE, WEIGHTS = ROOT / "recipes" / "digits-dit.yaml", ROOT / "recipes" / "digits-dit.safetensors"
 
 
-def trtconvert(*arguments: object) -> None:
+def trtconvert(*arguments: object, ranks: int = 1) -> None:
     """Run the program; its own output goes to the terminal's error stream."""
-    command = [sys.executable, "-m", "trtconvert.cli", *map(str, arguments)]
-    subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
+    module = ["-m", "trtconvert.cli"]
+    if ranks > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *module]
+    subprocess.run([sys.executable, *module, *map(str, arguments)], check=True, stdout=sys.stderr, cwd=ROOT)
 
 
-def measured(options: argparse.Namespace, folder: Path) -> Evaluation:
-    """Evaluate the bundle, built first if there is none."""
-    bundle, output = options.bundle, folder / "evaluation.json"
-    if bundle is None:
-        bundle = folder / "bundle"
-        trtconvert("build", "recipes/digits-dit.yaml", "-o", bundle)
-    arguments = ["--weights", "recipes/digits-dit.safetensors", "-n", options.samples, "--steps", options.steps]
+def built(modes: str | None, folder: Path) -> Path:
+    """The shipped recipe's bundle, perhaps with other modes; no engine, which no figure here is made with."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    recipe = yaml.load(RECIPE)
+    recipe["model"]["weights"] = str(WEIGHTS)
+    recipe["engine"]["backend"] = "onnxruntime"
+    if modes:
+        recipe["attention"]["modes"] = modes
+    yaml.dump(recipe, folder / "recipe.yaml")
+    trtconvert("build", folder / "recipe.yaml", "-o", folder / "bundle")
+    return folder / "bundle"
+
+
+def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluation:
+    """Evaluate a bundle."""
+    arguments = ["--weights", WEIGHTS, "-n", options.samples, "--steps", options.steps]
+    arguments += ["--device", options.device, "--int8", options.int8, "--batch", options.batch]
     work = ["--work", options.work.absolute()] if options.work else []
-    trtconvert("evaluate", bundle.absolute(), *arguments, *work, "-o", output)
+    trtconvert("evaluate", bundle.absolute(), *arguments, *work, "-o", output, ranks=options.ranks)
     return read_evaluation(output)
+
+
+def show_plans(bundle: Path) -> None:
+    """What the bundle runs, and the plans that were tried before it."""
+    sites = [site for c in read_manifest(bundle).components.values() for site in c.sites if site.modes]
+    modes = [mode for site in sites for mode in site.modes]
+    share = sum(mode >= Mode.BALANCED for mode in modes) / len(modes)
+    print(f"\nBoth products in INT8 at {share:.0%} of sites and timestep bins.")
+    if (bundle / "frontier.json").is_file():
+        tried = read_frontier(bundle / "frontier.json")
+        print(
+            f"\n| plan, times of an {tried.gpu} | speed | PSNR | both products INT8 | budget |\n| --- | --- | --- | --- | --- |"
+        )
+        for p in tried.points:
+            name = f"{p.name} (built)" if p.name == tried.chosen else p.name
+            kept = "kept" if p.keeps_budget else "missed"
+            print(f"| {name} | {p.speed:.3f} | {p.psnr:.1f} dB | {p.int8_values:.0%} | {kept} |")
 
 
 def show(found: Evaluation) -> None:
@@ -51,7 +88,7 @@ def show(found: Evaluation) -> None:
     )
     print(
         f"{found.samples} samples, {found.solver} {found.steps} steps, against {found.reference} "
-        f"({found.reference_count} images), features {found.features}\n"
+        f"({found.reference_count} images), features {found.features}; INT8: {found.backend}\n"
     )
     print("| figure | INT8 | full precision | full precision, other seeds | difference | noise |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -65,16 +102,23 @@ def show(found: Evaluation) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--modes", choices=["auto", "sigma-rule", *(mode.name.lower() for mode in Mode)])
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--int8", choices=["bundle", "torch"], default="bundle")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--evaluation", type=Path)
     options = parser.parse_args()
     if options.evaluation:
         show(read_evaluation(options.evaluation))
         return
     with tempfile.TemporaryDirectory() as folder:
-        show(measured(options, Path(folder)))
+        bundle = options.bundle or built(options.modes, Path(folder))
+        show(measured(options, bundle, Path(folder) / "evaluation.json"))
+        show_plans(bundle)
 
 
 if __name__ == "__main__":
