@@ -1,0 +1,91 @@
+"""Calibration, evaluation and the kernels' times on a GPU: what the CPU finds, or what a plan can read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import WEIGHTS
+from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.sites import SiteCall
+from trtconvert.calib import measure
+from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.calib.histogram import Histogram
+from trtconvert.calib.observer import RangeObserver
+from trtconvert.evaluate.metrics import psnr
+from trtconvert.models.base import on_device
+from trtconvert.models.digits import digits_model
+from trtconvert.recipe import AttentionSection, CalibrationSection
+
+pytestmark = pytest.mark.gpu
+
+
+class Quiet:
+    def total(self, steps: int) -> None: ...
+
+    def step(self) -> None: ...
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_histograms_count_the_same(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 70, 40, generator=generator) * 10 ** torch.randn(4, 3, 1, 40, generator=generator)
+    x[0, 0, 0, :3] = torch.tensor([0.0, 1e-30, 1e30])
+    row = torch.randint(0, 5, (4, 3, 1, 1), generator=generator)
+    here, there = Histogram(5, bits), Histogram(5, bits)
+    for part in (x, x.half().float().transpose(2, 3)):
+        here.add(part, row)
+        there.add(part.cuda(), row.cuda())
+    assert torch.equal(here.counts, there.counts.cpu()) and int(here.counts.sum()) == 2 * x.numel()
+
+
+def test_ranges_are_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 2, 33, 40, generator=generator) for _ in "qkv")
+    timestep = torch.tensor([1.0, 9.0, 2.0, 8.0])
+    found = []
+    for device in ("cpu", "cuda"):
+        observer = RangeObserver(["site"], 10.0, 2)
+        there = [x.to(device) for x in (q, k, v)]
+        observer(SiteCall("site", *there, None, 1.0, timestep.to(device), "", lambda there=there: there[0]))
+        found.append(observer.finish()["site"].tensors())
+    for name, expected in found[0].items():
+        if name.endswith("total"):
+            torch.testing.assert_close(found[1][name], expected, rtol=SAME_ARITHMETIC, atol=1e-4)
+        else:
+            assert torch.equal(found[1][name], expected)
+
+
+@pytest.mark.parametrize("statistic", ["batch-max", "elements", "mse"])
+def test_a_model_on_the_gpu_is_calibrated_as_on_the_cpu(statistic: str, tmp_path) -> None:
+    section = CalibrationSection(samples=8, batch=4, steps=6, bins=3, statistic=statistic)
+    tables = []
+    for device in ("cpu", "cuda"):
+        model = on_device(digits_model(WEIGHTS), device)
+        sites, _ = sites_to_convert(model, AttentionSection())
+        tables.append(calibrate(model, section, "", sites, tmp_path / device, Quiet()).tables)
+    for site, named in tables[0].items():
+        for name, expected in named.items():
+            # A range may fall into the neighbouring step of a histogram.
+            torch.testing.assert_close(tables[1][site][name], expected, rtol=0.07, atol=1e-3)
+
+
+def test_a_model_on_the_gpu_draws_the_same_samples() -> None:
+    model = digits_model(WEIGHTS)
+    expected = model.sample(model.denoiser, range(8), steps=10, solver="ddim")
+    moved = on_device(model, "cuda")
+    found = moved.sample(moved.denoiser, range(8), steps=10, solver="ddim")
+    assert found.device.type == "cpu" and psnr(found, expected) > SAME_IMAGES_PSNR
+
+
+def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
+    shapes = [AttentionShape(1, 4, n, n, 64) for n in (256, 4096)]
+    done: list[int] = []
+    (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1)))
+    cost = KernelCost.load(tmp_path / "cost.json")
+    assert cost.gpu == torch.cuda.get_device_name() and len(done) == 8
+    for mode in Mode:
+        short, long = (cost.seconds(shape, mode) for shape in shapes)
+        assert 1e-6 < short < long < 1e-2
