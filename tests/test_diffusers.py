@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support import refusal, run
 from tolerances import INT8_IMAGES_PSNR, SAME_IMAGES_PSNR
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -231,6 +232,16 @@ def test_a_model_that_is_not_of_diffusers_is_refused(tiny_build):
         pytest.raises(UserError, match=r"(?s)no model of diffusers.*remedy"),
     ):
         bundle.as_diffusers()
+
+
+def test_the_command_line_samples_with_the_pipeline(flux, tmp_path, monkeypatch):
+    """Bundles do not hold the pipeline: it is looked for in the current folder."""
+    refusal(
+        run("run", flux.bundle, "-n", 1, "--steps", 2, "-o", tmp_path / "grid.png"), "pipeline in the current folder"
+    )
+    monkeypatch.chdir(flux.pipeline.parent)
+    outcome = run("run", flux.bundle, "-n", 1, "--steps", 2, "-o", tmp_path / "grid.png")
+    assert outcome.exit_code == 0 and (tmp_path / "grid.png").is_file(), outcome.output
 
 
 # Finding out what a pipeline passes -----------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def code_identity() -> str:
     return digest.hexdigest()
 
 
-LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "tensorrt", "tensorrt_rtx_cu13_libs")
+LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "diffusers", "tensorrt", "tensorrt_rtx_cu13_libs")
 
 
 def versions() -> dict[str, str]:

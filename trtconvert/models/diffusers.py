@@ -125,7 +125,7 @@ def diffusers_model(
         dims=inputs.dims,
         sample=PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2]),
         encoder=_encoder(pipe, inputs.example[first]),
-        condition=_Condition(caller, sizes, first, timestep) if caller.has_text_encoder else None,
+        condition=_Condition(caller, sizes, flat.record, first, timestep) if caller.has_text_encoder else None,
         signal=schedule.signal,
         diffusers=flat.record,
     )
@@ -242,11 +242,9 @@ class _Caller:
         for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
             if name in self.parameters:
                 made[name] = torch.ones(len(seeds), self.tokens, dtype=torch.int64)
-        return made
+        return {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
 
-    def first_call(
-        self, seeds: Sequence[int], sizes: Mapping[str, int], captions: Sequence[str] | None = None
-    ) -> dict[str, Any]:
+    def first_call(self, seeds: Sequence[int], sizes: Mapping[str, int]) -> dict[str, Any]:
         """The arguments of the pipeline's first call of its denoiser, by parameter; the pipeline ends there."""
         model = getattr(self.pipe, self.component)
         signature = inspect.signature(model.forward)
@@ -256,10 +254,24 @@ class _Caller:
 
         model.forward = stop
         try:
+            arguments = self.until_called(seeds, sizes)
+        finally:
+            del model.forward
+        arguments.pop("return_dict", None)
+        return arguments
+
+    def until_called(
+        self, seeds: Sequence[int], sizes: Mapping[str, int], captions: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Run the pipeline until its denoiser raises `_Called`, and give what that brings.
+
+        Raises:
+            UserError: the pipeline refuses its arguments, or does not call its denoiser.
+        """
+        try:
             with torch.no_grad():
                 self(seeds, 2, sizes, captions)
         except _Called as called:
-            called.arguments.pop("return_dict", None)
             return called.arguments
         except (ValueError, TypeError) as error:
             raise UserError(
@@ -268,8 +280,6 @@ class _Caller:
                 got=str(error).splitlines()[0],
                 remedy="correct model.options in the recipe; `call` there holds further arguments of the pipeline",
             ) from error
-        finally:
-            del model.forward
         raise UserError(
             f"{type(self.pipe).__name__} does not call its {self.component}",
             expected="a pipeline that denoises with it",
@@ -279,10 +289,13 @@ class _Caller:
 
     @contextmanager
     def denoising_with(self, denoiser: DiffusersDenoiser) -> Iterator[None]:
-        """Another denoiser in the pipeline."""
+        """Another denoiser in the pipeline, and the pipeline on its device."""
         own = getattr(self.pipe, self.component)
         setattr(self.pipe, self.component, denoiser)
         try:
+            for part in self.pipe.components.values():
+                if isinstance(part, nn.Module) and part is not denoiser:
+                    part.to(denoiser.device)
             yield
         finally:
             setattr(self.pipe, self.component, own)
@@ -332,7 +345,8 @@ class PipelineSampler:
                 got=solver,
                 remedy="leave the solver out, or save the pipeline with another scheduler",
             )
-        weight = next(getattr(self.caller.pipe, self.record.component).parameters())
+        # An engine has a device, and the pipeline goes there; other denoisers take tensors from the CPU to theirs.
+        device = getattr(denoiser, "device", torch.device("cpu"))
         images = []
         for start in range(0, len(seeds), self.batch):
             chunk = seeds[start : start + self.batch]
@@ -341,11 +355,11 @@ class PipelineSampler:
                 _Conditioned(denoiser, given) if given else denoiser,
                 self.record,
                 self.timestep_input,
-                dtype=weight.dtype,
-                device=weight.device,
+                dtype=torch.float32,
+                device=device,
             )
             with torch.no_grad(), self.caller.denoising_with(dropped_in):
-                images.append(as_images(self.caller(chunk, steps, self.sizes), decoded=self.decodes))
+                images.append(as_images(self.caller(chunk, steps, self.sizes).cpu(), decoded=self.decodes))
         return torch.cat(images)
 
     @property
@@ -375,11 +389,18 @@ class _Condition:
 
     caller: _Caller
     sizes: Mapping[str, int]
+    record: DiffusersRecord
     first: str
     timestep: str
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        _, tensors = take_apart(self.caller.first_call([0] * len(captions), self.sizes, captions))
+        def stop(**named: Tensor) -> Tensor:
+            raise _Called(named)
+
+        cpu = torch.device("cpu")
+        stopping = DiffusersDenoiser(stop, self.record, self.timestep, dtype=torch.float32, device=cpu)
+        with self.caller.denoising_with(stopping):
+            tensors = self.caller.until_called([0] * len(captions), self.sizes, captions)
         batch = len(tensors[self.first])
         return {
             name: x[-len(captions) :]
@@ -644,7 +665,7 @@ def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
 
     def encode(images: Tensor) -> Tensor:
         with torch.no_grad():
-            encoded = vae.encode(images * 2 - 1).latent_dist.mode()
+            encoded = vae.encode((images * 2 - 1).to(vae.device)).latent_dist.mode().to(images.device)
         return (encoded - (config.get("shift_factor") or 0)) * config["scaling_factor"]
 
     return ImageEncoder((3, height, width), encode)
