@@ -288,6 +288,44 @@ def test_an_unfit_function_is_refused(digits, function, samples, message):
 # The commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "parts"),
+    [
+        ("label", lambda x: x + 20, ["digits-dit cannot take samples 0 to 3 of", "IndexError"]),
+        ("label", lambda x: x + 0.5, ["'label' in", "damaged at sample 0", "expected: whole numbers", "got: 0.5"]),
+        ("x", lambda x: torch.zeros(4, 1, 8, 17), ["'x' in", "width 4 to 16", "got: [4, 1, 8, 17]"]),
+        ("x", lambda x: torch.zeros(4, 3, 8, 8), ["'x' in", "got: [4, 3, 8, 8]"]),
+        ("timestep", lambda x: x[:3], ["'timestep' in", "too few samples", "got: 3"]),
+    ],
+)
+def test_mismatched_recordings_are_refused(digits, tmp_path, name, change, parts):
+    inputs = digits.example(5, {"batch": 4, "height": 8, "width": 8})
+    inputs["label"] = torch.arange(4)
+    path = write_inputs(tmp_path / "a.safetensors", inputs | {name: change(inputs[name])})
+    arguments = ("--data", path, "-n", 4, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache")
+    refusal(run("calibrate", RECIPE, *arguments), "a.safetensors", *parts)
+
+
+def test_nothing_but_bad_samples_is_nothing_to_calibrate_on(tmp_path):
+    write_images(tmp_path / "images", count=3, size=(9, 9))
+    arguments = (
+        "--data",
+        tmp_path / "images",
+        "-n",
+        3,
+        "-o",
+        tmp_path / "c.safetensors",
+        "--cache",
+        tmp_path / "cache",
+    )
+    refusal(
+        run("calibrate", RECIPE, *arguments, "--skip-bad"),
+        "there is nothing to calibrate on",
+        "3 bad samples",
+        "00.png",
+    )
+
+
 def test_unfit_data_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "others").mkdir()

@@ -88,7 +88,7 @@ def calibrate(
         shards.write(index, observer.finish(), bad.take())
     ranks.collect(shards.folder, shards.names())
     if ranks.rank == 0 and not len(shards):
-        raise nothing_observed()
+        raise nothing_observed(shards.skipped())
 
     histograms = None
     if with_elements:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
-from trtconvert.calib.recorded import open_inputs, read_inputs
+from trtconvert.calib.recorded import open_inputs, read_inputs, whole
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 from trtconvert.models.base import Denoiser, DiffusionModel
@@ -125,7 +125,7 @@ def _recorded(
         for error in errors:
             bad.report(error)
         if len(batch[model.timestep_input]):
-            denoiser(**_placed(model, batch))
+            _run(model, batch, denoiser, f"samples {piece.start} to {piece.stop - 1} of {path}")
 
     return [lambda denoiser, piece=piece: replay(piece, denoiser) for piece in pieces]
 
@@ -138,6 +138,22 @@ def _refuse_too_few(place: str, count: int, samples: int) -> None:
             got=str(count),
             remedy="lower calibration.samples (or --samples), or give more data",
         )
+
+
+def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser, place: str) -> None:
+    """
+    Raises:
+        UserError: the denoiser fails on these inputs.
+    """
+    try:
+        denoiser(**_placed(model, batch))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{model.name} cannot take {place}",
+            expected="values and sizes that the denoiser's forward takes",
+            got=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            remedy="record the inputs of this model; if it is out of memory, lower calibration.batch",
+        ) from error
 
 
 def _placed(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,11 +182,7 @@ def _yielded(model: DiffusionModel, name: str, samples: int) -> Iterator[Drive]:
             _refuse_too_few(name, samples - left, samples)
         batch = {key: x[:left] for key, x in _checked_inputs(model, name, inputs).items()}
         left -= len(batch[model.inputs[0].name])
-        yield lambda denoiser, batch=batch: _run(model, batch, denoiser)
-
-
-def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser) -> None:
-    denoiser(**_placed(model, batch))
+        yield lambda denoiser, batch=batch: _run(model, batch, denoiser, f"a batch of {name}")
 
 
 def _function_failed(name: str, error: Exception) -> UserError:
@@ -196,6 +208,14 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
             got=", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__,
             remedy="give a dictionary with one tensor for each",
         )
+    for spec in model.inputs:
+        if spec.dtype == "int64" and not whole(torch.as_tensor(inputs[spec.name])).all():
+            raise UserError(
+                f"'{spec.name}' from {place} has fractions",
+                expected="whole numbers",
+                got=str(torch.as_tensor(inputs[spec.name]).dtype).removeprefix("torch."),
+                remedy="give what the denoiser's forward takes",
+            )
     checked = {spec.name: torch.as_tensor(inputs[spec.name]).to(getattr(torch, spec.dtype)) for spec in model.inputs}
     sizes: dict[str, int] = {}
     for spec in model.inputs:
@@ -266,7 +286,8 @@ def _run_examples(
         noise = torch.randn(clean.shape, generator=generator).to(clean.device)
         x = model.noised(clean, noise, timestep)
         inputs = {model.inputs[0].name: x, model.timestep_input: timestep} | conditions
-        denoiser(**_placed(model, _checked_inputs(model, "the image encoder", inputs)))
+        checked = _checked_inputs(model, "the image encoder", inputs)
+        _run(model, checked, denoiser, "what the image encoder makes")
 
 
 def _encoder(model: DiffusionModel, example: Example):

@@ -193,11 +193,15 @@ def observe(model: DiffusionModel, drive: Drive, *, sites: Sequence[str], bins: 
     return rows
 
 
-def nothing_observed() -> UserError:
-    """What to say when no site was called."""
+def nothing_observed(left_out: Sequence[str] = ()) -> UserError:
+    """What to say when no site was called.
+
+    Args:
+        left_out: the bad samples.
+    """
     return UserError(
         "there is nothing to calibrate on",
         expected="at least one batch of denoiser inputs",
-        got="none",
-        remedy="raise calibration.samples, or point calibration.data at a file with inputs",
+        got=f"{len(left_out)} bad samples, the first: {left_out[0]}" if left_out else "none",
+        remedy="raise calibration.samples, or point calibration.data at data that the model takes",
     )

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trtconvert.errors import UserError
-from trtconvert.models.base import DiffusionModel
+from trtconvert.models.base import DiffusionModel, InputSpec
 
 
 class RowReader(Protocol):
@@ -143,6 +143,7 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
             remedy="save it again: safetensors.torch.save_file, numpy.savez, or torch.save of a dictionary of tensors",
         ) from error
     inputs: dict[str, RowReader] = {}
+    sizes: dict[str, int] = {}
     for spec in model.inputs:
         if spec.name not in found:
             raise UserError(
@@ -151,19 +152,42 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
                 got=", ".join(sorted(found)) or "none",
                 remedy="record every input of the denoiser; `trtconvert record` does",
             )
-        shape = found[spec.name].shape
-        fits = len(shape) == len(spec.shape) and all(
-            isinstance(n, str) or n == size for n, size in zip(spec.shape, shape, strict=True)
-        )
-        if not fits:
-            raise UserError(
-                f"'{spec.name}' in {path} has the wrong shape",
-                expected="[" + ", ".join(map(str, spec.shape)) + "]",
-                got=str(list(shape)),
-                remedy="record the inputs of this model",
-            )
+        _refuse_shape(model, path, spec, found[spec.name].shape, sizes)
         inputs[spec.name] = found[spec.name]
     return inputs
+
+
+def _refuse_shape(
+    model: DiffusionModel, path: Path, spec: InputSpec, shape: tuple[int, ...], sizes: dict[str, int]
+) -> None:
+    """
+    Args:
+        sizes: of the symbolic dimensions that other inputs have; takes up those of this one. The first dimension is the
+            samples': a file has as many as it likes.
+    Raises:
+        UserError: the model does not take such an array.
+    """
+    fits = len(shape) == len(spec.shape)
+    for wanted, size in zip(spec.shape[1:], shape[1:], strict=False):
+        if isinstance(wanted, int):
+            fits &= size == wanted
+        else:
+            low, _, high = model.dims[wanted]
+            fits &= low <= size <= high and sizes.setdefault(wanted, size) == size
+    if not fits:
+        dims = [n for n in spec.shape[1:] if isinstance(n, str)]
+        expected = [f"{n} {model.dims[n][0]} to {model.dims[n][2]}" for n in dims]
+        raise UserError(
+            f"'{spec.name}' in {path} has the wrong shape",
+            expected=", ".join(["[" + ", ".join(map(str, spec.shape)) + "]", *expected]),
+            got=str(list(shape)),
+            remedy="record the inputs of this model, with the same sizes in all of them",
+        )
+
+
+def whole(x: Tensor) -> Tensor:
+    """Which elements are whole numbers."""
+    return x == x.round() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
 
 
 def read_inputs(
@@ -177,19 +201,22 @@ def read_inputs(
     batch = {spec.name: inputs[spec.name].rows(samples.start, samples.stop) for spec in model.inputs}
     good = torch.ones(len(samples), dtype=torch.bool)
     errors = []
-    for name, x in batch.items():
+    for spec in model.inputs:
+        name, x = spec.name, batch[spec.name]
         if not x.is_floating_point():
             continue
-        finite = x.isfinite().flatten(1).all(1) if x.dim() > 1 else x.isfinite()
+        usable = whole(x) & x.isfinite() if spec.dtype == "int64" else x.isfinite()
+        finite = usable.flatten(1).all(1) if x.dim() > 1 else usable
         if name == model.timestep_input:
             finite &= (x >= 0) & (x < model.timestep_max)
         for row in (~finite & good).nonzero().flatten().tolist():
             bad = int((~x[row].isfinite()).sum())
+            fits = f"timesteps in [0, {model.timestep_max:g})" if name == model.timestep_input else "whole numbers"
             errors.append(
                 UserError(
                     f"'{name}' in {path} is damaged at sample {samples[row]}",
-                    expected="finite numbers" if bad else f"timesteps in [0, {model.timestep_max:g})",
-                    got=f"{bad} of {x[row].numel()} are NaN or Inf" if bad else f"{x[row].item():g}",
+                    expected="finite numbers" if bad else fits,
+                    got=f"{bad} of {x[row].numel()} are NaN or Inf" if bad else f"{x[row].flatten()[0].item():g}",
                     remedy="record the inputs again, or leave bad samples out with --skip-bad",
                 )
             )
