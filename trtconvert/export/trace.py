@@ -16,6 +16,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError
+from trtconvert.export.concats import promote_concats
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
@@ -91,6 +92,7 @@ def trace(
     assert program is not None  # only None where it writes to a file
     name_weights(program.model, "intercepted.denoiser.")
     drop_idle_squeezes(program.model)
+    promote_concats(program.model)
     program.optimize()
     exported = program.model
     nodes = attention_nodes(exported)

@@ -1,0 +1,88 @@
+"""What the exporter leaves undone: torch's module against ONNX Runtime on its export, before and after each rewrite."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
+from torch import nn
+
+from trtconvert.bundle import TRANSPOSED
+from trtconvert.export.concats import promote_concats
+from trtconvert.export.squeezes import drop_idle_squeezes
+from trtconvert.export.weights import name_weights
+
+
+class Squeezes(nn.Module):
+    def forward(self, x):
+        return x.squeeze(1) + x[:, :1].squeeze(1)[:, None]
+
+
+class Concatenates(nn.Module):
+    """Embeddings in half precision beside sines in single precision, as Stable Diffusion XL has them."""
+
+    def forward(self, x):
+        angles = x.float().flatten()[:, None] * torch.arange(4)
+        sines = torch.cat([angles.sin(), angles.cos()], -1).reshape(x.shape[0], -1)
+        return torch.cat([x, sines], -1)
+
+
+class Projects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def export(module: nn.Module, x: torch.Tensor):
+    """The program before the exporter's optimisation, which is when the rewrites run."""
+    return torch.onnx.export(module.eval(), (x,), dynamo=True, optimize=False, verbose=False, input_names=["x"])
+
+
+def run(model: ir.Model, x: torch.Tensor) -> torch.Tensor:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {"x": x.detach().numpy()})[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "rewrite", "count"),
+    [
+        (Squeezes(), torch.randn(2, 4, 3), drop_idle_squeezes, 1),
+        (Concatenates(), torch.randn(2, 4).half(), promote_concats, 1),
+    ],
+)
+def test_a_rewrite_makes_what_onnx_refuses_run(module, x, rewrite, count):
+    model = export(module, x).model
+    with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError, Fail, InvalidGraph)):
+        run(model, x)
+    assert rewrite(model) == count
+    got, expected = run(model, x), module(x)
+    assert got.dtype == expected.dtype and torch.allclose(got, expected, atol=1e-6)
+    assert rewrite(model) == 0
+
+
+@pytest.mark.parametrize("rewrite", [drop_idle_squeezes, promote_concats])
+def test_a_graph_without_such_nodes_stays_as_it_is(rewrite):
+    model = export(Projects(), torch.randn(2, 3)).model
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    assert rewrite(model) == 0
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def test_weights_keep_their_names_through_folding():
+    """A weight that is folded into its transpose is found under its name with a mark, and computes the same."""
+    module, x = Projects(), torch.randn(2, 4, 3)
+    program = export(module, x)
+    assert name_weights(program.model, "inner.") == 2
+    program.optimize()
+    found = {name: value.const_value.numpy() for name, value in program.model.graph.initializers.items()}
+    assert (module.inner.weight.detach().numpy() == found["weight" + TRANSPOSED].T).all()
+    assert (found["bias"] == module.inner.bias.detach().numpy()).all()
+    assert torch.allclose(run(program.model, x), module(x), atol=1e-6)
