@@ -325,7 +325,8 @@ def test_unfit_calibration_data_is_refused(tmp_path, kind, part):
         ({"attention": {"include": ["blocks.*"]}}, ["'blocks.*' matches no attention site", "denoiser"]),
         ({"attention": {"exclude": ["denoiser", "x"]}}, ["'x' matches no attention site"]),
         ({"attention": {"exclude": ["*"]}}, ["no attention site can be converted", "the recipe excludes it"]),
-        ({"calibration": {"steps": 1001}}, ["1 to 1000", "got: 1001"]),
+        ({"calibration": {"steps": 1001}}, ["calibration.steps", "1 to 1000", "got: 1001"]),
+        ({"verify": {"steps": 2000}}, ["verify.steps", "1 to 1000", "got: 2000"]),
     ],
     ids=lambda value: None if isinstance(value, list) else json.dumps(value),
 )

@@ -1,19 +1,24 @@
 """The plan's search: optimal for its error model, faithful to its budget, and its sensitivities true to the model."""
 
+import importlib.util
 import itertools
+import json
 
 import pytest
 import torch
+from support import refusal, reused, run, tiny_recipe
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
+from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.cost import AttentionShape, KernelCost
-from trtconvert.calib.frontier import Frontier
+from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.plan import fastest_plan, search_plan
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
+from trtconvert.evaluate.metrics import feature_distance
 from trtconvert.models.base import intercepted
 
 SITES = ["a", "b"]
@@ -178,3 +183,73 @@ def test_sensitivities_are_the_errors_that_single_choices_make(digits):
     seen = float((full - int8).double().square().mean())
     foretold = float(measured.cost()[..., Mode.AGGRESSIVE].sum())
     assert 0.1 < seen / foretold < 10
+
+
+def planned(folder, **plan):
+    """A build of the tiny model that searches its plan."""
+    document = json.loads(tiny_recipe(folder, attention={"modes": "auto"}).read_text())
+    document["plan"] = {"min_psnr": 25, "samples": 2, "steps": 4} | plan
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    outcome = run("build", folder / "recipe.yaml", "-o", folder / "bundle", "--cache", folder / "cache")
+    modes = read_manifest(folder / "bundle").components["denoiser"].sites[0].modes if outcome.exit_code == 0 else []
+    return outcome, modes
+
+
+def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
+    outcome, modes = planned(tmp_path, features="tiny_features:pixels")
+    assert outcome.exit_code == 0, outcome.output
+    frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
+    assert frontier.limits == {"psnr": 25.0} and frontier.gpu
+    fastest = frontier.choose(None)
+    assert frontier.chosen == fastest.name and fastest.modes["denoiser"] == modes
+    assert all(point.figures.keys() == {"psnr", "feature_distance"} for point in frontier.points)
+
+    # Another plan of the same search: nothing is sampled again.
+    outcome, modes = planned(tmp_path, features="tiny_features:pixels", point="balanced everywhere")
+    assert modes == [Mode.BALANCED] * 2 and reused(outcome)["search"] and not reused(outcome)["plan"]
+    assert read_frontier(tmp_path / "bundle" / "frontier.json").chosen == "balanced everywhere"
+
+    # A limit that this plan misses.
+    (missed,) = (p.figures["feature_distance"] for p in frontier.points if p.name == "balanced everywhere")
+    strict = {"features": "tiny_features:pixels", "max_feature_distance": missed / 2}
+    outcome, _ = planned(tmp_path, **strict)
+    assert outcome.exit_code == 0, outcome.output
+    kept = read_frontier(tmp_path / "bundle" / "frontier.json").choose(None)
+    assert kept.figures["feature_distance"] <= missed / 2 and kept.speed <= fastest.speed
+    outcome, _ = planned(tmp_path, **strict, point="balanced everywhere")
+    refusal(outcome, "'balanced everywhere' misses the budget", "feature_distance", "plan.point")
+
+
+def test_a_plan_follows_the_times_of_the_gpu_that_it_is_for(tmp_path):
+    fast = {"fp16": [4, 3, 1, 2], "other": [4, 1, 2, 3]}
+    for name, seconds in fast.items():
+        rows = [{"mode": m, "shape": [1, 1, 16, 16, 32], "seconds": s * 1e-5} for m, s in enumerate(seconds)]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"gpu": name, "date": "2026-01-01", "rows": rows}))
+        outcome, modes = planned(tmp_path, kernel_cost=f"{name}.json", min_psnr=10)
+        assert modes == [seconds.index(1)] * 2, outcome.output
+        assert read_frontier(tmp_path / "bundle" / "frontier.json").gpu == name
+
+
+def test_what_the_budget_needs_is_asked_for_before_anything_is_done(tmp_path, monkeypatch):
+    refusal(planned(tmp_path, lpips_weights="none.pth")[0], "cannot read plan.lpips_weights", "none.pth")
+    refusal(planned(tmp_path, kernel_cost="none.json")[0], "cannot read plan.kernel_cost", "none.json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refusal(planned(tmp_path, min_ssim=0.9)[0], "needs torchmetrics", "trtconvert[evaluate]")
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.undo()
+    refusal(planned(tmp_path, min_ssim=0.9)[0], "too small for SSIM", "got: 4 × 4")
+
+
+def test_lpips_is_a_limit_when_its_weights_are_there(tmp_path, alexnet):
+    outcome, _ = planned(tmp_path, lpips_weights=str(alexnet), max_lpips=0.5)
+    assert outcome.exit_code == 0, outcome.output
+    frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
+    assert frontier.limits == {"psnr": 25.0, "lpips": 0.5}
+    assert all(0 <= point.figures["lpips"] < 2 for point in frontier.points)
+
+
+def test_feature_distance_is_that_of_unit_vectors():
+    x = torch.tensor([[3.0, 0.0], [0.0, 2.0]])
+    assert feature_distance(x, 5 * x) == 0
+    assert feature_distance(x, -x) == pytest.approx(4)
+    assert feature_distance(x, x.flip(1)) == pytest.approx(2)

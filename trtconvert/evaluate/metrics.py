@@ -161,10 +161,19 @@ def ssim(images: Tensor, expected: Tensor) -> Tensor:
     """Structural similarity (Wang et al. 2004, equation 13) of images in [0, 1].
 
     Args:
-        images, expected: [N, C, H, W], H and W at least `SSIM_SMALLEST`.
+        images, expected: [N, C, H, W].
     Returns:
         [N] float64.
+    Raises:
+        UserError: a side is shorter than `SSIM_SMALLEST`.
     """
+    if min(images.shape[-2:]) < SSIM_SMALLEST:
+        raise UserError(
+            "the images are too small for SSIM",
+            expected=f"at least {SSIM_SMALLEST} × {SSIM_SMALLEST} pixels",
+            got=f"{images.shape[-1]} × {images.shape[-2]}",
+            remedy="leave plan.min_ssim out",
+        )
     functional = require("torchmetrics.functional.image", "torchmetrics")
     sigma = SSIM_SIGMA if min(images.shape[-2:]) >= 16 else SSIM_SIGMA_SMALL
     values = functional.structural_similarity_index_measure(
