@@ -27,7 +27,7 @@ class Concatenates(nn.Module):
     def forward(self, x):
         angles = x.float().flatten()[:, None] * torch.arange(4)
         sines = torch.cat([angles.sin(), angles.cos()], -1).reshape(x.shape[0], -1)
-        return torch.cat([x, sines], -1)
+        return torch.concat([x, sines], -1)  # the exporter promotes what is written as torch.cat
 
 
 class Projects(nn.Module):

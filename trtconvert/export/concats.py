@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 
 def promote_concats(model: ir.Model) -> int:
-    """Cast the inputs of every Concat to the type of its output, as `torch.cat` does; the exporter leaves that out.
+    """Cast the inputs of every Concat to the type of its output, as torch does; of `torch.concat` the exporter leaves that out.
 
     Returns:
         How many inputs were cast.
