@@ -52,7 +52,7 @@ class Converted:
         return load_pipeline(self.pipeline)
 
 
-def convert(folder: Path, name: str, **options) -> Converted:
+def convert(folder: Path, name: str, dtype: str = "float32", **options) -> Converted:
     """Save a tiny pipeline and run the whole build on it."""
     make, own = PIPELINES[name]
     make().save_pretrained(folder / "pipeline")
@@ -60,6 +60,7 @@ def convert(folder: Path, name: str, **options) -> Converted:
         "model": {
             "source": "diffusers",
             "weights": "pipeline",
+            "dtype": dtype,
             "options": {"tokens": 8, "batch": [1, 1, 2]} | own | options,
         },
         "attention": {"modes": ["precision", "balanced"]},
@@ -144,6 +145,19 @@ def test_a_pipeline_draws_with_the_converted_denoiser(converted):
     assert psnr(drawn, same).min() >= SAME_IMAGES_PSNR
     assert psnr(drawn, full).min() >= INT8_IMAGES_PSNR
     assert full.std() > 0.05  # images with something on them
+
+
+@pytest.mark.slow
+def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path):
+    converted = convert(tmp_path, "stable_diffusion_xl", dtype="float16")
+    pipe = converted.torch_pipeline()
+    full = images(pipe, converted.name)
+    with runtime.load(converted.bundle) as bundle:
+        pipe.unet = bundle.as_diffusers()
+        assert pipe.unet.dtype == torch.float16
+        pipe.vae.to(torch.float16)  # pipelines prepare latents in the denoiser's type, and decode them in it
+        drawn = images(pipe, converted.name)
+    assert psnr(drawn.float(), full).min() >= INT8_IMAGES_PSNR
 
 
 def test_it_stands_for_the_model(converted):

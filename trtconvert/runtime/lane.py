@@ -137,7 +137,9 @@ class _Graph:
         # TensorRT finishes what a change of shapes entails in an ordinary call, and may wait for the device meanwhile,
         # which a recording must not.
         self._context.enqueue(call, addresses, stream.cuda_stream)
-        side = torch.cuda.Stream(device)
+        # The default stream cannot be recorded, and torch hands its streams out by turns: one of high priority is the least
+        # likely to be somebody's, whose work would be recorded too.
+        side = torch.cuda.Stream(device, priority=-1)
         side.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with _recording, torch.cuda.stream(side):
