@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from support import WEIGHTS
+from support import WEIGHTS, tiny_recipe
 from tolerances import HALF_DENOISER
 
 from trtconvert import runtime
@@ -227,6 +227,21 @@ def test_memory_is_reported(loaded, denoiser):
     assert memory.per_stream == denoiser.device_memory and memory.streams == 0
     denoiser(*make_inputs())
     assert loaded.device_memory.streams == memory.per_stream
+
+
+def test_weights_are_streamed_within_a_budget(tmp_path):
+    """Whatever stays on the GPU, the outputs are the same bits."""
+    engine = {"backend": "tensorrt", "attention": "plugin", "weight_streaming": True}
+    recipe = tiny_recipe(tmp_path, model={"dtype": "float16"}, engine=engine)
+    build(load_recipe(recipe), tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+    inputs = [torch.randn(2, 1, 4, 4).cuda().half(), torch.tensor([10.0, 900.0]).cuda()]
+    outputs = []
+    for budget in (None, 0, 2**30):
+        with runtime.load(tmp_path / "bundle", backend="tensorrt", weight_budget=budget) as bundle:
+            outputs.append([bundle["denoiser"](*inputs) for _ in range(3)][-1])
+            if budget is not None:
+                assert bundle["denoiser"].engine.weight_streaming_budget_v2 <= budget
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 # What it leaves behind ------------------------------------------------------------------------------------------------
