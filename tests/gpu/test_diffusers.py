@@ -1,0 +1,68 @@
+"""Diffusers pipelines on a GPU with a TensorRT engine in the place of their denoiser."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from tolerances import INT8_IMAGES_PSNR
+
+from trtconvert import runtime
+from trtconvert.cache import Cache
+from trtconvert.engine import tensorrt
+from trtconvert.evaluate.verify import psnr
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
+
+pytest.importorskip("diffusers", reason="needs diffusers")
+import tiny_pipelines  # noqa: E402
+
+from trtconvert.models.diffusers import load_pipeline  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
+
+
+@pytest.mark.parametrize("name", ["flux", "stable_diffusion_xl"])
+def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
+    """In FP16 throughout, twenty steps: what the engine draws is what torch draws, from a CUDA graph but for two calls."""
+    make, options = tiny_pipelines.PIPELINES[name]
+    make().save_pretrained(tmp_path / "pipeline")
+    recipe = {
+        "model": {
+            "source": "diffusers",
+            "weights": "pipeline",
+            "dtype": "float16",
+            "options": {"tokens": 8, "batch": [1, 1, 2]} | options,
+        },
+        "attention": {"modes": ["precision", "balanced"]},
+        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {"backend": "tensorrt", "attention": "plugin"},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
+        "output": {"grid": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    build(loaded, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+
+    pipe = load_pipeline(tmp_path / "pipeline").to("cuda", torch.float16)
+    pipe.set_progress_bar_config(disable=True)
+    width = tiny_pipelines.WIDTH
+    shapes = {"prompt_embeds": (1, 8, width), "pooled_prompt_embeds": (1, width)}
+    if name == "stable_diffusion_xl":
+        shapes |= {f"negative_{embedding}": shape for embedding, shape in shapes.items()}
+    embeddings = {embedding: torch.randn(shape).cuda().half() for embedding, shape in shapes.items()}
+
+    def images() -> torch.Tensor:
+        seeded = torch.Generator().manual_seed(1)
+        return pipe(height=32, width=32, num_inference_steps=20, output_type="pt", generator=seeded, **embeddings)[0]
+
+    full = images()
+    with runtime.load(tmp_path / "bundle", backend="tensorrt") as bundle:
+        setattr(pipe, bundle.manifest.components["denoiser"].diffusers.component, bundle.as_diffusers())
+        assert pipe.device.type == "cuda"
+        drawn = images()
+        assert bundle["denoiser"].graphs_recorded == 1
+    assert drawn.device.type == "cuda" and psnr(drawn.float(), full.float()).min() >= INT8_IMAGES_PSNR
