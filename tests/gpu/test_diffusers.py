@@ -18,9 +18,9 @@ from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
 
 pytest.importorskip("diffusers", reason="needs diffusers")
-import tiny_pipelines  # noqa: E402
+import tiny_pipelines
 
-from trtconvert.models.diffusers import load_pipeline  # noqa: E402
+from trtconvert.models.diffusers import load_pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
