@@ -132,7 +132,36 @@ Params make_params(const TrtConvertAttentionParams& c) {
   return p;
 }
 
-TrtConvertStatus check_all(const TrtConvertAttentionParams* c, bool& use_sm90, Report& report) {
+// What the choice of a kernel needs to know of the current device.
+struct Device {
+  int major = 0, minor = 0, multiprocessors = 0;
+
+  cudaError_t read() {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return error;
+  }
+};
+
+bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
+#ifdef TRTCONVERT_SM90
+  return device.major == 9 && device.minor == 0 && c.target_arch == 0 && c.mask_kind == TRTCONVERT_MASK_NONE;
+#else
+  return false;
+#endif
+}
+
+// Parameters for a device, without the workspace.
+Params make_params(const TrtConvertAttentionParams& c, const Device& device) {
+  Params p = make_params(c);
+  if (uses_sm90(c, device)) p.multiprocessors = device.multiprocessors;
+  return p;
+}
+
+TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, Report& report) {
   if (check_shapes(c, report)) return report.status;
   if (!std::isfinite(c->softmax_scale) || c->softmax_scale <= 0)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "softmax_scale: expected a finite value > 0, got %g", c->softmax_scale);
@@ -154,27 +183,19 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, bool& use_sm90, R
   if (c->target_arch != 0 && c->target_arch != 80)
     return report.invalid_int("target_arch", "0 (the device's best) or 80 (mma.sync)", c->target_arch);
 
-  Params p = make_params(*c);
+  const cudaError_t error = device.read();
+  if (error != cudaSuccess) device = {};
+  Params p = make_params(*c, device);
   const size_t needed = lay_out_workspace(p, nullptr);
   if (c->workspace_size < needed)
     return report.fail(TRTCONVERT_WORKSPACE_TOO_SMALL, "workspace_size: expected at least %zu bytes, got %zu", needed,
                        c->workspace_size);
-
-  int device = 0, major = 0, minor = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (error != cudaSuccess)
     return report.fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
-  if (major < 8)
+  if (device.major < 8)
     return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
-                       "device: expected compute capability 8.0 or later, got %d.%d; use the native lowering there", major,
-                       minor);
-#ifdef TRTCONVERT_SM90
-  use_sm90 = major == 9 && minor == 0 && c->target_arch == 0 && c->mask_kind == TRTCONVERT_MASK_NONE;
-#else
-  use_sm90 = false;
-#endif
+                       "device: expected compute capability 8.0 or later, got %d.%d; use the native lowering there",
+                       device.major, device.minor);
   return TRTCONVERT_OK;
 }
 
@@ -199,27 +220,29 @@ TrtConvertStatus trtconvert_attention_workspace_size(const TrtConvertAttentionPa
   Report report(message, message_size);
   if (!bytes) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "bytes: expected a pointer, got null");
   if (check_shapes(params, report)) return report.status;
-  Params p = make_params(*params);
+  Device device;
+  if (device.read() != cudaSuccess) device = {};  // without one, the size that any other device needs
+  Params p = make_params(*params, device);
   *bytes = lay_out_workspace(p, nullptr);
   return TRTCONVERT_OK;
 }
 
 TrtConvertStatus trtconvert_attention_check(const TrtConvertAttentionParams* params, char* message, size_t message_size) {
   Report report(message, message_size);
-  bool use_sm90;
-  return check_all(params, use_sm90, report);
+  Device device;
+  return check_all(params, device, report);
 }
 
 TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* params, char* message, size_t message_size) {
   Report report(message, message_size);
-  bool use_sm90;
-  if (check_all(params, use_sm90, report)) return report.status;
-  Params p = make_params(*params);
+  Device device;
+  if (check_all(params, device, report)) return report.status;
+  Params p = make_params(*params, device);
   lay_out_workspace(p, params->workspace);
   const auto stream = static_cast<cudaStream_t>(params->stream);
   if (launched(launch_prepass(p, stream), "pre-pass", report)) return report.status;
 #ifdef TRTCONVERT_SM90
-  if (use_sm90) return launched(launch_attention_sm90(p, stream), "attention (sm_90a)", report);
+  if (uses_sm90(*params, device)) return launched(launch_attention_sm90(p, stream), "attention (sm_90a)", report);
 #endif
   return launched(launch_attention_mma(p, stream), "attention (mma.sync)", report);
 }

@@ -78,6 +78,7 @@ struct Params {
   int num_queries, num_keys, head_dim, num_bins;
   int query_blocks;  // ceil(Nq / kQueryBlock)
   int key_tiles;     // ceil(Nk / kKeyTile)
+  int multiprocessors;  // for the kernel of sm_90a; 0 elsewhere
   PaddedDims dims;
 
   bool bf16, dynamic, smooth_k;
@@ -115,6 +116,15 @@ struct Params {
   uint8_t* v_images;       // [B, Hkv, key_tiles][v_tile_bytes]: modes 2, 3 INT8, transposed: dims.pv rows of 128 permuted keys;
                            //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted
   int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
+  // Of units that several thread blocks compute, see sm90/schedule.h. Null where there are none.
+  int divided_units;
+  int32_t* parts_done;     // [divided_units, kMaxConsumers]: zero
+  float* parts;            // [divided_units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass
 };
+
+constexpr int kMaxConsumers = 3;  // query blocks that a thread block of the sm_90a kernel computes at once
+
+// Of one query block: per thread of a warpgroup its share of O and of the column of row sums, two references, two sums.
+TRTCONVERT_HOST_DEVICE constexpr int part_floats(const PaddedDims& dims) { return 128 * (dims.pv / 2 + 8); }
 
 }  // namespace trtconvert::attention

@@ -461,6 +461,8 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
     load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
   }
   at.element = element_of(p, at.batch);
+  if (blockIdx.x == 0 && blockIdx.y == 0)
+    for (int i = threadIdx.x; i < p.divided_units * kMaxConsumers; i += blockDim.x) p.parts_done[i] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0)
     p.elements[at.batch] = {at.element.mode, at.element.bin, at.element.num_keys, 0};
 

@@ -64,6 +64,9 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, uint
       : "memory");
 }
 
+// Makes ordinary stores to shared memory visible to wgmma and the copy engine; a barrier has to follow.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- Launch order, registers, named barriers ----
 
 // Until here the kernel may run beside the one before it in the stream (programmatic dependent launch).
@@ -83,6 +86,10 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Read once: the compiler would read the thread index again wherever it is short of registers, and wait for it.
 __device__ __forceinline__ int lane_id() {
   int lane;
@@ -91,6 +98,16 @@ __device__ __forceinline__ int lane_id() {
 }
 
 // ---- Arithmetic ----
+
+// What the lane with the number of this one xor kMask has in x, for two values side by side.
+template <int kMask>
+__device__ __forceinline__ void shuffle_xor(const float (&x)[2], float (&other)[2]) {
+  asm volatile(
+      "shfl.sync.bfly.b32 %0, %2, %4, 0x1f, 0xffffffff;\n"
+      "shfl.sync.bfly.b32 %1, %3, %4, 0x1f, 0xffffffff;\n"
+      : "=&f"(other[0]), "=f"(other[1])
+      : "f"(x[0]), "f"(x[1]), "n"(kMask));
+}
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float result;
@@ -157,16 +174,25 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 
 // clang-format off
 #define TRT_NAMES_24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+#define TRT_NAMES_28 TRT_NAMES_24 ",%24,%25,%26,%27"
 #define TRT_NAMES_32 TRT_NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define TRT_NAMES_36 TRT_NAMES_32 ",%32,%33,%34,%35"
 #define TRT_NAMES_40 TRT_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define TRT_NAMES_44 TRT_NAMES_40 ",%40,%41,%42,%43"
 #define TRT_NAMES_48 TRT_NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define TRT_NAMES_52 TRT_NAMES_48 ",%48,%49,%50,%51"
 #define TRT_NAMES_64 TRT_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TRT_REGS_4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define TRT_REGS_8(C, d, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
 #define TRT_REGS_24(C, d) TRT_REGS_8(C, d, 0), TRT_REGS_8(C, d, 8), TRT_REGS_8(C, d, 16)
+#define TRT_REGS_28(C, d) TRT_REGS_24(C, d), TRT_REGS_4(C, d, 24)
 #define TRT_REGS_32(C, d) TRT_REGS_24(C, d), TRT_REGS_8(C, d, 24)
+#define TRT_REGS_36(C, d) TRT_REGS_32(C, d), TRT_REGS_4(C, d, 32)
 #define TRT_REGS_40(C, d) TRT_REGS_32(C, d), TRT_REGS_8(C, d, 32)
+#define TRT_REGS_44(C, d) TRT_REGS_40(C, d), TRT_REGS_4(C, d, 40)
 #define TRT_REGS_48(C, d) TRT_REGS_40(C, d), TRT_REGS_8(C, d, 40)
+#define TRT_REGS_52(C, d) TRT_REGS_48(C, d), TRT_REGS_4(C, d, 48)
 #define TRT_REGS_64(C, d) TRT_REGS_48(C, d), TRT_REGS_8(C, d, 48), TRT_REGS_8(C, d, 56)
 
 // Accumulators of R registers; both operands in shared memory, or A in registers. `use_d` 0 starts from zero.
@@ -219,12 +245,16 @@ __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (
 // d[64 x N] (+)= a[64 x 16] * b[16 x N] in 16 bits, A in registers, B with its columns contiguous (MN-major).
 template <bool kBf16, int N>
 __device__ __forceinline__ void wgmma_16bit_pv(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d) {
-  static_assert(N == 48 || N == 64 || N == 80 || N == 96 || N == 128);
+  static_assert(N == 128 || (N <= 104 && N % 8 == 0));
   if constexpr (N == 48) { TRT_WGMMA_PV(48, 24, "%24", "%25", "%26", "%27", "%28", "%29") }
   if constexpr (N == 64) { TRT_WGMMA_PV(64, 32, "%32", "%33", "%34", "%35", "%36", "%37") }
   if constexpr (N == 80) { TRT_WGMMA_PV(80, 40, "%40", "%41", "%42", "%43", "%44", "%45") }
   if constexpr (N == 96) { TRT_WGMMA_PV(96, 48, "%48", "%49", "%50", "%51", "%52", "%53") }
   if constexpr (N == 128) { TRT_WGMMA_PV(128, 64, "%64", "%65", "%66", "%67", "%68", "%69") }
+  if constexpr (N == 56) { TRT_WGMMA_PV(56, 28, "%28", "%29", "%30", "%31", "%32", "%33") }
+  if constexpr (N == 72) { TRT_WGMMA_PV(72, 36, "%36", "%37", "%38", "%39", "%40", "%41") }
+  if constexpr (N == 88) { TRT_WGMMA_PV(88, 44, "%44", "%45", "%46", "%47", "%48", "%49") }
+  if constexpr (N == 104) { TRT_WGMMA_PV(104, 52, "%52", "%53", "%54", "%55", "%56", "%57") }
 }
 
 #undef TRT_WGMMA_PV

@@ -102,7 +102,7 @@ typedef struct {
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Bytes of workspace. Reads shapes and attributes only: no pointer, no device. */
+/* Bytes of workspace that the current device needs. Reads shapes, attributes and the device's properties: no pointer. */
 TRTCONVERT_API TrtConvertStatus trtconvert_attention_workspace_size(const TrtConvertAttentionParams* params,
                                                                     size_t* bytes, char* message, size_t message_size);
 

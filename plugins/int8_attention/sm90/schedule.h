@@ -1,0 +1,49 @@
+// How the work of the sm_90a kernel is cut into thread blocks.
+//
+// A unit is what the consumers of a thread block compute together: query blocks of one head, over all its keys. Those with a
+// query block for every consumer come first, head by head, then each head's last one where it has fewer. One thread block
+// computes one unit, but for the last units of a launch that would leave most multiprocessors idle: their keys are divided
+// among several thread blocks, whose results meet in the workspace (merge() in attention.cuh).
+#pragma once
+
+#include "../params.h"
+
+namespace trtconvert::attention {
+
+struct Schedule {
+  int full, rest;     // per head: units with a block for every consumer, and blocks of the one unit after them
+  int full_units;     // of all heads of a batch element
+  int units;          // of a batch element
+  int divided, parts; // of the last batch element: how many of the last units are divided, and into how many parts
+
+  Schedule() = default;
+
+  Schedule(const Params& p, int consumers)
+      : full(p.query_blocks / consumers),
+        rest(p.query_blocks % consumers),
+        full_units(p.heads * full),
+        units(p.heads * ceil_div(p.query_blocks, consumers)),
+        divided(0),
+        parts(1) {
+    const int64_t all = int64_t(units) * p.batch;
+    const int last_wave = int(all % p.multiprocessors);
+    if (last_wave == 0 || last_wave > units) return;
+    // The last wave's time in that of a whole unit: waves of parts, and what dividing costs, about three tiles.
+    float shortest = 1.f;
+    for (int count = 2; count <= kMaxParts && count <= p.key_tiles; ++count) {
+      const float time = float(ceil_div(last_wave * count, p.multiprocessors)) / count + 3.f / p.key_tiles;
+      if (time < shortest - 0.01f) {
+        shortest = time;
+        parts = count;
+      }
+    }
+    if (parts > 1) divided = last_wave;
+  }
+
+  TRTCONVERT_HOST_DEVICE int thread_blocks() const { return units + divided * (parts - 1); }  // of the last batch element
+
+ private:
+  static constexpr int kMaxParts = 8;
+};
+
+}  // namespace trtconvert::attention
