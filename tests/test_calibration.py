@@ -9,9 +9,8 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, offsets, outliers, scales
-from trtconvert.calib.clipping import ClippingObserver
-from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, Histogram, HistogramObserver
+from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, magnitudes, offsets, outliers, scales
+from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, OCTAVES, Histogram, HistogramObserver
 from trtconvert.calib.observer import RangeObserver, Rows, observe
 from trtconvert.calib.plan import make_plan
 from trtconvert.calib.provenance import Provenance, read_provenance
@@ -111,25 +110,22 @@ def test_clipped_shares_are_those_of_the_elements(calls, records, histograms):
             )
 
 
-def test_clipped_elements_are_counted_one_by_one(calls, records, digits):
-    tables = scales(records[0], 1.0, BINS)  # far below the largest maxima, so that something is clipped
-    observer = ClippingObserver(tables, digits.timestep_max)
-    with torch.no_grad():
-        records[1](intercepted(digits, observer))
-    shares = observer.shares()[SITE]
-    assert set(observer.shares()) == {SITE}
-    for index in range(BINS):
-        q, k, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
-        expected = {
-            "q": q.abs() > tables[SITE]["q_scale"][index][:, None, None] * LEVELS,
-            "k": (k - tables[SITE]["k_offset"][index][:, None]).abs()
-            > tables[SITE]["k_scale"][index][:, None, None] * LEVELS,
-            "v": (v - tables[SITE]["v_offset"][index][:, None]).abs()
-            > tables[SITE]["v_scale"][index][:, None] * LEVELS,
-        }
-        for name, clipped in expected.items():
-            assert clipped.any()
-            torch.testing.assert_close(shares[f"{name}_outliers"][index], clipped.double().mean((0, 2, 3)).float())
+def test_magnitudes_are_counted_by_octave(calls, records, histograms):
+    tables = scales(records[0], 99.0, BINS)
+    counts = magnitudes(histograms, tables)[SITE]
+    expected = {name: torch.zeros(2, len(OCTAVES), dtype=torch.int64) for name in ("q", "k", "v")}
+    for timestep, q, k, v in calls:
+        index = int(timestep_bin(timestep[:1], 1000.0, BINS))
+        centred_k, centred_v = (x - tables[SITE][f"{name}_offset"][index][:, None] for name, x in (("k", k), ("v", v)))
+        for name, x in (("q", q), ("k", centred_k), ("v", centred_v)):
+            octave = x.abs().log2().floor().clamp(OCTAVES[0], OCTAVES[-1]).long() - OCTAVES[0]
+            for head in range(2):
+                expected[name][head] += octave[:, head].flatten().bincount(minlength=len(OCTAVES))
+    for name, count in expected.items():
+        found = counts[f"{name}_octaves"]
+        assert found.sum() == count.sum()
+        # An element on the edge of two octaves may be on either side of it, by a rounding of its logarithm.
+        assert (found - count).abs().sum() <= 4
 
 
 def test_ranges_of_a_ramp_are_its_closed_forms():
@@ -252,7 +248,7 @@ def provenance():
 
 def test_the_file_gives_back_exactly_what_was_saved(records, histograms, tmp_path):
     tables = scales(records[0], 99.0, BINS, statistic="mse", histograms=histograms)
-    made = Calibration(tables, provenance(), outliers(histograms, tables))
+    made = Calibration(tables, provenance(), outliers(histograms, tables), magnitudes(histograms, tables))
     made.save(tmp_path / "c.safetensors")
     loaded = Calibration.load(tmp_path / "c.safetensors")
     assert loaded.provenance == made.provenance == read_provenance(tmp_path / "c.safetensors")
@@ -261,6 +257,8 @@ def test_the_file_gives_back_exactly_what_was_saved(records, histograms, tmp_pat
         assert torch.equal(loaded.tables[SITE][name], tensor)
     for name, tensor in made.outliers[SITE].items():
         assert torch.equal(loaded.outliers[SITE][name], tensor)
+    for name, tensor in made.magnitudes[SITE].items():
+        assert torch.equal(loaded.magnitudes[SITE][name], tensor)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other"])

@@ -124,7 +124,7 @@ def test_it_is_well_formed_and_loads_nothing(report):
 
 def test_charts_are_well_formed_svg(report):
     drawings = re.findall(r"<svg.*?</svg>", report.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(drawings) == 7  # six sites and the frontier
+    assert len(drawings) == 13  # twice six sites, and the frontier
     for drawing in drawings:
         root = ElementTree.fromstring(drawing)
         assert root.attrib["role"] == "img" and root.attrib["aria-label"]
@@ -277,6 +277,22 @@ def test_the_plans_are_listed_with_every_figure_and_whether_they_keep_the_budget
     assert rows[0][-7:] == ["PSNR", "LPIPS", "↓", "Both", "products", "INT8", "Budget"]
     assert rows[1] == ["aggressive", "everywhere", "1.900", "×", "35.2", "dB", "0.0213", "50%", "missed"]
     assert rows[2][-4:] == ["dB", "0.0102", "50%", "kept"] and "built" in rows[2]
+
+
+def test_histograms_are_shares_per_octave_on_one_pair_of_axes():
+    counts = {"a": {"q": [[0, 0, 1, 99, 0]]}, "b": {"q": [[0, 50, 50, 0, 0], [0, 0, 0, 100, 0]]}}
+    one, two = charts.magnitude_charts(counts, first_octave=-3)
+    assert [text for _, text in one.frame.xticks] == ["2⁻²", "2⁻¹", "2⁰"]
+    assert [text for _, text in one.frame.yticks] == ["0.0001 %", "0.01 %", "1 %", "100 %"]
+
+    def heights(chart, line):
+        return [float(point.split(",")[1]) for point in chart.lines[line][2].split()]
+
+    frame = one.frame
+    assert heights(one, 0)[0] == frame.bottom  # nothing lies on the axis
+    assert heights(one, 0)[1] == pytest.approx(frame.yticks[2][0], abs=0.1)  # one in a hundred
+    assert heights(two, 1)[2] == pytest.approx(frame.top, abs=0.1)  # all of them
+    assert [name for _, name, _ in two.lines] == ["q, head 0", "q, head 1"]
 
 
 def test_ticks_are_round_and_inside():

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site, find_sites, select_sites
 from trtconvert.cache import versions
-from trtconvert.calib.calibration import Calibration, offsets, outliers, scales
-from trtconvert.calib.clipping import ClippingObserver
+from trtconvert.calib.calibration import Calibration, magnitudes, offsets, outliers, scales
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
-from trtconvert.calib.histogram import HistogramObserver
+from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import data_identity, data_name
 from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
 from trtconvert.calib.provenance import Provenance
@@ -28,7 +27,7 @@ from trtconvert.errors import UserError
 from trtconvert.models.base import DiffusionModel, intercepted
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
-CLIPPING_SHARE = 16
+COUNTED_SHARE = 16
 """The statistic "batch-max" runs one in so many samples again, the first ones, to count what its scales clip."""
 
 
@@ -107,24 +106,28 @@ def calibrate(
 
     def made() -> Calibration:
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
-        shares = outliers(histograms, tables) if histograms else _clipped(model, section, tables)
-        return Calibration(tables, _provenance(model, section, weights, shards), shares)
+        counted = histograms or _counted(model, section, tables, sites)
+        made = _provenance(model, section, weights, shards)
+        return Calibration(tables, made, outliers(counted, tables), magnitudes(counted, tables))
 
     made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
     assert made_by_first is not None
     return made_by_first
 
 
-def _clipped(
-    model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    """Shares of clipped elements in the first samples; bad ones among them were reported before."""
-    part = section.model_copy(update={"samples": max(1, section.samples // CLIPPING_SHARE)})
-    observer = ClippingObserver(tables, model.timestep_max)
-    observed = intercepted(model, observer)
+def _counted(
+    model: DiffusionModel,
+    section: CalibrationSection,
+    tables: Mapping[str, Mapping[str, Tensor]],
+    sites: Sequence[Site],
+) -> Histograms:
+    """Histograms of the first samples; bad ones among them were reported before."""
+    part = section.model_copy(update={"samples": max(1, section.samples // COUNTED_SHARE)})
+    counter = HistogramObserver(tables, {site.name: site.heads for site in sites}, model.timestep_max)
+    counting = intercepted(model, counter)
     for batch in open_data(model, part, BadSamples(skip=True)).batches:
-        _run(batch, observed)
-    return observer.shares()
+        _run(batch, counting)
+    return counter.histograms
 
 
 def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:
@@ -199,4 +202,5 @@ def taken(path: Path, model: DiffusionModel, weights: str, bins: int, sites: Seq
         {name: loaded.tables[name] for name in names},
         made,
         {name: loaded.outliers[name] for name in names if name in loaded.outliers},
+        {name: loaded.magnitudes[name] for name in names if name in loaded.magnitudes},
     )

@@ -26,6 +26,8 @@ RANGE_FLOOR = 1e-8
 """Smallest range at all: what a head of zeros gets."""
 
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
+OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
+"""Names of what `outliers` and `magnitudes` give."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Calibration:
         provenance: how they were made.
         outliers: share of elements that the scales clip, see `outliers`. For the statistic "batch-max", which counts no
             elements on its way, of a part of the data, see `calibrate`.
+        magnitudes: see `magnitudes`; of the same data.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
     provenance: Provenance
     outliers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    magnitudes: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Tensor]) -> dict[str, AttentionTables]:
         """The op's tables for each site, given [T] modes for each."""
@@ -51,7 +55,7 @@ class Calibration:
         """One safetensors file with the provenance as JSON in its metadata."""
         tensors = {
             f"{site}/{name}": t.contiguous()
-            for group in (self.tables, self.outliers)
+            for group in (self.tables, self.outliers, self.magnitudes)
             for site, named in group.items()
             for name, t in named.items()
         }
@@ -78,10 +82,12 @@ class Calibration:
             ) from error
         tables: dict[str, dict[str, Tensor]] = {}
         shares: dict[str, dict[str, Tensor]] = {}
+        counts: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
-            (shares if name in OUTLIERS else tables).setdefault(site, {})[name] = tensor
-        return Calibration(tables, provenance, shares)
+            group = shares if name in OUTLIERS else counts if name in OCTAVE_COUNTS else tables
+            group.setdefault(site, {})[name] = tensor
+        return Calibration(tables, provenance, shares, counts)
 
 
 def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
@@ -147,6 +153,21 @@ def outliers(histograms: Histograms, tables: Mapping[str, Mapping[str, Tensor]])
         share["v"] = share["v"].mean(-1)  # every channel of a head has as many elements
         shares[site] = {f"{name}_outliers": share[name] for name in share}
     return shares
+
+
+def magnitudes(histograms: Histograms, tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """How many elements have a magnitude in each octave, over all timesteps; of keys and values less their offsets.
+
+    Returns:
+        site: {"q_octaves": [H, len(OCTAVES)], "k_octaves": [Hkv, …], "v_octaves": [Hkv, …]}, INT64.
+    """
+    found = {}
+    for site, counted in histograms.items():
+        scale = {name: tables[site][f"{name}_scale"] for name in ("q", "k", "v")}
+        counts = {name: getattr(counted, name).octaves().cpu().view(*scale[name].shape, -1).sum(0) for name in scale}
+        counts["v"] = counts["v"].sum(1)  # over channels
+        found[site] = {f"{name}_octaves": counts[name] for name in counts}
+    return found
 
 
 def _seen(rows: Rows) -> list[int]:

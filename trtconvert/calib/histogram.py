@@ -71,6 +71,10 @@ class Histogram:
         edges[0] = 0
         return edges
 
+    def octaves(self) -> Tensor:
+        """[rows, len(OCTAVES)] INT64 counts per octave."""
+        return self.counts.view(len(self.counts), len(OCTAVES), -1).sum(-1)
+
     def percentile(self, percent: float) -> Tensor:
         """[rows] FP32 magnitude that `percent` % do not exceed, interpolated within its step. 0 for an empty row."""
         wanted = self.counts.sum(1, keepdim=True) * (percent / 100)

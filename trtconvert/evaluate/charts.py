@@ -146,9 +146,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves in a frame: each a class for its colour, a name, and the points of an SVG polyline."""
+    """Curves in a frame: each a class for its colour, a name, and the points of an SVG polyline.
+
+    Attributes:
+        axis: what the horizontal axis shows; description: what the chart shows, for those who do not see it.
+    """
 
     title: str
+    axis: str
+    description: str
     frame: Frame
     lines: Sequence[tuple[str, str, str]]
 
@@ -196,7 +202,62 @@ def head_charts(
             for tensor, rows in tensors.items()
             for head in range(len(rows[0]))
         ]
-        charts.append(LineChart(site, frame, lines))
+        description = (
+            f"Ranges of queries, keys and values of {site} over the timestep, a line per head. The largest of each are in "
+            "the tables above."
+        )
+        charts.append(LineChart(site, "timestep", description, frame, lines))
+    return charts
+
+
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+SMALLEST_SHARE = 1e-6
+"""Where the logarithmic axis of histograms ends: smaller shares lie on it."""
+
+
+def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]], first_octave: int) -> list[LineChart]:
+    """One histogram per site: a curve per tensor and head, over octaves of magnitude. All share their axes.
+
+    Args:
+        counts: site: tensor ("q", "k", "v"): [H][octaves].
+        first_octave: exponent of the first octave's lower end, as a power of two.
+    """
+    rows = [row for site in counts.values() for tensor in site.values() for row in tensor]
+    used = [index for row in rows for index, count in enumerate(row) if count / sum(row) > SMALLEST_SHARE]
+    low, high = min(used), max(used)
+    width, height, left, top, right, bottom = 340, 198, 62.0, 10.0, 330.0, 160.0
+
+    def x(index: int) -> float:
+        return left + (right - left) * (index - low + 0.5) / (high - low + 1)
+
+    def y(share: float) -> float:
+        return top + (bottom - top) * math.log10(max(share, SMALLEST_SHARE)) / math.log10(SMALLEST_SHARE)
+
+    every = math.ceil((high - low + 1) / 6)
+    frame = Frame(
+        width,
+        height,
+        left,
+        top,
+        right,
+        bottom,
+        [(x(index), "2" + str(first_octave + index).translate(SUPERSCRIPT)) for index in range(low, high + 1, every)],
+        [(y(10.0**power), f"{10.0 ** (power + 2):g} %") for power in range(-6, 1, 2)],
+    )
+    charts = []
+    for site, tensors in counts.items():
+        lines = [
+            (
+                tensor,
+                f"{tensor}, head {head}",
+                " ".join(f"{x(i):.1f},{y(row[i] / sum(row)):.1f}" for i in range(low, high + 1)),
+            )
+            for tensor, heads in tensors.items()
+            for head, row in enumerate(heads)
+        ]
+        description = f"Histogram of the magnitudes of queries, keys and values of {site}, a line per head."
+        charts.append(LineChart(site, "magnitude", description, frame, lines))
     return charts
 
 

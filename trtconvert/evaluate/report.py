@@ -21,6 +21,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Manifest, check_files, read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.frontier import read_frontier
+from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
@@ -178,6 +179,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         "maps": [],
         "calibration": None,
         "heads": [],
+        "histograms": [],
         "unfolded": len(converted) <= FOLDED_CHARTS,
     }
     if not converted:
@@ -228,7 +230,15 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         )
     view["calibration"] = calibration.provenance
     view["heads"] = charts.head_charts(ranges, starts)
+    counted = {site: _by_tensor(calibration.magnitudes[site]) for site in converted if site in calibration.magnitudes}
+    if counted:
+        view["histograms"] = charts.magnitude_charts(counted, OCTAVES.start)
     return view
+
+
+def _by_tensor(counts: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:
+    """Tensor: [H][octaves], of heads that saw something."""
+    return {name[0]: [row for row in table.tolist() if sum(row)] for name, table in counts.items()}
 
 
 def _worst_share(shares: Mapping[str, Tensor]) -> list[float | None]:
