@@ -283,7 +283,7 @@ def test_histograms_are_shares_per_octave_on_one_pair_of_axes():
     counts = {"a": {"q": [[0, 0, 1, 99, 0]]}, "b": {"q": [[0, 50, 50, 0, 0], [0, 0, 0, 100, 0]]}}
     one, two = charts.magnitude_charts(counts, first_octave=-3)
     assert [text for _, text in one.frame.xticks] == ["2⁻²", "2⁻¹", "2⁰"]
-    assert [text for _, text in one.frame.yticks] == ["0.0001 %", "0.01 %", "1 %", "100 %"]
+    assert [text for _, text in one.frame.yticks] == ["0.01 %", "0.1 %", "1 %", "10 %", "100 %"]
 
     def heights(chart, line):
         return [float(point.split(",")[1]) for point in chart.lines[line][2].split()]

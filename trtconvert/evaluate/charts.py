@@ -212,7 +212,7 @@ def head_charts(
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-SMALLEST_SHARE = 1e-6
+SMALLEST_SHARE = 1e-4
 """Where the logarithmic axis of histograms ends: smaller shares lie on it."""
 
 
@@ -243,7 +243,7 @@ def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
         right,
         bottom,
         [(x(index), "2" + str(first_octave + index).translate(SUPERSCRIPT)) for index in range(low, high + 1, every)],
-        [(y(10.0**power), f"{10.0 ** (power + 2):g} %") for power in range(-6, 1, 2)],
+        [(y(10.0**power), f"{10.0 ** (power + 2):g} %") for power in range(-4, 1)],
     )
     charts = []
     for site, tensors in counts.items():
