@@ -223,6 +223,21 @@ def test_two_ranks_find_what_one_finds(tiny, tmp_path):
     assert two.stdout.count("FID") == one.output.count("FID")  # one rank speaks
 
 
+def test_a_full_disk_keeps_finished_shards(tiny, tmp_path):
+    # Shards of a few images are small, whole ones are not: a limit on the size of files stands for a full disk.
+    arguments = [*tiny, "--samples", evaluation.SHARD + 10, "--work", tmp_path / "work", "-o", tmp_path / "out.json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    limited = subprocess.run(
+        ["bash", "-c", 'ulimit -f 14; trap "" XFSZ; exec "$0" -m trtconvert.cli "$@"', sys.executable, *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    assert limited.returncode == 2, limited.stderr
+    assert "the disk is full while writing" in limited.stderr and "remedy: " in limited.stderr
+    assert not (tmp_path / "out.json").exists() and not partials(*(tmp_path / "work").iterdir())
+    again = finish(start(*arguments))
+    assert again.exit_code == 0, again.output
+
+
 def test_a_damaged_shard_is_made_anew(tmp_path):
     made = []
 

@@ -110,7 +110,8 @@ def joined_ranks() -> Iterator[Ranks]:
         yield ALONE
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # "cuda" is then each process's own GPU
+        # "cuda" is then each process's own GPU, or a shared one where there are more processes than GPUs.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     with _noticing(ranks):
         distributed.init_process_group("gloo", timeout=PATIENCE)
