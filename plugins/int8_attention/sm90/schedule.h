@@ -28,10 +28,12 @@ struct Schedule {
     const int64_t all = int64_t(units) * p.batch;
     const int last_wave = int(all % p.multiprocessors);
     if (last_wave == 0 || last_wave > units) return;
-    // The last wave's time in that of a whole unit: waves of parts, and what dividing costs, about three tiles.
+    // The last wave's time in that of a whole unit: waves of parts, each with what a thread block costs beside its tiles, and
+    // the meeting of the parts.
     float shortest = 1.f;
     for (int count = 2; count <= kMaxParts && count <= p.key_tiles; ++count) {
-      const float time = float(ceil_div(last_wave * count, p.multiprocessors)) / count + 3.f / p.key_tiles;
+      const int waves = ceil_div(last_wave * count, p.multiprocessors);
+      const float time = float(waves) / count + (4.f * (waves - 1) + 1.f * count + 2.f) / p.key_tiles;
       if (time < shortest - 0.01f) {
         shortest = time;
         parts = count;
