@@ -30,18 +30,16 @@ _recording = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a call with inputs of certain shapes, types and devices needs, worked out once.
+    """What a call with inputs of certain shapes needs, worked out once.
 
     Attributes:
         profile: index of the optimisation profile.
         inputs, output: shapes, the inputs' in the signature's order.
-        exact: the inputs are on the engine's device in the engine's types.
     """
 
     profile: int
     inputs: tuple[tuple[int, ...], ...]
     output: tuple[int, ...]
-    exact: bool
 
 
 @dataclass(frozen=True)
@@ -219,13 +217,11 @@ class Lane:
 
     def _enqueue(self, call: Call, tensors: tuple[Tensor, ...]) -> Tensor:
         plan = self._plan
-        if not call.exact:
-            tensors = tuple(
-                x.detach().to(plan.device, dtype) for x, dtype in zip(tensors, plan.input_dtypes, strict=True)
-            )
         # Kept until the work is enqueued: torch's allocator reuses memory in the stream's order.
         kept, addresses = [], []
-        for x in tensors:
+        for x, dtype in zip(tensors, plan.input_dtypes, strict=True):
+            if x.dtype != dtype or x.device != plan.device:
+                x = x.detach().to(plan.device, dtype)
             if not x.is_contiguous():
                 x = x.contiguous()
             address = x.data_ptr()

@@ -112,7 +112,8 @@ class TensorRTDenoiser:
         dtypes = tuple(dtype_of(spec) for spec in component.inputs)
         names = tuple(self.signature.names)
         self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, output.name, dtype_of(output), device, scratch)
-        self._known: dict[tuple, Call] = {}
+        self._known: dict[tuple, Call] = {}  # by shapes, types and devices, which were checked
+        self._calls: dict[tuple, Call] = {}  # by shapes
         self._lanes: dict[int, Lane] = {}
         self._lock = threading.Lock()
 
@@ -213,14 +214,12 @@ class TensorRTDenoiser:
             UserError: see `__call__`.
         """
         profile, sizes = self.signature.check(tensors)
-        component = self.signature.component
-        exact = all(
-            x.device == self.device and x.dtype == dtype_of(spec)
-            for spec, x in zip(component.inputs, tensors, strict=True)
-        )
-        call = Call(profile, tuple(tuple(x.shape) for x in tensors), shape_of(component.outputs[0], sizes), exact)
         if len(self._known) >= _KNOWN_CALLS:
             self._known.clear()
+            self._calls.clear()
+        shapes = tuple(tuple(x.shape) for x in tensors)
+        output = shape_of(self.signature.component.outputs[0], sizes)
+        call = self._calls.setdefault(shapes, Call(profile, shapes, output))  # graphs serve every type and device
         self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])] = call
         return call
 
