@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 
 from trtconvert.bundle import EngineRecord, Manifest, check_files, read_manifest
-from trtconvert.engine import tensorrt
+from trtconvert.engine import tensorrt as builder
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.denoiser import Denoiser
 from trtconvert.runtime.session import OnnxRuntimeDenoiser
@@ -134,7 +134,7 @@ def load(
     check_files(folder, manifest)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and tensorrt.status().available):
+    if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and builder.status().available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
     on_cpu = {name: OnnxRuntimeDenoiser(folder / c.onnx, c) for name, c in components.items()}
     return LoadedBundle(folder, manifest, on_cpu, "ONNX Runtime on the CPU, INT8 attention as the op's function body")
@@ -154,7 +154,7 @@ def _on_gpu(
     from trtconvert.runtime.scratch import Scratch
     from trtconvert.runtime.tensorrt import TensorRTDenoiser
 
-    version = tensorrt.bindings().__version__
+    version = builder.bindings().__version__
     major, minor = torch.cuda.get_device_capability(device)
     machine = Machine(f"sm{major}{minor}", version, library_version())
     without = [name for name, records in engines.items() if not records]
