@@ -8,7 +8,7 @@ both forms, as an engine of one node, and each site keeps the faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -57,6 +57,14 @@ class AttentionCase:
         """Of queries, and of keys and values."""
         axis = 3 - self._tokens_axis
         return self.q[axis], self.k[axis]
+
+
+    def heads_first(self) -> AttentionCase:
+        """The same case in layout BHND."""
+        if self.layout == "BHND":
+            return self
+        q, k = ((b, h, n, d) for b, n, h, d in (self.q, self.k))
+        return replace(self, q=q, k=k, layout="BHND")
 
 
 @dataclass(frozen=True)
