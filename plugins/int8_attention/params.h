@@ -79,7 +79,6 @@ struct Params {
   int query_blocks;  // ceil(Nq / kQueryBlock)
   int key_tiles;     // ceil(Nk / kKeyTile)
   int multiprocessors;  // for the kernel of sm_90a; 0 elsewhere
-  bool direct_values;   // the kernel of sm_90a reads 16-bit values from v, not from v_images
   PaddedDims dims;
 
   bool bf16, dynamic, smooth_k;

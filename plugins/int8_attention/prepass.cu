@@ -458,7 +458,6 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   } else if (is_key) {
     load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
   } else {
-    if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
     load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
   }
   at.element = element_of(p, at.batch);

@@ -26,7 +26,6 @@ constexpr int kWarpgroup = 128;
 constexpr int kSharedLimit = 227 * 1024;
 constexpr int kBarrierBytes = 256;
 constexpr int kMaxStages = 4;
-constexpr int kCopyAlignment = 128;  // of the copy engine's targets in shared memory
 constexpr float kLog2Of255 = 7.99435343685885f;
 // Accumulators of QK^T start at the bits of this float, 1.5 * 2^23: as long as a sum stays within +-2^22 the accumulator
 // read as a float is kMagic + sum, so no conversion is needed, and sums compare like their bits.
@@ -37,7 +36,7 @@ constexpr float kLargestPlainMaximum = 0x1p13f;  // the same for mode 0, whose x
 constexpr float kRescaleThreshold = 8.f;         // O is rescaled when a maximum grows by more than 2^8: FP32 sums have the room
 
 // One consumer's rows, in shared memory: registers are too dear for what a tile needs once.
-struct alignas(kCopyAlignment) RowScales {
+struct RowScales {
   float scale[kQueryBlock];           // base-2 exponent per unit of S and of K's scale
   float largest[4], smallest[4];      // of the 16 rows of each warp
 };
@@ -68,14 +67,12 @@ struct Shape {
   // What the tile needs of TileScales: everything in mode 2, the last 16 bytes in modes 1 and 3.
   static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, log2_v_max);
   static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
-  static constexpr int kScaleRoom = (int(sizeof(TileScales)) + kCopyAlignment - 1) / kCopyAlignment * kCopyAlignment;
-  static constexpr int kStageBytes = kKeyBytes + kScaleRoom + kValueRoom;
+  static constexpr int kStageBytes = kKeyBytes + int(sizeof(TileScales)) + kValueRoom;
   static constexpr int kTableBytes = kInt8Pv ? 2 * kDimPv * int(sizeof(float)) : 0;  // v_scale and v_offset, per consumer
   static constexpr int kConsumerBytes = kQueryBytes + kTableBytes + int(sizeof(RowScales));
   static constexpr int kFit = (kSharedLimit - kBarrierBytes - kConsumers * kConsumerBytes) / kStageBytes;
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   static_assert(kStages >= 2);
-  static_assert(kConsumerBytes % kCopyAlignment == 0 && kStageBytes % kCopyAlignment == 0);
   static constexpr int kSharedBytes = kBarrierBytes + kConsumers * kConsumerBytes + kStages * kStageBytes;
 };
 
@@ -172,7 +169,7 @@ __device__ __forceinline__ bool find_task(const Params& p, const Schedule& sched
 
 // One thread: feeds queries, then keys and values tile by tile.
 template <int kMode, int kDimQk, int kDimPv>
-__device__ void produce(const Params& p, const CUtensorMap& values, const Task& task, uint8_t* shared) {
+__device__ void produce(const Params& p, const Task& task, uint8_t* shared) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
   uint8_t* const queries = shared + kBarrierBytes;
@@ -188,7 +185,7 @@ __device__ void produce(const Params& p, const CUtensorMap& values, const Task& 
   for (int step = task.first_step; step < task.first_step + task.steps; ++step) {
     uint8_t* const key = ring + at.stage * S::kStageBytes;
     uint8_t* const scales = key + S::kKeyBytes;
-    uint8_t* const value = scales + S::kScaleRoom;
+    uint8_t* const value = scales + sizeof(TileScales);
     // Half tiles: the two 16-bit images of a tile follow each other.
     constexpr int kParts = kKeyTile / S::kKeys;
     const int64_t tile = kv_tile + step / kParts;
@@ -204,20 +201,13 @@ __device__ void produce(const Params& p, const CUtensorMap& values, const Task& 
     mbarrier_wait(&barriers.value_empty[at.stage], at.parity ^ 1);
     mbarrier_arrive_expect(&barriers.value_full[at.stage], S::kValueBytes);
     const uint8_t* const v_image = p.v_images + tile * p.v_tile_bytes + part * S::kValueBytes;
-    if constexpr (S::kInt8Pv) {
-      bulk_copy(value, v_image, S::kValueBytes, &barriers.value_full[at.stage]);
-    } else {
+    if constexpr (S::kOnes > 0) {
 #pragma unroll
-      for (int half = 0; half < S::kKeys / kHalfTile; ++half) {
-        uint8_t* const target = value + half * kHalfTile * 2 * (kDimPv + S::kOnes);
-        if (p.direct_values) {
-          const int key = step * S::kKeys + half * kHalfTile;
-          tensor_copy(target, &values, {0, key, 0, task.head / p.group, int(blockIdx.y)}, &barriers.value_full[at.stage]);
-        } else {
-          bulk_copy(target, v_image + half * kHalfTile * 2 * kDimPv, kHalfTile * 2 * kDimPv,
-                    &barriers.value_full[at.stage]);
-        }
-      }
+      for (int half = 0; half < S::kKeys / kHalfTile; ++half)
+        bulk_copy(value + half * kHalfTile * 2 * (kDimPv + S::kOnes), v_image + half * kHalfTile * 2 * kDimPv,
+                  kHalfTile * 2 * kDimPv, &barriers.value_full[at.stage]);
+    } else {
+      bulk_copy(value, v_image, S::kValueBytes, &barriers.value_full[at.stage]);
     }
     at.advance();
   }
@@ -617,7 +607,7 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   // Descriptors of the first stage: the others' lie a multiple of the stage's size further on.
   const uint64_t first_key = matrix_descriptor(shared_address(ring), kKeyTile * 16, 128);
   const uint64_t first_value =
-      matrix_descriptor(shared_address(ring) + S::kKeyBytes + S::kScaleRoom, kDimPv * 16, 128);
+      matrix_descriptor(shared_address(ring) + S::kKeyBytes + int(sizeof(TileScales)), kDimPv * 16, 128);
   const auto value_of = [&](int stage) { return advance(first_value, stage * S::kStageBytes); };
 
   load_channel_tables<kDimPv>(p, task.head, tables);
@@ -821,7 +811,7 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
   const uint64_t query = matrix_descriptor(queries + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
   const uint64_t first_key = matrix_descriptor(shared_address(ring), (kMode == 0 ? kHalfTile : kKeyTile) * 16, 128);
   const uint64_t first_value =
-      matrix_descriptor(shared_address(ring) + S::kKeyBytes + S::kScaleRoom, 128, kHalfTile * 16);
+      matrix_descriptor(shared_address(ring) + S::kKeyBytes + int(sizeof(TileScales)), 128, kHalfTile * 16);
   const int lane = lane_id();
 
   const float* const scale_of_row = p.row_scales + (task.q_block(p) + consumer) * kQueryBlock + first_row();
@@ -915,8 +905,7 @@ struct Schedules {
 
 // The thread block's work in one mode, which is the same for all its threads.
 template <int kMode, bool kBf16, int kDimQk, int kDimPv>
-__device__ __forceinline__ void attend(const Params& p, const Schedules& schedules, const CUtensorMap& values, uint8_t* shared,
-                                       int warpgroup) {
+__device__ __forceinline__ void attend(const Params& p, const Schedules& schedules, uint8_t* shared, int warpgroup) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   constexpr int kWarpgroups = Config<kDimQk, kDimPv>::kWarpgroups;
   constexpr int kIdle = kWarpgroups - 1 - S::kConsumers;
@@ -938,7 +927,7 @@ __device__ __forceinline__ void attend(const Params& p, const Schedules& schedul
     fence_barrier_init();
   }
   if constexpr (S::kOnes > 0) {
-    uint8_t* const values = shared + kBarrierBytes + S::kConsumers * S::kConsumerBytes + S::kKeyBytes + S::kScaleRoom;
+    uint8_t* const values = shared + kBarrierBytes + S::kConsumers * S::kConsumerBytes + S::kKeyBytes + sizeof(TileScales);
     for (int i = threadIdx.x; i < S::kStages * S::kKeys; i += Config<kDimQk, kDimPv>::kThreads) {
       const int stage = i / S::kKeys, half = i % S::kKeys / kHalfTile, row = i % kHalfTile;
       uint8_t* const ones = values + stage * S::kStageBytes + (half + 1) * kHalfTile * 2 * (kDimPv + S::kOnes) -
@@ -951,7 +940,7 @@ __device__ __forceinline__ void attend(const Params& p, const Schedules& schedul
 
   if (warpgroup == 0 || warpgroup > S::kConsumers) {
     lower_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kMode, kDimQk, kDimPv>(p, values, task, shared);
+    if (threadIdx.x == 0) produce<kMode, kDimQk, kDimPv>(p, task, shared);
   } else {
     raise_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
@@ -967,8 +956,7 @@ __device__ __forceinline__ void attend(const Params& p, const Schedules& schedul
 // Grid: (thread blocks of a batch element, batch).
 template <int kDimQk, int kDimPv>
 __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1)
-    attention_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedules schedules,
-                     const __grid_constant__ CUtensorMap values) {
+    attention_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedules schedules) {
   extern __shared__ __align__(128) uint8_t shared[];
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   wait_for_previous_kernel();
@@ -976,21 +964,21 @@ __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   switch (mode) {
     case 0:
-      p.bf16 ? attend<0, true, kDimQk, kDimPv>(p, schedules, values, shared, warpgroup)
-             : attend<0, false, kDimQk, kDimPv>(p, schedules, values, shared, warpgroup);
+      p.bf16 ? attend<0, true, kDimQk, kDimPv>(p, schedules, shared, warpgroup)
+             : attend<0, false, kDimQk, kDimPv>(p, schedules, shared, warpgroup);
       break;
     case 1:
-      p.bf16 ? attend<1, true, kDimQk, kDimPv>(p, schedules, values, shared, warpgroup)
-             : attend<1, false, kDimQk, kDimPv>(p, schedules, values, shared, warpgroup);
+      p.bf16 ? attend<1, true, kDimQk, kDimPv>(p, schedules, shared, warpgroup)
+             : attend<1, false, kDimQk, kDimPv>(p, schedules, shared, warpgroup);
       break;
-    case 2: attend<2, false, kDimQk, kDimPv>(p, schedules, values, shared, warpgroup); break;
-    default: attend<3, false, kDimQk, kDimPv>(p, schedules, values, shared, warpgroup); break;
+    case 2: attend<2, false, kDimQk, kDimPv>(p, schedules, shared, warpgroup); break;
+    default: attend<3, false, kDimQk, kDimPv>(p, schedules, shared, warpgroup); break;
   }
 #endif
 }
 
 template <int kDimQk, int kDimPv>
-cudaError_t launch(const Params& p, const CUtensorMap& values, cudaStream_t stream) {
+cudaError_t launch(const Params& p, cudaStream_t stream) {
   using C = Config<kDimQk, kDimPv>;
   constexpr int kSharedBytes = C::kSharedBytes;
   const auto kernel = attention_kernel<kDimQk, kDimPv>;
@@ -1012,7 +1000,7 @@ cudaError_t launch(const Params& p, const CUtensorMap& values, cudaStream_t stre
   config.stream = stream;
   config.attrs = &beside_prepass;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p, schedules, values);
+  return cudaLaunchKernelEx(&config, kernel, p, schedules);
 }
 
 }  // namespace trtconvert::attention::sm90

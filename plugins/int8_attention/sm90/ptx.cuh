@@ -1,8 +1,6 @@
 // Thin wrappers of the sm_90a instructions that the kernel uses. Names follow the PTX manual.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 namespace trtconvert::attention::sm90 {
@@ -68,15 +66,6 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, uint
 
 // Makes ordinary stores to shared memory visible to wgmma and the copy engine; a barrier has to follow.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// One box of a tensor of five dimensions, from the given coordinates on, to shared memory. Completes on the barrier.
-__device__ __forceinline__ void tensor_copy(void* target, const CUtensorMap* map, const int (&at)[5], uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
-      "[%7];" ::"r"(shared_address(target)),
-      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(shared_address(barrier))
-      : "memory");
-}
 
 // ---- Launch order, registers, named barriers ----
 
