@@ -9,7 +9,15 @@ import torch
 from tolerances import SAME_ARITHMETIC
 
 from trtconvert import models, runtime
-from trtconvert.bundle import TRANSPOSED, ComponentRecord, EngineRecord, TensorRecord
+from trtconvert.bundle import (
+    MANIFEST,
+    TRANSPOSED,
+    ComponentRecord,
+    EngineRecord,
+    TensorRecord,
+    read_manifest,
+    write_manifest,
+)
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.runtime.compatibility import Machine, fitting_engine
@@ -155,6 +163,26 @@ def test_tensorrt_is_refused_where_there_is_no_gpu(tiny_build):
         pytest.skip("there is a GPU")
     with pytest.raises(BackendUnavailable, match=r"(?s)needs an NVIDIA GPU.*backend='onnxruntime'"):
         runtime.load(tiny_build.bundle, backend="tensorrt")
+
+
+@pytest.mark.parametrize(("argument", "value"), [("graphs", -1), ("streams", 0), ("weight_budget", -1)])
+def test_arguments_out_of_range_are_refused(tiny_build, argument, value):
+    with pytest.raises(UserError, match=rf"(?s){argument}={value}.*expected: \d or more.*remedy: "):
+        runtime.load(tiny_build.bundle, **{argument: value})
+
+
+def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    manifest = read_manifest(bundle)
+    with_engine = manifest.components["denoiser"].model_copy(update={"engines": [engine()]})
+    (bundle / MANIFEST).unlink()
+    write_manifest(bundle, manifest.model_copy(update={"components": {"denoiser": with_engine}}))
+    with runtime.load(bundle) as loaded:
+        assert loaded.backend.startswith("ONNX Runtime on the CPU") and loaded.backend.endswith(
+            "cannot run here: no NVIDIA GPU"
+        )
 
 
 def test_weights_of_the_onnx_model_have_the_names_of_the_state_dict(digits_build, digits):

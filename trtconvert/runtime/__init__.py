@@ -126,18 +126,34 @@ def load(
         streams: streams that may call the denoiser by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
     Raises:
-        UserError: not a bundle, or a file of it is missing, truncated or altered.
+        UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range.
         BackendUnavailable: the engines are for another GPU, TensorRT or plugin, or TensorRT cannot load them.
     """
+    for name, value, least in (
+        ("graphs", graphs, 0),
+        ("streams", streams, 1),
+        ("weight_budget", weight_budget or 0, 0),
+    ):
+        if value < least:
+            raise UserError(
+                f"a bundle is not loaded with {name}={value}",
+                expected=f"{least} or more",
+                got=str(value),
+                remedy=f"correct the argument {name}",
+            )
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and builder.status().available):
+    state = builder.status()
+    if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and state.available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
     on_cpu = {name: OnnxRuntimeDenoiser(folder / c.onnx, c) for name, c in components.items()}
-    return LoadedBundle(folder, manifest, on_cpu, "ONNX Runtime on the CPU, INT8 attention as the op's function body")
+    words = "ONNX Runtime on the CPU, INT8 attention as the op's function body"
+    if backend == "auto" and any(engines.values()):
+        words += f"; its TensorRT engines cannot run here: {state.detail}"
+    return LoadedBundle(folder, manifest, on_cpu, words)
 
 
 def _on_gpu(
