@@ -386,6 +386,12 @@ def case(queries, keys, layout="BHND"):
     return AttentionCase(tuple(q), tuple(k), layout, ir.DataType.FLOAT16, "calibrated", True)
 
 
+def test_native_attention_is_timed_with_heads_first():
+    moved = case(100, 77, "BNHD").heads_first()
+    assert moved == case(100, 77) == moved.heads_first()
+    assert (moved.query_tokens, moved.key_tokens, moved.heads) == (100, 77, (4, 2))
+
+
 def test_each_site_keeps_the_faster_attention_over_its_profiles_and_bins():
     long, short = case(4096, 4096), case(4096, 77)
     modes = (Mode.FP16, Mode.BALANCED, Mode.BALANCED, Mode.BALANCED)
