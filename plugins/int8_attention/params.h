@@ -116,10 +116,10 @@ struct Params {
   uint8_t* v_images;       // [B, Hkv, key_tiles][v_tile_bytes]: modes 2, 3 INT8, transposed: dims.pv rows of 128 permuted keys;
                            //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted
   int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
-  // Of units that several thread blocks compute, see sm90/schedule.h. Null where there are none.
-  int divided_units;
+  // sm_90a: of units that several thread blocks compute, see sm90/schedule.h.
+  int divided_units;       // room for so many
   int32_t* parts_done;     // [divided_units, kMaxConsumers]: zero
-  float* parts;            // [divided_units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass
+  float* parts;            // [units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass
 };
 
 constexpr int kMaxConsumers = 3;  // query blocks that a thread block of the sm_90a kernel computes at once

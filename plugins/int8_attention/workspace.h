@@ -29,17 +29,10 @@ inline size_t lay_out_workspace(Params& p, void* base) {
   p.k_images = take(tiles * p.k_tile_bytes);
   p.v_images = take(tiles * p.v_tile_bytes);
   if (p.multiprocessors > 0) {
-    size_t divided = 0, parts = 0;  // the mode decides on the device how many consumers there are
-    for (int consumers : {2, kMaxConsumers}) {
-      const Schedule schedule(p, consumers);
-      divided = std::max(divided, size_t(schedule.divided));
-      parts = std::max(parts, size_t(schedule.divided) * schedule.parts);
-    }
-    if (divided > 0) {
-      p.divided_units = int(divided);
-      p.parts_done = reinterpret_cast<int32_t*>(take(divided * kMaxConsumers * sizeof(int32_t)));
-      p.parts = reinterpret_cast<float*>(take(parts * kMaxConsumers * part_floats(p.dims) * sizeof(float)));
-    }
+    p.divided_units = Schedule::most_divided(p);
+    p.parts_done = reinterpret_cast<int32_t*>(take(size_t(p.divided_units) * kMaxConsumers * sizeof(int32_t)));
+    p.parts = reinterpret_cast<float*>(
+        take(size_t(Schedule::most_parts(p)) * kMaxConsumers * part_floats(p.dims) * sizeof(float)));
   }
   return offset;
 }

@@ -287,6 +287,23 @@ def test_good_parameters_pass_the_checks() -> None:
     assert check_status(parameters()) == (0, "")
 
 
+def test_a_workspace_for_large_shapes_fits_small_ones() -> None:
+    """TensorRT allocates once, for the largest shapes of a profile."""
+
+    def size(**shapes: int) -> int:
+        params, bytes_, message = parameters(), ctypes.c_size_t(), ctypes.create_string_buffer(512)
+        for name, value in shapes.items():
+            setattr(params, name, value)
+        assert kernel._library().trtconvert_attention_workspace_size(params, bytes_, message, 512) == 0, message.value
+        return bytes_.value
+
+    tokens = (1, 64, 129, 192, 1000, 1024, 4096, 4097)
+    sizes = [size(batch=batch, num_queries=n, num_keys=n) for batch in (1, 2, 3) for n in tokens]
+    largest = [size(batch=3, num_queries=n, num_keys=n) for n in tokens]
+    assert sizes[-len(tokens) :] == largest == sorted(largest)
+    assert all(x <= y for x, y in zip(sizes, sizes[len(tokens) :], strict=False))  # each against the next batch size
+
+
 @pytest.mark.parametrize(
     "field, value, status",
     [

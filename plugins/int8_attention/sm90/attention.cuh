@@ -51,9 +51,8 @@ struct Shape {
   // Two consumers with room for a whole tile's integer sums promote them between the next tile's exponentials.
   static constexpr bool kPipelined = kInt8Pv && kConsumers == 2 && kDimPv <= 128;
   // Columns of one second product; O is the concatenation of these chunks.
-  static constexpr int kChunk = kDimPv <= 96 || kPipelined || (!kInt8Pv && kDimPv == 128) ? kDimPv
-                                : kDimPv == 160                                           ? 80
-                                                                                          : 64;
+  static constexpr bool kOneChunk = kDimPv <= 96 || kPipelined || (!kInt8Pv && kDimPv == 128);
+  static constexpr int kChunk = kOneChunk ? kDimPv : kDimPv == 160 ? 80 : 64;
   static constexpr int kChunks = kDimPv / kChunk;
   // Mode 0 may take half tiles: the key tile is part of the numerics in the INT8 modes only.
   static constexpr int kKeys = kMode == 0 && kDimPv > 128 ? kHalfTile : kKeyTile;
@@ -313,8 +312,8 @@ __device__ __forceinline__ void load_channel_tables(const Params& p, int head, f
 
 // out = o / sum[row], with `tables` times v_scale plus v_offset, for the rows and columns that exist.
 template <int kChunks, int kHalf>
-__device__ __forceinline__ void store(const Params& p, int head, int block, const Rows& rows, const float (&o)[kChunks][kHalf],
-                      const float* tables) {
+__device__ __forceinline__ void store(const Params& p, int head, int block, const Rows& rows,
+                                      const float (&o)[kChunks][kHalf], const float* tables) {
   constexpr int kDimPv = kChunks * kHalf * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
@@ -984,6 +983,7 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
   const auto kernel = attention_kernel<kDimQk, kDimPv>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
     return error;
+  if (Schedule::most_units(p) > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   Schedules schedules = {};
   int thread_blocks = 0;
   for (int consumers : {Shape<1, kDimQk, kDimPv>::kConsumers, Shape<2, kDimQk, kDimPv>::kConsumers}) {

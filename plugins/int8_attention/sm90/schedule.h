@@ -6,6 +6,8 @@
 // among several thread blocks, whose results meet in the workspace (merge() in attention.cuh).
 #pragma once
 
+#include <algorithm>
+
 #include "../params.h"
 
 namespace trtconvert::attention {
@@ -31,7 +33,7 @@ struct Schedule {
     // The last wave's time in that of a whole unit: waves of parts, each with what a thread block costs beside its tiles, and
     // the meeting of the parts.
     float shortest = 1.f;
-    for (int count = 2; count <= kMaxParts && count <= p.key_tiles; ++count) {
+    for (int count = 2; count <= kMaxParts && count <= p.key_tiles && last_wave * count <= most_parts(p); ++count) {
       const int waves = ceil_div(last_wave * count, p.multiprocessors);
       const float time = float(waves) / count + (4.f * (waves - 1) + 1.f * count + 2.f) / p.key_tiles;
       if (time < shortest - 0.01f) {
@@ -42,10 +44,21 @@ struct Schedule {
     if (parts > 1) divided = last_wave;
   }
 
+  // Of any mode, per batch element.
+  static int64_t most_units(const Params& p) { return int64_t(p.heads) * ceil_div(p.query_blocks, kFewestConsumers); }
+
+  // Bounds, which grow with the shapes: a workspace that fits the largest shapes of an engine has to fit all.
+  static int most_divided(const Params& p) { return int(std::min(int64_t(p.multiprocessors), most_units(p))); }
+  static int most_parts(const Params& p) {
+    const int64_t parts = most_units(p) * std::min(kMaxParts, p.key_tiles);
+    return int(std::min(int64_t(2) * p.multiprocessors, parts));
+  }
+
   TRTCONVERT_HOST_DEVICE int thread_blocks() const { return units + divided * (parts - 1); }  // of the last batch element
 
  private:
   static constexpr int kMaxParts = 8;
+  static constexpr int kFewestConsumers = 2;
 };
 
 }  // namespace trtconvert::attention
