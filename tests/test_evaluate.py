@@ -14,12 +14,14 @@ from support import TESTS, WEIGHTS, finish, partials, refusal, run, start
 from tolerances import EIGENVALUES, WHOLE_DENOISER
 
 from trtconvert import models, runtime
+from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
 from trtconvert.evaluate import evaluation, metrics, shards
 from trtconvert.evaluate.evaluation import Request, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
-from trtconvert.evaluate.torch_int8 import torch_int8
+from trtconvert.evaluate.table import watch_line
+from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.progress import Reporter
 
@@ -104,11 +106,31 @@ def test_lpips_is_found_when_its_weights_are_given(digits_build, tmp_path, alexn
 def test_the_torch_model_with_a_bundles_tables_computes_what_the_bundle_does(digits_build, digits):
     bundle = runtime.load(digits_build.bundle)
     inputs = digits.example(3, {"batch": 4, "height": 8, "width": 8})
-    int8 = torch_int8(digits, bundle.folder, bundle.manifest)(**inputs)
+    int8 = TorchInt8(digits, bundle.folder, bundle.manifest)(**inputs)
     assert relative_error(int8, bundle["denoiser"](**inputs)) < WHOLE_DENOISER
     with torch.no_grad():
         full = digits.denoiser(**inputs)
     assert relative_error(int8, full) > 1e-4  # it is not the model itself
+
+
+def test_the_watch_names_the_site_whose_int8_attention_breaks(digits_build, digits, tmp_path):
+    bundle = runtime.load(digits_build.bundle)
+    calibration = Calibration.load(digits_build.bundle / bundle.manifest.calibration)
+    calibration.tables["blocks.2.attn"]["q_scale"][0, 1] = torch.nan  # the last steps' bin
+    calibration.save(tmp_path / bundle.manifest.calibration)
+    int8 = TorchInt8(digits, tmp_path, bundle.manifest)
+    digits.sample(int8, range(3), steps=4, solver="ddim")
+    found = int8.take_nonfinite()
+    assert found.pop("blocks.2.attn") == 3 and found["blocks.1.attn"] == 0
+    assert int8.take_nonfinite() == {}
+
+    evaluated = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--int8", "torch"))
+    assert evaluated.exit_code == 0, evaluated.output
+    paired = read_evaluation(tmp_path / "out.json").paired
+    assert set(paired.nonfinite_int8_sites.values()) == {0} and len(paired.nonfinite_int8_sites) == 6
+    broken = paired.model_copy(update={"nonfinite_int8_sites": {"blocks.2.attn": 3}})
+    line = watch_line(read_evaluation(tmp_path / "out.json").model_copy(update={"paired": broken}))
+    assert "sites in INT8: blocks.2.attn 3" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

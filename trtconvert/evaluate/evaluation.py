@@ -31,7 +31,7 @@ from trtconvert.evaluate.features import Extractor, load_extractor
 from trtconvert.evaluate.metrics import Moments
 from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
 from trtconvert.evaluate.shards import ShardSet
-from trtconvert.evaluate.torch_int8 import torch_int8
+from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import sha256
 from trtconvert.models.base import Denoiser, DiffusionModel, Sampler, intercepted, on_device
 from trtconvert.models.identity import identity
@@ -58,7 +58,7 @@ class Request:
         reference: see `load_reference`.
         lpips_weights: AlexNet's weights; None leaves out LPIPS.
         device: of the full-precision model, see `on_device`.
-        int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `torch_int8`.
+        int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `TorchInt8`.
         batch: samples drawn at once, at most `SHARD`.
     """
 
@@ -109,6 +109,7 @@ class PairedQuality(_Record):
         ssim, ssim_worst, lpips, lpips_worst: mean and worst; None where they were not computed.
         fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
         nonfinite_sites: site: samples for which its attention gave a NaN or Inf in full precision.
+        nonfinite_int8_sites: the same in INT8, where torch runs it; what a bundle computes inside cannot be seen.
     """
 
     psnr: float
@@ -121,6 +122,7 @@ class PairedQuality(_Record):
     fid_int8: float
     fid_full: float
     nonfinite_sites: dict[str, int]
+    nonfinite_int8_sites: dict[str, int] = {}
 
 
 class Evaluation(_Record):
@@ -258,7 +260,7 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     if source is None or request.int8 == "bundle":
         return bundle["denoiser"], bundle.backend
     where = torch.cuda.get_device_name() + ", our kernels" if request.device == "cuda" else "the CPU, the specification"
-    return torch_int8(source, bundle.folder, bundle.manifest), f"torch on {where}"
+    return TorchInt8(source, bundle.folder, bundle.manifest), f"torch on {where}"
 
 
 def full_precision(manifest: Manifest, weights: Path | None) -> DiffusionModel | None:
@@ -352,6 +354,8 @@ class _Pairs:
         seeds = range(first + held.start, first + held.stop)
         int8, finite = self._drawing.draw(self._int8, seeds)
         shard = self._seen("int8", int8, finite)
+        if isinstance(self._int8, TorchInt8):
+            shard |= {f"int8-site.{name}": torch.tensor(n) for name, n in self._int8.take_nonfinite().items()}
         if self._source is None:
             return shard
         full, finite, broken = self._full(seeds)
@@ -510,7 +514,7 @@ def _compare(
 def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, other: _FeatureSet) -> PairedQuality:
     errors, indices, start = [], [], 0
     measured: dict[str, list[Tensor]] = {"ssim": [], "lpips": []}
-    broken: dict[str, int] = {}
+    broken: dict[str, dict[str, int]] = {"site": {}, "int8-site": {}}
     for shard in pairs.stream():
         keep = shard["int8.finite"] & shard["full.finite"]
         indices.append(start + keep.nonzero()[:, 0])
@@ -520,8 +524,9 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
             if name in shard:
                 values.append(shard[name][keep])
         for name, x in shard.items():
-            if name.startswith("site."):
-                broken[name.removeprefix("site.")] = broken.get(name.removeprefix("site."), 0) + int(x)
+            kind, _, site = name.partition(".")
+            if kind in broken:
+                broken[kind][site] = broken[kind].get(site, 0) + int(x)
     error = torch.cat(errors)
     ssim, lpips = (torch.cat(values) if values else None for values in measured.values())
     worst = int(error.argmax())
@@ -535,5 +540,6 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
         lpips_worst=None if lpips is None else float(lpips.max()),
         fid_int8=metrics.frechet_distance(int8.moments["pooled"], other.moments["pooled"]),
         fid_full=metrics.frechet_distance(full.moments["pooled"], other.moments["pooled"]),
-        nonfinite_sites=broken,
+        nonfinite_sites=broken["site"],
+        nonfinite_int8_sites=broken["int8-site"],
     )

@@ -97,9 +97,14 @@ def watch_line(evaluation: Evaluation) -> str:
     """What the watch for NaN and Inf saw."""
     sets = (("INT8", evaluation.int8), ("full precision", evaluation.full), ("other seeds", evaluation.other))
     seen = [f"{quality.nonfinite} of {evaluation.samples} samples, {name}" for name, quality in sets if quality]
-    sites = evaluation.paired.nonfinite_sites if evaluation.paired else {}
-    broken = [f"{site} {count}" for site, count in sites.items() if count]
-    return "; ".join(seen) + (f"; sites in full precision: {', '.join(broken)}" if broken else "")
+    paired = evaluation.paired
+    text = "; ".join(seen)
+    for name, sites in (
+        (("full precision", paired.nonfinite_sites), ("INT8", paired.nonfinite_int8_sites)) if paired else ()
+    ):
+        if broken := [f"{site} {count}" for site, count in sites.items() if count]:
+            text += f"; sites in {name}: {', '.join(broken)}"
+    return text
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:

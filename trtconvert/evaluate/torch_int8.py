@@ -9,52 +9,61 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention import kernel
-from trtconvert.attention.sites import SiteCall
+from trtconvert.attention.sites import InterceptedDenoiser, SiteCall
 from trtconvert.bundle import Manifest
 from trtconvert.calib.calibration import Calibration
-from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
+from trtconvert.models.base import DiffusionModel
 
 
-def torch_int8(model: DiffusionModel, folder: Path, manifest: Manifest) -> Denoiser:
+class TorchInt8:
     """The model in the bundle's type, on its own device, with the bundle's scales and modes at every converted site.
 
     Args:
+        model: that the bundle was made from.
         folder: of the bundle; manifest: its own.
     """
-    device = next(model.denoiser.parameters()).device
-    attention, dtype = manifest.recipe.attention, getattr(torch, manifest.recipe.model.dtype)
-    sites = [site for component in manifest.components.values() for site in component.sites if site.modes]
-    modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
-    tables = {
-        name: table.to(device)
-        for name, table in Calibration.load(folder / manifest.calibration).with_modes(modes).items()
-    }
 
-    def handler(call: SiteCall) -> Tensor:
-        if call.name not in tables:
+    def __init__(self, model: DiffusionModel, folder: Path, manifest: Manifest) -> None:
+        device = next(model.denoiser.parameters()).device
+        sites = [site for component in manifest.components.values() for site in component.sites if site.modes]
+        modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
+        calibration = Calibration.load(folder / manifest.calibration)
+        self._tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
+        self._attention, self._timestep_max = manifest.recipe.attention, model.timestep_max
+        self._dtype = getattr(torch, manifest.recipe.model.dtype)
+        self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
+        self._names = [spec.name for spec in model.inputs]
+        self._nonfinite: dict[str, Tensor] = {}
+        denoiser = copy.deepcopy(model.denoiser).to(self._dtype)
+        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, self._attend)
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        given = dict(zip(self._names, inputs, strict=False)) | named
+        with torch.no_grad():
+            return self._denoiser(
+                **{name: x.to(self._dtype) if name in self._floating else x for name, x in given.items()}
+            )
+
+    def take_nonfinite(self) -> dict[str, int]:
+        """Converted site: for how many calls on a sample it gave a NaN or Inf, since this was asked last."""
+        found, self._nonfinite = self._nonfinite, {}
+        return {site: int(count) for site, count in found.items()}
+
+    def _attend(self, call: SiteCall) -> Tensor:
+        if call.name not in self._tables:
             return call.exact()
-        return kernel.int8_attention(
+        out = kernel.int8_attention(
             call.q,
             call.k,
             call.v,
             call.timestep,
-            **vars(tables[call.name]),
+            **vars(self._tables[call.name]),
             mask=call.mask,
             softmax_scale=call.scale,
-            timestep_max=model.timestep_max,
-            scaling=attention.scaling,
-            smooth_k=attention.smooth_k,
+            timestep_max=self._timestep_max,
+            scaling=self._attention.scaling,
+            smooth_k=self._attention.smooth_k,
         )
-
-    denoiser = copy.deepcopy(intercepted(model, handler)).to(dtype)
-    kept = {model.timestep_input}
-
-    def typed(name: str, x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() and name not in kept else x
-
-    def denoise(*inputs: Tensor, **named: Tensor) -> Tensor:
-        given = dict(zip((spec.name for spec in model.inputs), inputs, strict=False)) | named
-        with torch.no_grad():
-            return denoiser(**{name: typed(name, x) for name, x in given.items()})
-
-    return denoise
+        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
+        self._nonfinite[call.name] = self._nonfinite.get(call.name, torch.zeros_like(rows)) + rows
+        return out
