@@ -327,9 +327,8 @@ class Bench:
         torch._dynamo.reset()
 
     def _held(self) -> int:
-        return sum(x.nbytes for feed in (*self.inputs, *self.half) for x in feed.values()) + sum(
-            x.nbytes for x in self.expected.values()
-        )
+        """Bytes on the GPU that are no model's."""
+        return sum(x.nbytes for named in (*self.inputs, *self.half, self.expected) for x in named.values())
 
     def export(self, folder: Path) -> Path:
         """The ONNX model in a folder, made unless it is there."""
