@@ -2,7 +2,8 @@
 
 INT8 pays where sequences are long. At 77 text tokens, or with small heads, TensorRT's own FP16 attention is the faster, and
 quantising costs more than it saves. Where the edge lies depends on the GPU, so each distinct shape of a model is timed in
-both forms, as an engine of one node, and each site keeps the faster.
+both forms, as an engine of one node, and each site keeps the faster. The plugin is timed in the layout of the model, as it
+runs there; TensorRT's own attention with heads first, since a whole network computes its transposes in other layers.
 """
 
 from __future__ import annotations

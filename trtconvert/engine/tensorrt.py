@@ -260,12 +260,15 @@ def faster_native(
     from trtconvert.engine.attention_timer import AttentionTimer
     from trtconvert.export.nodes import attention_nodes
 
+    # An engine of one node has no weights to replace or to stream.
+    speed = options.model_copy(update={"refittable": False, "weight_streaming": False})
+
     def build_one(one: ir.Model) -> bytes:
         inputs = [
             TensorRecord(name=str(x.name), dtype=str(x.dtype), shape=list(x.shape.numpy()) if x.shape else [])
             for x in one.graph.inputs
         ]
-        return build_lowered(trt, one, Path("attention.onnx"), inputs, [{}], options, _NoticesOf(watch))
+        return build_lowered(trt, one, Path("attention.onnx"), inputs, [{}], speed, _NoticesOf(watch))
 
     timer = AttentionTimer(trt, build_one, watch.notice)
 
