@@ -59,7 +59,6 @@ class AttentionCase:
         axis = 3 - self._tokens_axis
         return self.q[axis], self.k[axis]
 
-
     def heads_first(self) -> AttentionCase:
         """The same case in layout BHND."""
         if self.layout == "BHND":
