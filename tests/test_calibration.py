@@ -9,7 +9,8 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, magnitudes, offsets, outliers, scales
+from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, offsets, scales
+from trtconvert.calib.coverage import CoverageObserver
 from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, OCTAVES, Histogram, HistogramObserver
 from trtconvert.calib.observer import RangeObserver, Rows, observe
 from trtconvert.calib.plan import make_plan
@@ -95,37 +96,58 @@ def test_elementwise_percentiles_are_those_of_the_elements(calls, records, histo
             assert (found > low / step).all() and (found < high * step).all()
 
 
-def test_clipped_shares_are_those_of_the_elements(calls, records, histograms):
-    tables = scales(records[0], 90.0, BINS, statistic="elements", histograms=histograms)
-    shares = outliers(histograms, tables)[SITE]
+@pytest.fixture(scope="module")
+def coverage(digits, records):
+    """What tables far too small for the data cover of it, so that much is clipped."""
+    tables = scales(records[0], 1.0, BINS)
+    tables[SITE] = {name: x / 2 if name.endswith("_scale") else x for name, x in tables[SITE].items()}
+    observer = CoverageObserver(tables, digits.timestep_max)
+    with torch.no_grad():
+        records[1](intercepted(digits, observer))
+    return tables[SITE], observer
+
+
+def relative_to_ranges(calls, tables, index):
+    """The elements of one bin over their ranges, [N, H, tokens, D] each."""
+    q, k, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
+    return {
+        "q": q / (tables["q_scale"][index][:, None, None] * LEVELS),
+        "k": (k - tables["k_offset"][index][:, None]) / (tables["k_scale"][index][:, None, None] * LEVELS),
+        "v": (v - tables["v_offset"][index][:, None]) / (tables["v_scale"][index][:, None] * LEVELS),
+    }
+
+
+def test_clipped_shares_are_those_of_the_elements(calls, coverage):
+    tables, observer = coverage
+    shares = observer.outliers()[SITE]
+    assert set(observer.outliers()) == {SITE}
     for index in range(BINS):
-        q, _, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
-        clipped_q = q.abs() > tables[SITE]["q_scale"][index][:, None, None] * LEVELS
-        centred = v - tables[SITE]["v_offset"][index][:, None]
-        clipped_v = centred.abs() > tables[SITE]["v_scale"][index][:, None] * LEVELS
-        for name, clipped in (("q", clipped_q), ("v", clipped_v)):
-            expected = clipped.float().mean((0, 2, 3))
-            torch.testing.assert_close(
-                shares[f"{name}_outliers"][index], expected, rtol=0, atol=tolerances.CLIPPED_SHARE
-            )
+        for name, x in relative_to_ranges(calls, tables, index).items():
+            clipped = x.abs() > 1
+            assert clipped.any()
+            torch.testing.assert_close(shares[f"{name}_outliers"][index], clipped.double().mean((0, 2, 3)).float())
 
 
-def test_magnitudes_are_counted_by_octave(calls, records, histograms):
-    tables = scales(records[0], 99.0, BINS)
-    counts = magnitudes(histograms, tables)[SITE]
+def test_magnitudes_are_counted_by_octave_of_the_range(calls, coverage):
+    tables, observer = coverage
     expected = {name: torch.zeros(2, len(OCTAVES), dtype=torch.int64) for name in ("q", "k", "v")}
-    for timestep, q, k, v in calls:
-        index = int(timestep_bin(timestep[:1], 1000.0, BINS))
-        centred_k, centred_v = (x - tables[SITE][f"{name}_offset"][index][:, None] for name, x in (("k", k), ("v", v)))
-        for name, x in (("q", q), ("k", centred_k), ("v", centred_v)):
+    for index in range(BINS):
+        for name, x in relative_to_ranges(calls, tables, index).items():
             octave = x.abs().log2().floor().clamp(OCTAVES[0], OCTAVES[-1]).long() - OCTAVES[0]
             for head in range(2):
                 expected[name][head] += octave[:, head].flatten().bincount(minlength=len(OCTAVES))
     for name, count in expected.items():
-        found = counts[f"{name}_octaves"]
+        found = observer.magnitudes()[SITE][f"{name}_octaves"]
         assert found.sum() == count.sum()
         # An element on the edge of two octaves may be on either side of it, by a rounding of its logarithm.
         assert (found - count).abs().sum() <= 4
+
+
+def test_the_element_that_a_range_was_made_of_is_inside(digits, records):
+    observer = CoverageObserver(scales(records[0], 100.0, BINS), digits.timestep_max)
+    with torch.no_grad():
+        records[1](intercepted(digits, observer))
+    assert all(not share.any() for share in observer.outliers()[SITE].values())
 
 
 def test_ranges_of_a_ramp_are_its_closed_forms():
@@ -148,14 +170,13 @@ def test_ranges_of_a_ramp_are_its_closed_forms():
 
 @pytest.mark.parametrize("bits", [HEAD_BITS, CHANNEL_BITS])
 def test_histograms_of_a_ramp_are_its_closed_forms(bits):
-    # |x| is uniform on (0, a): the percentile p is a·p, the share above r is 1 - r/a, and nothing is worth clipping.
+    # |x| is uniform on (0, a): the percentile p is a·p, and nothing is worth clipping.
     limits = torch.tensor([0.3, 1.0, 777.0])
     x = (torch.arange(200_000) + 0.5) / 200_000 * limits[:, None] * torch.tensor([1, -1]).repeat(100_000)
     histogram = Histogram(3, bits)
     histogram.add(x, torch.arange(3)[:, None])
     # Interpolation makes a uniform density exact but for the last step, which the ramp ends within.
     torch.testing.assert_close(histogram.percentile(50.0), limits / 2, rtol=1e-3, atol=0)
-    torch.testing.assert_close(histogram.share_above(limits / 4), torch.full((3,), 0.75), rtol=1e-3, atol=0)
     assert ((histogram.least_error_range() / limits).log2().abs() <= 2**-bits * math.log2(math.e)).all()
 
 
@@ -246,9 +267,9 @@ def provenance():
     )  # fmt: skip
 
 
-def test_the_file_gives_back_exactly_what_was_saved(records, histograms, tmp_path):
+def test_the_file_gives_back_exactly_what_was_saved(records, histograms, coverage, tmp_path):
     tables = scales(records[0], 99.0, BINS, statistic="mse", histograms=histograms)
-    made = Calibration(tables, provenance(), outliers(histograms, tables), magnitudes(histograms, tables))
+    made = Calibration(tables, provenance(), coverage[1].outliers(), coverage[1].magnitudes())
     made.save(tmp_path / "c.safetensors")
     loaded = Calibration.load(tmp_path / "c.safetensors")
     assert loaded.provenance == made.provenance == read_provenance(tmp_path / "c.safetensors")

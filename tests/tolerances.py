@@ -28,10 +28,6 @@ HALF_DENOISER = 1e-2
 HISTOGRAM_STEP = {"q": 1 + 1 / 64, "k": 1 + 1 / 64, "v": 1 + 1 / 16}
 """A percentile read off a histogram lies in the same step as the element it stands for: 64 steps per octave, 16 for channels."""
 
-CLIPPED_SHARE = 0.01
-"""A limit cuts a step of a histogram, 6 % wide for channels, within which the count is taken as even; a tenth of the elements
-lie above it."""
-
 LEAST_ERROR_RANGE = 0.03
 """Twice a step of 1.6 %: the range is a limit of the grid, and the error is flat around its least value."""
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site, find_sites, select_sites
 from trtconvert.cache import versions
-from trtconvert.calib.calibration import Calibration, magnitudes, offsets, outliers, scales
+from trtconvert.calib.calibration import Calibration, offsets, scales
+from trtconvert.calib.coverage import CoverageObserver
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
-from trtconvert.calib.histogram import HistogramObserver, Histograms
+from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import data_identity, data_name
 from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
 from trtconvert.calib.provenance import Provenance
@@ -27,8 +28,8 @@ from trtconvert.errors import UserError
 from trtconvert.models.base import DiffusionModel, intercepted
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
-COUNTED_SHARE = 16
-"""The statistic "batch-max" runs one in so many samples again, the first ones, to count what its scales clip."""
+COVERAGE_SHARE = 16
+"""One in so many samples, the first ones, is run again to see how well the scales cover it."""
 
 
 class Steps(Protocol):
@@ -106,28 +107,25 @@ def calibrate(
 
     def made() -> Calibration:
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
-        counted = histograms or _counted(model, section, tables, sites)
-        made = _provenance(model, section, weights, shards)
-        return Calibration(tables, made, outliers(counted, tables), magnitudes(counted, tables))
+        seen = _coverage(model, section, tables)
+        provenance = _provenance(model, section, weights, shards)
+        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes())
 
     made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
     assert made_by_first is not None
     return made_by_first
 
 
-def _counted(
-    model: DiffusionModel,
-    section: CalibrationSection,
-    tables: Mapping[str, Mapping[str, Tensor]],
-    sites: Sequence[Site],
-) -> Histograms:
-    """Histograms of the first samples; bad ones among them were reported before."""
-    part = section.model_copy(update={"samples": max(1, section.samples // COUNTED_SHARE)})
-    counter = HistogramObserver(tables, {site.name: site.heads for site in sites}, model.timestep_max)
-    counting = intercepted(model, counter)
+def _coverage(
+    model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]]
+) -> CoverageObserver:
+    """Of the first samples; bad ones among them were reported before."""
+    part = section.model_copy(update={"samples": max(1, section.samples // COVERAGE_SHARE)})
+    observer = CoverageObserver(tables, model.timestep_max)
+    observed = intercepted(model, observer)
     for batch in open_data(model, part, BadSamples(skip=True)).batches:
-        _run(batch, counting)
-    return counter.histograms
+        _run(batch, observed)
+    return observer
 
 
 def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:

@@ -27,7 +27,7 @@ RANGE_FLOOR = 1e-8
 
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
-"""Names of what `outliers` and `magnitudes` give."""
+"""Names of what `CoverageObserver` gives."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class Calibration:
     Attributes:
         tables: site: the tensors of `AttentionTables` but its modes, by name.
         provenance: how they were made.
-        outliers: share of elements that the scales clip, see `outliers`. For the statistic "batch-max", which counts no
-            elements on its way, of a part of the data, see `calibrate`.
-        magnitudes: see `magnitudes`; of the same data.
+        outliers: share of elements that the scales clip; magnitudes: how large elements are relative to their ranges. Both as
+            `CoverageObserver` gives them, of a part of the data, see `calibrate`.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
@@ -135,39 +134,6 @@ def scales(
         ranges["v"] = torch.maximum(ranges["v"], ranges["v"].amax(-1, keepdim=True) * CHANNEL_FLOOR)
         tables[site] = {f"{name}_scale": r.clamp_min(RANGE_FLOOR) / LEVELS for name, r in ranges.items()} | means
     return tables
-
-
-def outliers(histograms: Histograms, tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Share of elements that the scales clip.
-
-    Returns:
-        site: {"q_outliers": [T, H], "k_outliers": [T, Hkv], "v_outliers": [T, Hkv]}, FP32; 0 where nothing was seen.
-    """
-    shares = {}
-    for site, counted in histograms.items():
-        scale = {name: tables[site][f"{name}_scale"] for name in ("q", "k", "v")}
-        share = {
-            name: getattr(counted, name).share_above(scale[name].flatten() * LEVELS).cpu().view_as(scale[name])
-            for name in scale
-        }
-        share["v"] = share["v"].mean(-1)  # every channel of a head has as many elements
-        shares[site] = {f"{name}_outliers": share[name] for name in share}
-    return shares
-
-
-def magnitudes(histograms: Histograms, tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """How many elements have a magnitude in each octave, over all timesteps; of keys and values less their offsets.
-
-    Returns:
-        site: {"q_octaves": [H, len(OCTAVES)], "k_octaves": [Hkv, …], "v_octaves": [Hkv, …]}, INT64.
-    """
-    found = {}
-    for site, counted in histograms.items():
-        scale = {name: tables[site][f"{name}_scale"] for name in ("q", "k", "v")}
-        counts = {name: getattr(counted, name).octaves().cpu().view(*scale[name].shape, -1).sum(0) for name in scale}
-        counts["v"] = counts["v"].sum(1)  # over channels
-        found[site] = {f"{name}_octaves": counts[name] for name in counts}
-    return found
 
 
 def _seen(rows: Rows) -> list[int]:

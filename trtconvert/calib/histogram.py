@@ -1,4 +1,4 @@
-"""Histograms of magnitudes: elementwise percentiles, clipped shares, and the range of least squared error."""
+"""Histograms of magnitudes: elementwise percentiles and the range of least squared error."""
 
 from __future__ import annotations
 
@@ -71,10 +71,6 @@ class Histogram:
         edges[0] = 0
         return edges
 
-    def octaves(self) -> Tensor:
-        """[rows, len(OCTAVES)] INT64 counts per octave."""
-        return self.counts.view(len(self.counts), len(OCTAVES), -1).sum(-1)
-
     def percentile(self, percent: float) -> Tensor:
         """[rows] FP32 magnitude that `percent` % do not exceed, interpolated within its step. 0 for an empty row."""
         wanted = self.counts.sum(1, keepdim=True) * (percent / 100)
@@ -85,13 +81,6 @@ class Histogram:
         edges = self.edges()
         low, high = edges[step], edges[step + 1]
         return torch.where(count > 0, low + (high - low) * part, 0).squeeze(1).float()
-
-    def share_above(self, limit: Tensor) -> Tensor:
-        """[rows] FP32 share of magnitudes above a limit per row [rows], interpolated within the limit's step."""
-        edges = self.edges()
-        low, high = edges[:-1], edges[1:]
-        above = ((high - limit.double()[:, None]) / (high - low)).clamp(0, 1)
-        return ((self.counts * above).sum(1) / self.counts.sum(1).clamp_min(1)).float()
 
     def least_error_range(self) -> Tensor:
         """[rows] FP32 range r of least squared error when magnitudes are rounded to multiples of r/127 and clipped at r.

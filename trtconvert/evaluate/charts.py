@@ -257,7 +257,7 @@ def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
             for head, row in enumerate(heads)
         ]
         description = f"Histogram of the magnitudes of queries, keys and values of {site}, a line per head."
-        charts.append(LineChart(site, "magnitude", description, frame, lines))
+        charts.append(LineChart(site, "magnitude relative to the range", description, frame, lines))
     return charts
 
 
