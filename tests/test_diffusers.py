@@ -26,7 +26,7 @@ from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
 from trtconvert.errors import UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr  # noqa: E402
 from trtconvert.models.base import DiffusionModel, intercepted  # noqa: E402
-from trtconvert.models.diffusers import diffusers_model, load_pipeline  # noqa: E402
+from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
 from trtconvert.recipe import load_recipe  # noqa: E402
@@ -89,9 +89,11 @@ def flux(tmp_path_factory) -> Converted:
 def arguments(pipe, name: str, seed: int = 7) -> dict:
     """Of a call with prompt embeddings of its own, and images as tensors."""
     generator = torch.Generator().manual_seed(seed)
-    given = {"height": 32, "width": 32, "num_inference_steps": STEPS, "output_type": "pt"} | PIPELINES[name][1].get(
-        "call", {}
-    )
+    options = PIPELINES[name][1]
+    given = {"num_inference_steps": STEPS, "output_type": "pt"} | options.get("call", {})
+    for option, parameter in (("height", "height"), ("width", "width"), ("frames", "num_frames")):
+        if option in options:
+            given[parameter] = options[option]
     shapes = {"prompt_embeds": (1, 8, tiny_pipelines.WIDTH), "pooled_prompt_embeds": (1, tiny_pipelines.WIDTH)}
     takes = inspect.signature(pipe.__call__).parameters
     for embedding, shape in shapes.items():
@@ -103,13 +105,13 @@ def arguments(pipe, name: str, seed: int = 7) -> dict:
             given[key] = torch.ones(1, 8, dtype=torch.int64)
     if name == "pixart":
         given["negative_prompt"] = None
-    if name == "ltx":
-        given["num_frames"] = 9
     return given | {"generator": torch.Generator().manual_seed(seed)}
 
 
 def images(pipe, name: str) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
+    if name == "wan":  # its decoder computes each frame from the one before: a random one lets any difference grow
+        return as_images(pipe(**arguments(pipe, name) | {"output_type": "latent"})[0], decoded=False)
     drawn = pipe(**arguments(pipe, name))[0]
     return drawn.flatten(0, -4) if drawn.dim() == 5 else drawn
 

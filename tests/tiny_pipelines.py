@@ -13,9 +13,9 @@ WIDTH = 32
 """Of prompt embeddings."""
 
 
-def randomised(model: nn.Module, seed: int = 0) -> Any:
+def randomised(model: nn.Module) -> Any:
     """The model with weights that pass signals on: what is initialised with zeros would hide the attention behind it."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             fan_in = parameter[0].numel()
@@ -195,6 +195,64 @@ def ltx() -> Any:
     )
 
 
+def wan() -> Any:
+    transformer = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=32,
+        text_dim=WIDTH,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    video_vae = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    return diffusers.WanPipeline(
+        tokenizer=None,  # type: ignore[arg-type]
+        text_encoder=None,  # type: ignore[arg-type]
+        vae=randomised(video_vae),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        transformer=randomised(transformer),
+    )
+
+
+def cogvideox() -> Any:
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=2,
+        text_embed_dim=WIDTH,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        max_text_seq_length=8,
+        use_rotary_positional_embeddings=True,
+    )
+    video_vae = diffusers.AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+    )
+    return diffusers.CogVideoXPipeline(
+        tokenizer=None,  # type: ignore[arg-type]
+        text_encoder=None,  # type: ignore[arg-type]
+        vae=randomised(video_vae),
+        transformer=randomised(transformer),
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
+    )
+
+
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stable_diffusion": (stable_diffusion, {"height": 32, "width": 32}),
     "stable_diffusion_xl": (stable_diffusion_xl, {"height": 32, "width": 32}),
@@ -202,5 +260,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "flux": (flux, {"height": 32, "width": 32}),
     "pixart": (pixart, {"height": 32, "width": 32, "call": {"use_resolution_binning": False}}),
     "ltx": (ltx, {"height": 32, "width": 32, "frames": 9, "call": {"decode_timestep": 0.0}}),
+    "wan": (wan, {"height": 32, "width": 32, "frames": 9}),
+    "cogvideox": (cogvideox, {"height": 64, "width": 64, "frames": 9}),
 }
 """What makes each pipeline, and the options of `diffusers_model` for it."""

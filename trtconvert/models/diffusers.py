@@ -461,7 +461,7 @@ def load_pipeline(folder: Path) -> Any:
             for name in parameters
             if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
         }
-        loaded = pipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False, **absent)
+        loaded = pipeline.from_pretrained(folder, local_files_only=True, **absent)
         for part in loaded.components.values():
             if isinstance(part, nn.Module) and part.dtype != torch.float32:
                 part.to(torch.float32)

@@ -96,7 +96,7 @@ class DiffusersDenoiser(nn.Module):
         return self._output(sample=output) if return_dict else (output,)
 
     @contextmanager
-    def cache_context(self, name: str) -> Iterator[None]:
+    def cache_context(self, *_: object, **__: object) -> Iterator[None]:
         """Pipelines name the conditional and the unconditional call; nothing is cached between calls here."""
         yield
 
