@@ -26,7 +26,8 @@ def load_weights(module: nn.Module, path: Path) -> None:
     """
     remedy = f"take a file made for {type(module).__name__}, or train one anew"
     if not path.is_file():
-        raise UserError(f"There are no weights at {path}.", expected="a safetensors file", got="no file", remedy=remedy)
+        got = "Is a directory" if path.is_dir() else "no file"
+        raise UserError(f"There are no weights at {path}.", expected="a safetensors file", got=got, remedy=remedy)
     try:
         with safe_open(path, framework="pt") as file:
             loaded = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
