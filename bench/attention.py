@@ -3,7 +3,8 @@
     python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
 
 Quantisation is inside every time. Latency is the median of CUDA events over rotating inputs, in a queue that is full before it
-starts, so that no call waits for the host; its spread is half the distance between the quartiles. TFLOP/s = 4 B H N² D / time. The error is relative L2 against FP32 attention of the same FP16 inputs.
+starts, so that no call waits for the host; its spread is half the distance between the quartiles.
+TFLOP/s = 4 B H N² D / time. The error is relative L2 against FP32 attention of the same FP16 inputs.
 Power is sampled through NVML while a kernel loops. Writes attention.md and attention.png; nothing is asserted.
 """
 
