@@ -3,7 +3,7 @@
 // A unit is what the consumers of a thread block compute together: query blocks of one head, over all its keys. Those with a
 // query block for every consumer come first, head by head, then each head's last one where it has fewer. One thread block
 // computes one unit, but for the last units of a launch that would leave most multiprocessors idle: their keys are divided
-// among several thread blocks, whose results meet in the workspace (merge() in attention.cuh).
+// among several thread blocks, whose results meet in the workspace (merge() in epilogue.cuh).
 #pragma once
 
 #include <algorithm>

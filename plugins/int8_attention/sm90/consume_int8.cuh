@@ -1,0 +1,318 @@
+// Modes 2 and 3: both products in INT8.
+#pragma once
+
+#include "sm90/epilogue.cuh"
+
+namespace trtconvert::attention::sm90 {
+
+__device__ __forceinline__ void load_row_scales(RowScales& rows, const float* row_scales, int consumer) {
+  const int row = first_row(), warp = threadIdx.x / 32 % 4;
+  const float scale[2] = {row_scales[row], row_scales[row + 8]};
+  float largest = fmaxf(scale[0], scale[1]), smallest = fminf(scale[0], scale[1]);
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    smallest = fminf(smallest, __shfl_xor_sync(0xffffffffu, smallest, offset));
+  }
+  if (threadIdx.x % 4 == 0) {
+    rows.scale[row] = scale[0];
+    rows.scale[row + 8] = scale[1];
+  }
+  if (threadIdx.x % 32 == 0) {
+    rows.largest[warp] = largest;
+    rows.smallest[warp] = smallest;
+  }
+  named_barrier_sync(1 + consumer, kWarpgroup);
+}
+
+// What a thread knows of a tile's scores before they are computed; but for c and offset, mode 2 only.
+struct TileState {
+  float c[2];                  // base-2 exponent per unit of S
+  float inverse[2], start[2];  // accumulators start at log2_v * inverse + start
+  float offset;                // base-2 exponent that the whole tile shares
+  bool fast;                   // the scores are kMagic + S (+ the token's scale), ready to use; the same in a warp
+};
+
+template <int kDimQk>
+__device__ __forceinline__ TileState prepare_tile(const TileScales& scales, const RowScales& rows, int row) {
+  // Room beside |S| <= 127^2 D within 2^22. Rows of tiny scale against tiny tokens may not fit: the slow way serves them.
+  constexpr float kRoom = float((1 << 22) - 127 * 127 * kDimQk - 64);
+  const float4 tile = *reinterpret_cast<const float4*>(&scales.log2_v_max);  // max, min, k, 1 / k
+  TileState state;
+  state.offset = tile.x;
+  // `start` below is kMagic plus the largest log2(sv) in units of S: beyond 2^22 of them kMagic would drown.
+  const float smallest = rows.smallest[row / 16] * tile.z;
+  state.fast = rows.largest[row / 16] * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * smallest &&
+               fabsf(tile.x) <= 0x1p22f * smallest;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float scale = rows.scale[row + 8 * r];
+    state.c[r] = scale * tile.z;
+    state.inverse[r] = state.fast ? reciprocal(scale) * tile.w : 0.f;
+    state.start[r] = fmaf(-tile.x, state.inverse[r], kMagic);
+  }
+  return state;
+}
+
+// Mode 2: starts the accumulators of a tile at kMagic plus log2(sv) in units of S, relative to the tile's largest: exp2(S c)
+// then already carries the token's scale. `quad` is the lane's place among four.
+__device__ __forceinline__ void start_scores(int32_t (&s)[64], const TileScales& scales, const TileState& state, int quad) {
+#pragma unroll
+  for (int g = 0; g < kKeyTile / 16; ++g) {
+    const float4 v = *reinterpret_cast<const float4*>(&scales.log2_v[16 * g + 4 * quad]);
+    const float bias[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float start;
+      asm volatile("fma.rn.f32 %0, %1, %2, %3;"
+                   : "=f"(start)
+                   : "f"(bias[i / 4 * 2 + i % 2]), "f"(state.inverse[i / 2 % 2]), "f"(state.start[i / 2 % 2]));
+      s[8 * g + i] = __float_as_int(start);
+    }
+  }
+}
+
+// Row maxima of a tile: of S (with its token's scale) in `top`, and the x that stands for them in `peak`. The weight of an
+// x, relative to the maximum, is exp2((x - peak) c).
+struct Maxima {
+  float top[2], peak[2];
+};
+
+__device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& state, const TileScales& scales, int quad) {
+  Maxima maxima;
+  if (__builtin_expect(state.fast, 1)) {
+    int32_t top[4] = {__float_as_int(x[0]), __float_as_int(x[2]), __float_as_int(x[4]), __float_as_int(x[6])};
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      const int chain = i / 2 % 4;
+      top[chain] = __vimax3_s32(top[chain], __float_as_int(x[i]), __float_as_int(x[i + 1]));
+      top[chain + 1] = __vimax3_s32(top[chain + 1], __float_as_int(x[i + 2]), __float_as_int(x[i + 3]));
+    }
+    maxima.peak[0] = __int_as_float(max(top[0], top[2]));
+    maxima.peak[1] = __int_as_float(max(top[1], top[3]));
+    quad_max(maxima.peak);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) maxima.top[r] = maxima.peak[r] - kMagic;
+  } else {
+    const float* const bias = scales.log2_v + 4 * quad;
+    const float inverse[2] = {1.f / state.c[0], 1.f / state.c[1]};
+#pragma unroll
+    for (int i = 0; i < 64; ++i)
+      x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - state.offset, inverse[i / 2 % 2], x[i] - kMagic);
+    row_maxima(x, maxima.top);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] -= maxima.top[i / 2 % 2];  // exact for the maximum, however large c is
+    maxima.peak[0] = maxima.peak[1] = 0.f;
+  }
+  return maxima;
+}
+
+// P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in u8, and
+// this thread's part of the row sums of the unrounded P (over sv in mode 2). Between the groups of 16 keys `meanwhile(group)`
+// runs: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
+template <int kMode, typename Value, typename Meanwhile>
+__device__ __forceinline__ void weights(const Value& value, const float (&c)[2], const float (&shift)[2],
+                                        const TileScales& scales, int quad, uint32_t (&probability)[4][4],
+                                        float (&sum)[2], const Meanwhile& meanwhile) {
+  float partial[2][2] = {};
+#pragma unroll
+  for (int g = 0; g < kKeyTile / 16; ++g) {
+    float inverse[4] = {1.f, 1.f, 1.f, 1.f};
+    if constexpr (kMode == 2) {
+      const float4 v = *reinterpret_cast<const float4*>(&scales.inverse_v[16 * g + 4 * quad]);
+      inverse[0] = v.x, inverse[1] = v.y, inverse[2] = v.z, inverse[3] = v.w;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float e[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        e[i] = exp2_approx(fmaf(value(8 * g + i / 2 * 4 + 2 * r + i % 2), c[r], shift[r]));
+        partial[r][i % 2] = kMode == 2 ? fmaf(e[i], inverse[i], partial[r][i % 2]) : partial[r][i % 2] + e[i];
+      }
+      probability[g / 2][g % 2 * 2 + r] = pack_u8(e[0], e[1], e[2], e[3]);
+    }
+    meanwhile(g);
+  }
+  sum[0] = partial[0][0] + partial[0][1];
+  sum[1] = partial[1][0] + partial[1][1];
+}
+
+// Issues product = P V for the columns of one chunk; `value` describes the transposed V image from the chunk's first row on.
+template <int kChunk, int kDimPv>
+__device__ __forceinline__ void issue_pv_int8(int32_t (&product)[kChunk / 2], uint32_t (&probability)[4][4], uint64_t value) {
+  pin(product);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) pin(probability[k]);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma_u8s8<kChunk>(product, probability[k], advance(value, k * 2 * kDimPv * 16), k > 0);
+  wgmma_commit();
+}
+
+// Modes 2 and 3: u8 P times s8 V, in tiles of 128 keys whose integer sums are promoted with the tile's row factor.
+template <int kMode, int kDimQk, int kDimPv>
+__device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared, int consumer) {
+  using S = Shape<kMode, kDimQk, kDimPv>;
+  constexpr int kStages = S::kStages;
+  constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
+  const uint32_t queries = shared_address(shared) + kBarrierBytes;
+  uint8_t* const ring = shared + kBarrierBytes + S::kConsumers * S::kConsumerBytes;
+  float* const tables = reinterpret_cast<float*>(shared + kBarrierBytes + consumer * S::kConsumerBytes + S::kQueryBytes);
+  const uint64_t query = matrix_descriptor(queries + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
+  const int lane = lane_id(), quad = lane % 4;
+  const int row = first_row();
+  RowScales& row_scales = *reinterpret_cast<RowScales*>(tables + 2 * kDimPv);
+  const auto scales_of = [&](int stage) -> const TileScales& {
+    return *reinterpret_cast<const TileScales*>(ring + stage * S::kStageBytes + S::kKeyBytes);
+  };
+  // Descriptors of the first stage: the others' lie a multiple of the stage's size further on.
+  const uint64_t first_key = matrix_descriptor(shared_address(ring), kKeyTile * 16, 128);
+  const uint64_t first_value =
+      matrix_descriptor(shared_address(ring) + S::kKeyBytes + int(sizeof(TileScales)), kDimPv * 16, 128);
+  const auto value_of = [&](int stage) { return advance(first_value, stage * S::kStageBytes); };
+
+  load_channel_tables<kDimPv>(p, task.head, tables);
+  load_row_scales(row_scales, p.row_scales + (task.q_block(p) + consumer) * kQueryBlock, consumer);
+  const int last_columns = task.num_keys - (task.first_step + task.steps - 1) * kKeyTile;
+  const int partial_step = last_columns < kKeyTile ? task.steps - 1 : -1;
+
+  Rows rows;
+  float o[kChunks][kChunk / 2] = {};
+  // Of the tile whose second product is under way: P, the integer sums, row maxima and sums, and the factors of the sums.
+  uint32_t probability[4][4] = {};
+  int32_t product[kChunk / 2];
+  float maximum[2], sum[2], factor[2] = {0.f, 0.f};
+  const auto take_tile = [&] {
+    take_maxima(rows, maximum, o);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = exp2_approx(maximum[r] - rows.reference[r]);
+      rows.sum[r] = fmaf(sum[r], factor[r], rows.sum[r]);
+    }
+  };
+  const auto promote = [&](int chunk, int first, int count) {
+#pragma unroll
+    for (int i = first; i < first + count; ++i)
+      o[chunk][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[chunk][i]);
+  };
+
+  Turns turns(consumer, task.active);
+  Cursor<kStages> at, previous;
+  mbarrier_wait(&barriers.query[consumer], 0);
+  bool key_ready = false;
+  for (int step = 0; step < task.steps; ++step) {
+    const bool partial = step == partial_step;
+    const TileScales& scales = scales_of(at.stage);
+    if (!key_ready) mbarrier_wait(&barriers.key_full[at.stage], at.parity);
+    int32_t s[64];
+    TileState state;
+    if constexpr (kMode == 2) {
+      state = prepare_tile<kDimQk>(scales, row_scales, row);
+      start_scores(s, scales, state, quad);
+    }
+    pin(s);
+    if constexpr (S::kPipelined) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) pin(probability[k]);
+    }
+    wgmma_fence();
+    issue_qk_int8<kDimQk, kMode == 2>(s, query, advance(first_key, at.stage * S::kStageBytes));
+    if constexpr (S::kPipelined)
+      // The tile before: its second product runs behind this tile's first one and under this tile's maxima. Before the
+      // first tile P is zero, and any V will do.
+      issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
+    // Asked now, needed later: an answer takes some fifty cycles.
+    Cursor<kStages> next = at;
+    next.advance();
+    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
+    key_ready = mbarrier_test(&barriers.key_full[next.stage], next.parity);
+    if constexpr (kMode == 3) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) state.c[r] = row_scales.scale[row + 8 * r] * scales.k;
+      state.offset = 0.f;
+    }
+    if (S::kPipelined && step > 0) take_tile();
+    wgmma_wait<S::kPipelined ? 1 : 0>();
+    pin(s);
+
+    const auto meanwhile = [&](int g) {
+      if constexpr (S::kPipelined) promote(0, g * kChunk / 16, kChunk / 16);
+    };
+    // The second product of the tile before; then P may be written again.
+    const auto previous_done = [&] {
+      if constexpr (S::kPipelined) {
+        wgmma_wait<0>();
+        pin(product);
+      }
+    };
+    // P is 255 at most: shift is rounded towards smaller P. What the rounding takes is given back through the maximum.
+    float shift[2];
+    const auto take_shift = [&](const float(&top)[2], const float(&peak)[2]) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        shift[r] = __fsub_rd(kLog2Of255, __fmul_ru(peak[r], state.c[r]));
+        maximum[r] = fmaf(top[r], state.c[r], state.offset) + (kLog2Of255 - fmaf(peak[r], state.c[r], shift[r]));
+      }
+    };
+    if constexpr (kMode == 2) {
+      float x[64];
+#pragma unroll
+      for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
+      if (__builtin_expect(partial, 0)) hide_columns(x, last_columns);
+      const Maxima maxima = take_scores(x, state, scales, quad);
+      take_shift(maxima.top, maxima.peak);
+      previous_done();
+      weights<kMode>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
+    } else {
+      if (__builtin_expect(partial, 0)) hide_columns(s, last_columns);
+      float peak[2];
+      row_maxima(s, peak);
+      const float largest = fmaxf(fabsf(peak[0] * state.c[0]), fabsf(peak[1] * state.c[1]));
+      previous_done();
+      if (__builtin_expect(partial || __any_sync(0xffffffffu, largest > kLargestPlainMaximum), 0)) {
+        // As in the 16-bit modes: columns that do not exist, or logits that call for subtracting before multiplying.
+        take_shift(peak, {0.f, 0.f});
+        const int columns = partial ? last_columns : kKeyTile;
+        weights<kMode>(
+            [&](int i) { return column_of(i) < columns ? float(s[i]) - peak[i / 2 % 2] : -INFINITY; }, state.c, shift,
+            scales, quad, probability, sum, meanwhile);
+      } else {
+        take_shift(peak, peak);
+        weights<kMode>([&](int i) { return float(s[i]); }, state.c, shift, scales, quad, probability, sum, meanwhile);
+      }
+    }
+    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
+    if constexpr (!S::kPipelined) {
+      turns.wait();
+#pragma unroll
+      for (int n = 0; n < kChunks; ++n) {
+        issue_pv_int8<kChunk, kDimPv>(product, probability, advance(value_of(at.stage), n * kChunk * 16));
+        if (n == 0) take_tile();
+        wgmma_wait<0>();
+        if (n == kChunks - 1) turns.pass();
+        pin(product);
+        promote(n, 0, kChunk / 2);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&barriers.key_empty[at.stage]);
+      if (!S::kPipelined || step > 0) mbarrier_arrive(&barriers.value_empty[S::kPipelined ? previous.stage : at.stage]);
+    }
+    previous = at;
+    at = next;
+  }
+  if constexpr (S::kPipelined) {
+    issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
+    if (task.steps > 0) take_tile();
+    wgmma_wait<0>();
+    pin(product);
+    promote(0, 0, kChunk / 2);
+  }
+  const float row_scale[2] = {row_scales.scale[row], row_scales.scale[row + 8]};
+  finish(p, task, shared, consumer, row_scale, rows, o, tables);
+}
+
+}  // namespace trtconvert::attention::sm90
