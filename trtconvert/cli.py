@@ -42,6 +42,8 @@ class _Commands(click.Group):
         return self.stopped_by is not None
 
     def invoke(self, ctx: click.Context) -> Any:
+        self.stopped_by = None
+        before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             return super().invoke(ctx)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
@@ -63,6 +65,10 @@ class _Commands(click.Group):
             click.echo(f"internal error: {type(error).__name__}: {text[0] if text else 'no message'}", err=True)
             click.echo("  remedy: this is a fault of trtconvert; please report it with the output of --debug", err=True)
             sys.exit(1)
+        finally:
+            # A program that calls this one gets its own handlers back.
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
     def _end_stopped(self) -> NoReturn:
         click.echo("interrupted; finished stages stay in the cache, nothing half-written is left", err=True)
@@ -74,8 +80,6 @@ class _Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:
     """Turn diffusion models into TensorRT engines with INT8 attention that follows the denoising timestep."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, main.stop)
 
 
 @main.command()
