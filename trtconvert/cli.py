@@ -25,6 +25,12 @@ class _Stopped(KeyboardInterrupt):
     library compiles as it is imported, Python ends by SIGINT, whatever exit code was asked for."""
 
 
+def _importing() -> bool:
+    """Whether some module is being imported now."""
+    specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
+    return any(getattr(spec, "_initializing", False) for spec in specs)
+
+
 class _Commands(click.Group):
     """Turns every failure into a message and an exit code: 2 for the user's mistakes, 1 for what went wrong here, and for
     what a signal stopped 128 and its number.
@@ -33,9 +39,17 @@ class _Commands(click.Group):
     stopped_by: int | None = None
 
     def stop(self, number: int, _frame: object) -> None:
-        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go."""
-        self.stopped_by = number
-        raise _Stopped
+        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go.
+
+        Not out of an import: libraries import modules from C++ code, which ends the process at an exception. Then SIGALRM
+        asks again a little later.
+        """
+        if number != signal.SIGALRM:
+            self.stopped_by = number
+        if _importing():
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+        else:
+            raise _Stopped
 
     def was_stopped(self) -> bool:
         """Whether a signal asked the program to stop."""
@@ -43,7 +57,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         self.stopped_by = None
-        before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, self.stop) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
         try:
             return super().invoke(ctx)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
