@@ -193,21 +193,25 @@ def head_charts(
     )
     charts = []
     for site, tensors in ranges.items():
-        lines = [
-            (
-                tensor,
-                f"{tensor}, head {head}",
-                " ".join(f"{x(index):.1f},{y(row[head]):.1f}" for index, row in enumerate(rows)),
-            )
+        curves = {
+            tensor: [[(x(index), y(value)) for index, value in enumerate(head)] for head in zip(*rows, strict=True)]
             for tensor, rows in tensors.items()
-            for head in range(len(rows[0]))
-        ]
+        }
         description = (
             f"Ranges of queries, keys and values of {site} over the timestep, a line per head. The largest of each are in "
             "the tables above."
         )
-        charts.append(LineChart(site, "timestep", description, frame, lines))
+        charts.append(LineChart(site, "timestep", description, frame, _lines(curves)))
     return charts
+
+
+def _lines(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> list[tuple[str, str, str]]:
+    """`LineChart.lines` of tensor: [H] lists of points."""
+    return [
+        (tensor, f"{tensor}, head {head}", " ".join(f"{x:.1f},{y:.1f}" for x, y in points))
+        for tensor, heads in curves.items()
+        for head, points in enumerate(heads)
+    ]
 
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -247,17 +251,12 @@ def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
     )
     charts = []
     for site, tensors in counts.items():
-        lines = [
-            (
-                tensor,
-                f"{tensor}, head {head}",
-                " ".join(f"{x(i):.1f},{y(row[i] / sum(row)):.1f}" for i in range(low, high + 1)),
-            )
+        curves = {
+            tensor: [[(x(i), y(head[i] / sum(head))) for i in range(low, high + 1)] for head in heads]
             for tensor, heads in tensors.items()
-            for head, row in enumerate(heads)
-        ]
+        }
         description = f"Histogram of the magnitudes of queries, keys and values of {site}, a line per head."
-        charts.append(LineChart(site, "magnitude relative to the range", description, frame, lines))
+        charts.append(LineChart(site, "magnitude relative to the range", description, frame, _lines(curves)))
     return charts
 
 
