@@ -6,12 +6,13 @@ import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 from rich.console import Console
 from support import refusal, run
-from tolerances import INT8_IMAGES_PSNR, SAME_IMAGES_PSNR
+from tolerances import FLIPPED_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -24,7 +25,7 @@ from trtconvert.cache import Cache  # noqa: E402
 from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
 from trtconvert.errors import UserError  # noqa: E402
-from trtconvert.evaluate.verify import psnr  # noqa: E402
+from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
 from trtconvert.models.base import DiffusionModel, intercepted  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
@@ -135,16 +136,30 @@ def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
 
 
 def test_a_pipeline_draws_with_the_converted_denoiser(converted):
-    """Twenty steps with embeddings that no calibration saw: near exact against the same arithmetic, close to full precision."""
+    """Twenty steps with embeddings that no calibration saw: images close to full precision, and each call near exact.
+
+    Calls are compared on the same inputs, one by one: over twenty steps a random model turns the first rounding that falls
+    the other way into another image.
+    """
     pipe = converted.torch_pipeline()
     component = converted.model.diffusers.component
     full = images(pipe, converted.name)
-    setattr(pipe, component, int8_in_torch(converted))
-    same = images(pipe, converted.name)
+    in_torch = int8_in_torch(converted)
     with runtime.load(converted.bundle) as bundle:
-        setattr(pipe, component, bundle.as_diffusers())
+        dropped_in = bundle.as_diffusers()
+        engine, errors = dropped_in.forward, []
+
+        def beside(*args, **kwargs):
+            ours = engine(*args, **kwargs)
+            with torch.no_grad():
+                errors.append(relative_error(ours[0], in_torch(*args, **kwargs)[0]))
+            return ours
+
+        dropped_in.forward = beside
+        setattr(pipe, component, dropped_in)
         drawn = images(pipe, converted.name)
-    assert psnr(drawn, same).min() >= SAME_IMAGES_PSNR
+    assert len(errors) in (STEPS, 2 * STEPS)  # Wan calls once for each half of its guidance
+    assert max(errors) <= FLIPPED_CALL and median(errors) <= WHOLE_DENOISER
     assert psnr(drawn, full).min() >= INT8_IMAGES_PSNR
     assert full.std() > 0.05  # images with something on them
 

@@ -22,6 +22,10 @@ roundings to INT8."""
 WHOLE_DENOISER = 1e-3
 """As SAME_ARITHMETIC, through six blocks that pass such steps on."""
 
+FLIPPED_CALL = 1e-2
+"""The worst of many calls of a tiny random denoiser, whose tensors are so small that a handful of roundings that fall the other
+way is 2e-3 of its output; of such calls the median keeps to WHOLE_DENOISER."""
+
 HALF_DENOISER = 1e-2
 """As HALF_INPUTS, through six blocks in FP16 whose matrix products sum in FP16 or FP32 as a runtime likes."""
 
@@ -38,8 +42,7 @@ EIGENVALUES = 1e-6
 """Fréchet's distance takes square roots of eigenvalues: one that should be 0 and is 1e-15 becomes 3e-8, and there are several."""
 
 SAME_IMAGES_PSNR = 50.0
-"""dB. The same arithmetic over twenty steps: roundings that fall the other way move the samples, and a random model
-amplifies it."""
+"""dB. The digits model's samples on two devices: float32 summed in another order over ten steps."""
 
 # Quantised against unquantised attention. -----------------------------------------------------------------------------------
 
