@@ -4,8 +4,8 @@
 
 Runs without and with observation alternate, so that a busy machine slows both. Beside the time on the clock stands the
 processors' time, which other programs hardly change when there is one thread, and the least of it, since a neighbour on the same
-processor costs caches and clock and never makes a run faster. Prints a Markdown table with the date and the
-machine; nothing is asserted.
+processor costs caches and clock and never makes a run faster. Below the table stands what it costs to make scales of what was
+observed, once for all batches. Prints Markdown with the date and the machine; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from machine import processor
 
-from trtconvert.calib.calibration import offsets
-from trtconvert.calib.histogram import HistogramObserver
+from trtconvert.calib.calibration import offsets, scales
+from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.observer import RangeObserver
 from trtconvert.calib.shards import Shards
 from trtconvert.models.base import Denoiser, intercepted
@@ -72,6 +73,11 @@ def main() -> None:
         for _ in range(RUNS):
             for name, run in kinds.items():
                 times[name].append(seconds(run))
+        kept = shards, elements.histograms
+        once = {
+            statistic: statistics.median(seconds(partial(make_scales, statistic, *kept))[1] for _ in range(RUNS))
+            for statistic in ("batch-max", "elements", "mse")
+        }
 
     print(f"{datetime.date.today()}, {processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{SAMPLES} samples, {STEPS} steps, {len(sites)} sites, {BINS} bins; one batch with its file, {RUNS} runs\n")
@@ -84,6 +90,11 @@ def main() -> None:
         ]
         cells += [f"{least[name]:.3f} s", f"{least[name] / least['none'] - 1:.1%}"]
         print(f"| {name} | {' | '.join(cells)} | {GOAL:.0%} |")
+    print("\nScales, processors' median:", ", ".join(f"{name} {worked:.3f} s" for name, worked in once.items()))
+
+
+def make_scales(statistic: str, shards: Shards, histograms: Histograms) -> None:
+    scales(shards, 99, BINS, statistic=statistic, histograms=None if statistic == "batch-max" else histograms)
 
 
 def columns(taken: list[float], without: list[float]) -> list[str]:

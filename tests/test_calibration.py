@@ -11,10 +11,19 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, offsets, scales
 from trtconvert.calib.coverage import CoverageObserver
-from trtconvert.calib.histogram import CHANNEL_BITS, HEAD_BITS, LEVELS, OCTAVES, Histogram, HistogramObserver
+from trtconvert.calib.histogram import (
+    CHANNEL_BITS,
+    HEAD_BITS,
+    LEVELS,
+    OCTAVES,
+    Histogram,
+    HistogramObserver,
+    SiteHistograms,
+)
 from trtconvert.calib.observer import RangeObserver, Rows, observe
 from trtconvert.calib.plan import make_plan
 from trtconvert.calib.provenance import Provenance, read_provenance
+from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.models.base import intercepted
 from trtconvert.recipe import AttentionSection
@@ -209,6 +218,17 @@ def test_magnitudes_beyond_the_grid_count_in_its_ends():
     histogram.add(torch.tensor([[0.0, 1e-30], [1e30, 3e38]]), torch.arange(2)[:, None])
     assert histogram.counts[0, 0] == 2 and histogram.counts[1, -1] == 2
     assert histogram.percentile(99)[0].item() < 1e-6
+
+
+@pytest.mark.parametrize("most", [0, 2**15 - 1, 2**15, 2**31, 2**40])
+def test_kept_counts_are_exact_however_large_they_are(most, tmp_path):
+    written, read = ({"site": SiteHistograms.empty(BINS, 4, 2, 8)} for _ in range(2))
+    written["site"].v.counts[3, 70:80] = torch.arange(most - 9, most + 1).clamp_min(0)
+    Shards(tmp_path).write_counts([0], written)
+    for _ in range(2):
+        Shards(tmp_path).add_counts(read)
+    assert torch.equal(read["site"].v.counts, 2 * written["site"].v.counts)
+    assert not read["site"].q.counts.any()
 
 
 def call(q, k, v, timestep):

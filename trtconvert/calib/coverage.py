@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.histogram import LEVELS, OCTAVES, Histogram
+from trtconvert.calib.histogram import LEVELS, OCTAVES, Histogram, rows_of
 
 INSIDE = 1 + 2.0**-20
 """Ranges are taken as so much larger, so that the element a range was made of lies inside it whatever way a quotient rounds."""
@@ -44,8 +43,7 @@ class CoverageObserver:
             counts = self._counts.setdefault(call.name, {n: Histogram(bins * heads[n], bits=0) for n in heads})
             for name, x in values.items():
                 covered = (LEVELS * INSIDE * table[f"{name}_scale"][index]).view(len(index), heads[name], 1, -1)
-                row = index[:, None, None, None] * heads[name] + torch.arange(heads[name], device=device)[:, None, None]
-                counts[name].add(x.float() / covered, row)
+                counts[name].add(x.float() / covered, rows_of(index, heads[name]))
         return call.exact()
 
     def outliers(self) -> dict[str, dict[str, Tensor]]:

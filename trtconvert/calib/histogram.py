@@ -42,17 +42,19 @@ class Histogram:
         self._index_type = torch.int32 if self.counts.numel() < 2**31 else torch.int64
         self._one = torch.ones(1, dtype=torch.int64)
 
-    def add(self, x: Tensor, row: Tensor) -> None:
-        """Count |x|. The counts move to the device of x.
+    def add(self, x: Tensor, row: Tensor, offset: Tensor | None = None) -> None:
+        """Count |x|, or |x - offset|. The counts move to the device of x.
 
         Args:
             x: any shape.
             row: the row of each element, INT64, broadcastable to x.
+            offset: FP32, broadcastable to x.
         """
         steps, first = self.counts.shape[1], self._first_step
         if self.counts.device != x.device:
             self.counts, self._one = self.counts.to(x.device), self._one.to(x.device)
-        step = x.float().abs().view(torch.int32).bitwise_right_shift_(_MANTISSA_BITS - self.bits)
+        magnitude = x.float().abs() if offset is None else (x - offset).float().abs_()
+        step = magnitude.view(torch.int32).bitwise_right_shift_(_MANTISSA_BITS - self.bits)
         index = step.clamp_(first, first + steps - 1).to(self._index_type)
         index += (row * steps - first).to(self._index_type)
         # Their order does not matter: flattened as they lie in memory, whatever the layout of x, they need no copy.
@@ -93,26 +95,21 @@ class Histogram:
         """
         counts, edges = self.counts.double(), self.edges()
         centre = (edges[:-1] + edges[1:]) / 2
-        # The first limit that nothing exceeds.
-        last = (self.counts > 0).long().mul(torch.arange(1, len(edges), device=counts.device)).amax(1)
-        best = torch.zeros_like(last)
-        best_error = torch.full((len(last),), torch.inf, dtype=torch.float64, device=counts.device)
         # Sums over magnitudes up to each limit, of 1, x and x²: the error of a range needs no pass of its own.
         up_to = [torch.nn.functional.pad((counts * centre**power).cumsum(1), (1, 0)) for power in range(3)]
-        total = [sums[:, -1] for sums in up_to]
-        for back in range(4 << self.bits):
-            limit = (last - back).clamp_min(1)
-            r = edges[limit]
-            step = r / LEVELS
-            zero = torch.searchsorted(edges, step / 2, right=True).sub(1).clamp_min(0)
-            at = [[sums.gather(1, where[:, None]).squeeze(1) for sums in up_to] for where in (zero, limit)]
-            rounded = (at[1][0] - at[0][0]) * step**2 / 12
-            beyond = [sums - sums_up_to for sums, sums_up_to in zip(total, at[1], strict=True)]
-            clipped = beyond[2] - 2 * r * beyond[1] + r**2 * beyond[0]
-            error = at[0][2] + rounded + clipped
-            better = error < best_error
-            best, best_error = torch.where(better, limit, best), torch.where(better, error, best_error)
-        return torch.where(last > 0, edges[best], 0).float()
+        # The first limit that nothing exceeds, and those below it; [rows, candidates] from here on.
+        last = (self.counts > 0).long().mul(torch.arange(1, len(edges), device=counts.device)).amax(1, keepdim=True)
+        limit = (last - torch.arange(4 << self.bits, device=counts.device)).clamp_min(1)
+        zero = torch.searchsorted(edges, edges / LEVELS / 2, right=True).sub(1).clamp_min(0)[limit]
+        r = edges[limit]
+        step = r / LEVELS
+        rounded = (up_to[0].gather(1, limit) - up_to[0].gather(1, zero)) * step**2 / 12
+        beyond = [sums[:, -1:] - sums.gather(1, limit) for sums in up_to]
+        clipped = beyond[2] - 2 * r * beyond[1] + r**2 * beyond[0]
+        error = up_to[2].gather(1, zero) + rounded + clipped
+        # The largest range of those that are equally good: limits descend, and argmin takes the first.
+        best = r.gather(1, error.argmin(1, keepdim=True))
+        return torch.where(last > 0, best, 0).squeeze(1).float()
 
 
 @dataclass(frozen=True)
@@ -169,15 +166,19 @@ class HistogramObserver:
             k_offset, v_offset = (x.to(device) for x in self._offsets[call.name])
             self._offsets[call.name] = k_offset, v_offset
             bins, kv_heads, dim = k_offset.shape
-            index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)[:, None, None, None]
-            into = self.histograms[call.name]
-
-            def numbered(count: int) -> Tensor:
-                return torch.arange(count, device=device)
-
-            heads = call.q.shape[1]
-            into.q.add(call.q, index * heads + numbered(heads)[:, None, None])
-            kv_row = index * kv_heads + numbered(kv_heads)[:, None, None]
-            into.k.add(call.k - k_offset[index[:, 0, 0, 0]][:, :, None], kv_row)
-            into.v.add(call.v - v_offset[index[:, 0, 0, 0]][:, :, None], kv_row * dim + numbered(dim))
+            index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)
+            into, kv_row = self.histograms[call.name], rows_of(index, kv_heads)
+            into.q.add(call.q, rows_of(index, call.q.shape[1]))
+            into.k.add(call.k, kv_row, k_offset[index, :, None])
+            into.v.add(call.v, rows_of(index, kv_heads, dim), v_offset[index, :, None])
         return call.exact()
+
+
+def rows_of(index: Tensor, heads: int, channels: int = 1) -> Tensor:
+    """[B, heads, 1, channels] rows of a call's elements in a histogram of timestep bin × head × channel.
+
+    Args:
+        index: [B] INT64 timestep bins.
+    """
+    of_bin = torch.arange(heads * channels, device=index.device).view(heads, 1, channels)
+    return of_bin + (index * (heads * channels))[:, None, None, None]

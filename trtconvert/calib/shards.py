@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -94,7 +95,7 @@ class Shards(Mapping[str, Rows]):
                 counts = getattr(counted, name).counts
                 # Magnitudes fill a few of the octaves: the rest is not worth writing. The name keeps where they begin.
                 used = counts.sum(0).nonzero().flatten().tolist() or [0]
-                tensors[f"{site}/{name}/{used[0]}"] = counts[:, used[0] : used[-1] + 1].cpu().contiguous()
+                tensors[f"{site}/{name}/{used[0]}"] = _narrow(counts[:, used[0] : used[-1] + 1]).cpu().contiguous()
         self._save(f"{_ELEMENTS}{batches[0]:06d}", tensors, {"batches": json.dumps(batches)})
 
     def add_counts(self, into: Histograms) -> None:
@@ -122,3 +123,9 @@ class Shards(Mapping[str, Rows]):
         with whole_file(self._path(stem)) as partial:
             # Written by Python, whose errors say when a disk is full; safetensors' own do not.
             partial.write_bytes(save(dict(tensors), metadata))
+
+
+def _narrow(counts: Tensor) -> Tensor:
+    """Counts in the narrowest type that holds them all: most are small, and copying and writing them takes time."""
+    most = int(counts.amax())
+    return counts.to(next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(dtype).max))
