@@ -159,6 +159,7 @@ class HistogramObserver:
             site: SiteHistograms.empty(len(k_offset), heads[site], *k_offset.shape[1:])
             for site, (k_offset, _) in self._offsets.items()
         }
+        self._forward: _Forward | None = None
 
     def __call__(self, call: SiteCall) -> Tensor:
         if call.name in self._offsets:
@@ -166,12 +167,33 @@ class HistogramObserver:
             k_offset, v_offset = (x.to(device) for x in self._offsets[call.name])
             self._offsets[call.name] = k_offset, v_offset
             bins, kv_heads, dim = k_offset.shape
-            index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)
-            into, kv_row = self.histograms[call.name], rows_of(index, kv_heads)
-            into.q.add(call.q, rows_of(index, call.q.shape[1]))
-            into.k.add(call.k, kv_row, k_offset[index, :, None])
-            into.v.add(call.v, rows_of(index, kv_heads, dim), v_offset[index, :, None])
+            if self._forward is None or self._forward.timestep is not call.timestep:
+                index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)
+                self._forward = _Forward(call.timestep, index)
+            index, rows, into = self._forward.index, self._forward.rows, self.histograms[call.name]
+            into.q.add(call.q, rows(call.q.shape[1]))
+            into.k.add(call.k, rows(kv_heads), k_offset[index, :, None])
+            into.v.add(call.v, rows(kv_heads, dim), v_offset[index, :, None])
         return call.exact()
+
+
+class _Forward:
+    """What the sites of one forward have in common: the timestep, which is one tensor for all of them, and what follows from it.
+
+    Attributes:
+        timestep: [B].
+        index: [B] INT64 timestep bins.
+    """
+
+    def __init__(self, timestep: Tensor, index: Tensor) -> None:
+        self.timestep, self.index = timestep, index
+        self._rows: dict[tuple[int, int], Tensor] = {}
+
+    def rows(self, heads: int, channels: int = 1) -> Tensor:
+        """See `rows_of`."""
+        if (heads, channels) not in self._rows:
+            self._rows[heads, channels] = rows_of(self.index, heads, channels)
+        return self._rows[heads, channels]
 
 
 def rows_of(index: Tensor, heads: int, channels: int = 1) -> Tensor:
