@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trtconvert import runtime
 from trtconvert.runtime.signature import dtype_of, shape_of
-from trtconvert.runtime.tensorrt import TensorRTDenoiser
+from trtconvert.runtime.tensorrt import TensorRTComponent
 
 GROUPS, CALLS = 100, 10
 """Few calls between waits, so that none waits for room in the stream's queue."""
@@ -45,11 +45,11 @@ def host_us(call: Callable[[], object]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def example(denoiser: TensorRTDenoiser, profile: dict[str, tuple[int, int, int]]) -> list[Tensor]:
+def example(denoiser: TensorRTComponent, profile: dict[str, tuple[int, int, int]]) -> list[Tensor]:
     """Inputs of a profile's opt shape, on the GPU: zeros, which take the host as long as anything."""
     sizes = {name: opt for name, (_, opt, _) in profile.items()}
     return [
-        torch.zeros(shape_of(spec, sizes), dtype=dtype_of(spec), device=denoiser.device)
+        torch.zeros(shape_of(spec.shape, sizes), dtype=dtype_of(spec), device=denoiser.device)
         for spec in denoiser.signature.component.inputs
     ]
 
@@ -57,7 +57,7 @@ def example(denoiser: TensorRTDenoiser, profile: dict[str, tuple[int, int, int]]
 class Raw:
     """The enqueue alone, on a context whose shapes and addresses are set."""
 
-    def __init__(self, denoiser: TensorRTDenoiser, profile: int, inputs: list[Tensor], output: Tensor) -> None:
+    def __init__(self, denoiser: TensorRTComponent, profile: int, inputs: list[Tensor], output: Tensor) -> None:
         engine = denoiser.engine
         self._kept = (engine, inputs, output)
         self.context = engine.create_execution_context()
@@ -89,7 +89,7 @@ def bench(folder: Path) -> list[dict[str, Any]]:
         runtime.load(folder, backend="tensorrt", graphs=0) as plain,
     ):
         for name, denoiser in graphs.components.items():
-            assert isinstance(denoiser, TensorRTDenoiser)
+            assert isinstance(denoiser, TensorRTComponent)
             for number, profile in enumerate(denoiser.signature.profiles):
                 inputs = example(denoiser, profile)
                 raw = Raw(denoiser, number, inputs, denoiser(*inputs))

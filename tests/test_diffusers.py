@@ -253,7 +253,7 @@ def test_what_would_change_the_model_is_not_there(flux):
         assert not hasattr(transformer, "load_lora_adapter")
         with pytest.raises(AttributeError, match=r"has no 'set_attn_processor'.*before `trtconvert build`"):
             transformer.set_attn_processor({})
-        with pytest.raises(UserError, match=r"(?s)cannot be replaced.*OnnxRuntimeDenoiser"):
+        with pytest.raises(UserError, match=r"(?s)cannot be replaced.*OnnxRuntimeComponent"):
             transformer.refit({})
 
 
@@ -419,5 +419,5 @@ def test_arguments_are_taken_apart_and_put_together():
 
 
 def test_an_object_among_the_arguments_is_refused():
-    with pytest.raises(UserError, match=r"(?s)passes 'cache' to its denoiser.*got: object.*model\.options\.call"):
+    with pytest.raises(UserError, match=r"(?s)passes 'cache' to its model.*got: object.*model\.options\.call"):
         take_apart({"x": torch.ones(1), "cache": object()})

@@ -21,7 +21,7 @@ from trtconvert.bundle import (
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.runtime.compatibility import Machine, fitting_engine
-from trtconvert.runtime.session import OnnxRuntimeDenoiser
+from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import Signature
 
 
@@ -72,7 +72,7 @@ def test_inputs_may_be_views_and_need_gradients(loaded, inputs):
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_a_sample_does_not_depend_on_its_batch(loaded, digits_build, batch):
     """8 is the profile's largest batch. The dot products of INT8 are exact; FP32 rounds differently per batch size."""
-    sampler = models.load_sampler(loaded.manifest.recipe.model)
+    sampler = models.load_sampler(loaded)
     (alone,) = sampler(loaded["denoiser"], [7], steps=4, solver="ddim")
     together = sampler(loaded["denoiser"], range(8 - batch, 8), steps=4, solver="ddim")
     assert relative_error(together[-1], alone) <= SAME_ARITHMETIC
@@ -147,7 +147,7 @@ def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
     path = tmp_path / "bfloat16.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), path)
     with pytest.raises(BackendUnavailable, match=r"(?s)cannot run bfloat16\.onnx.*got: .*MatMul.*remedy: "):
-        OnnxRuntimeDenoiser(path, loaded.manifest.components["denoiser"])
+        OnnxRuntimeComponent(path, loaded.manifest.components["denoiser"])
 
 
 def test_a_closed_bundle_is_not_called(tiny_build):

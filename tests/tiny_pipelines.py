@@ -1,4 +1,4 @@
-"""Pipelines of diffusers with random weights and no text encoders: real classes, small enough to convert in seconds."""
+"""Pipelines of diffusers with random weights, some with text encoders: real classes, small enough to convert in seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from torch import nn
 
 WIDTH = 32
@@ -264,3 +265,83 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "cogvideox": (cogvideox, {"height": 64, "width": 64, "frames": 9}),
 }
 """What makes each pipeline, and the options of `diffusers_model` for it."""
+
+TOKENS = 8
+"""Of a prompt."""
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def clip_tokenizer() -> Any:
+    tokens = [*_LETTERS, *(letter + "</w>" for letter in _LETTERS), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=TOKENS)
+
+
+def clip(*, width: int = WIDTH, projection: int | None = None) -> Any:
+    """A CLIP text model, with a projection of its pooled output to a width where wanted."""
+    tokenizer = clip_tokenizer()
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=width,
+        projection_dim=projection or width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    made = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
+    return randomised(made(config))
+
+
+def t5_tokenizer() -> Any:
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *_LETTERS, *("▁" + letter for letter in _LETTERS)]
+    return transformers.T5Tokenizer(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=TOKENS)
+
+
+def t5(kind: str = "T5") -> Any:
+    """The encoder of a T5 or UMT5 model."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(t5_tokenizer()), d_model=WIDTH, d_kv=8, d_ff=WIDTH, num_layers=2, num_heads=4
+    )
+    return randomised(getattr(transformers, f"{kind}EncoderModel")(config))
+
+
+TEXT: dict[str, Callable[[], dict[str, Any]]] = {
+    "stable_diffusion": lambda: {"text_encoder": clip(), "tokenizer": clip_tokenizer()},
+    "stable_diffusion_xl": lambda: {
+        "text_encoder": clip(width=WIDTH // 2),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": clip(width=WIDTH // 2, projection=WIDTH),
+        "tokenizer_2": clip_tokenizer(),
+    },
+    "stable_diffusion_3": lambda: {
+        "text_encoder": clip(width=WIDTH // 2, projection=WIDTH // 2),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": clip(width=WIDTH // 2, projection=WIDTH // 2),
+        "tokenizer_2": clip_tokenizer(),
+        "text_encoder_3": t5(),
+        "tokenizer_3": t5_tokenizer(),
+    },
+    "flux": lambda: {
+        "text_encoder": clip(),
+        "tokenizer": clip_tokenizer(),
+        "text_encoder_2": t5(),
+        "tokenizer_2": t5_tokenizer(),
+    },
+    "pixart": lambda: {"text_encoder": t5(), "tokenizer": t5_tokenizer()},
+    "ltx": lambda: {"text_encoder": t5(), "tokenizer": t5_tokenizer()},
+    "wan": lambda: {"text_encoder": t5("UMT5"), "tokenizer": t5_tokenizer()},
+    "cogvideox": lambda: {"text_encoder": t5(), "tokenizer": t5_tokenizer()},
+}
+"""The text encoders and tokenizers that each pipeline takes."""
+
+
+def with_text(name: str) -> Any:
+    """A pipeline with its text encoders."""
+    pipe = PIPELINES[name][0]()
+    pipe.register_modules(**TEXT[name]())
+    return pipe

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
@@ -19,6 +20,9 @@ MANIFEST = "manifest.json"
 
 TRANSPOSED = ".T"
 """What the name of an ONNX initialiser ends with that is a transposed weight; else it is the weight's in the state dict."""
+
+LINE = re.compile(r"(\d+)\*([A-Za-z_]\w*)([+-]\d+)?")
+"""A dimension of an output that is a line through a symbolic one: "8*height", "4*frames-3"."""
 
 Dims = dict[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
@@ -44,11 +48,18 @@ class FileRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """One input or output: numpy's name of its type, and sizes or names of symbolic dimensions."""
+    """One input or output: numpy's name of its type, and sizes or symbolic dimensions, in outputs lines through them too."""
 
     name: str
     dtype: str
     shape: list[int | str]
+
+    @field_validator("shape")
+    @classmethod
+    def _readable(cls, shape: list[int | str]) -> list[int | str]:
+        if bad := [dim for dim in shape if isinstance(dim, str) and not (dim.isidentifier() or LINE.fullmatch(dim))]:
+            raise ValueError(f"a size, a name, or a line through one: {', '.join(bad)}")
+        return shape
 
 
 class NativeSite(_Record):
@@ -120,27 +131,34 @@ class SiteRecord(_Record):
 
 
 class DiffusersRecord(_Record):
-    """How a diffusers pipeline calls a denoiser.
+    """How a diffusers pipeline calls one of its models.
 
     Attributes:
-        pipeline: class of the pipeline; component: its attribute that the denoiser stands for, "unet" or "transformer".
-        model: class of the denoiser; config: its configuration.
-        output: class of what forward returns, as `package.module:Class`.
-        parameters: names of forward's parameters, in order.
+        pipeline: class of the pipeline; component: its attribute that the model stands for: "transformer", "text_encoder", …
+        model: class of the model; config: its configuration.
+        method: what the pipeline calls: "forward", "decode", "encode".
+        output: class of what it returns, as `package.module:Class`.
+        parameters: names of the method's parameters, in order; "**kwargs" where it takes any keyword.
         arguments: what the pipeline passes, by parameter. {"tensor": NAME} is an input of the signature (with "dtype", the
             type that the model wants where the signature has another), {"dict": …} and {"list": …} hold such values, and
             {"value": X} is a constant that the exported model has taken in.
-        timestep_factor: the model's timestep is so many times the signature's.
+        timestep_factor: of a denoiser, whose timestep is so many times the signature's.
+        results: of other models: what the method returns, by field, in the same terms. {"unused": SHAPE} is a tensor that the
+            pipeline did not look into, and that is no output of the component.
+        attributes: of other models: numbers, lists and small tensors among the model's own attributes, which pipelines read.
     """
 
     pipeline: str
     component: str
     model: str
     config: dict[str, Any]
+    method: Literal["forward", "decode", "encode"] = "forward"
     output: str
     parameters: list[str]
     arguments: dict[str, dict[str, Any]]
     timestep_factor: float = 1.0
+    results: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    attributes: dict[str, Any] = Field(default_factory=dict)
 
 
 class ComponentRecord(_Record):
@@ -149,7 +167,8 @@ class ComponentRecord(_Record):
     Attributes:
         onnx: path of the ONNX file with `Int8Attention` nodes and their function bodies.
         inputs, outputs: signature of the ONNX model and of the engines.
-        timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends.
+        timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends. Empty and 0 for what is no
+            denoiser: it has no `Int8Attention` nodes, and its attention stays in its own precision.
         dims: symbolic dimension: [min, opt, max], over all profiles.
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
         diffusers: how pipelines call it, where it comes from one.
@@ -158,11 +177,11 @@ class ComponentRecord(_Record):
     onnx: str
     inputs: list[TensorRecord]
     outputs: list[TensorRecord]
-    timestep_input: str
-    timestep_max: float
+    timestep_input: str = ""
+    timestep_max: float = 0.0
     dims: Dims
     profiles: list[Dims] = Field(default_factory=list)
-    sites: list[SiteRecord]
+    sites: list[SiteRecord] = Field(default_factory=list)
     engines: list[EngineRecord]
     diffusers: DiffusersRecord | None = None
 
@@ -177,6 +196,7 @@ class QualityRecord(_Record):
         error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic.
         lowering_difference: mean absolute difference of the outputs of the function and the native lowering.
         lowering_limit: the most that the gate allows it.
+        component_errors: component: the largest relative L2 error of its outputs against float32 in torch.
     """
 
     samples: int
@@ -189,6 +209,7 @@ class QualityRecord(_Record):
     error: float
     lowering_difference: float
     lowering_limit: float
+    component_errors: dict[str, float] = Field(default_factory=dict)
 
     def worst_site(self) -> tuple[float, str, int]:
         """Signal to quantisation noise in dB, site and timestep bin where it is smallest."""
@@ -202,6 +223,7 @@ class Manifest(_Record):
 
     Attributes:
         backend: the one that the build chose; backend_reason: why.
+        pipeline: folder with what a diffusers pipeline needs beside the components; empty where the denoiser stands alone.
         files: every file beside the manifest, by its path in the bundle.
         digest: SHA-256 of the other fields; empty until the manifest is written.
     """
@@ -215,6 +237,7 @@ class Manifest(_Record):
     recipe: Recipe
     calibration: str
     components: dict[str, ComponentRecord]
+    pipeline: str = ""
     quality: QualityRecord
     files: dict[str, FileRecord] = Field(default_factory=dict)
     digest: str = ""

@@ -166,11 +166,16 @@ def inspect(bundle: Path, as_json: bool) -> None:
 @main.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("samples.png"), show_default=True)
-@click.option("-n", "--samples", type=click.IntRange(1, 1024), default=16, show_default=True)
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, help="What to show; several take turns. For bundles with components."
+)
+@click.option("-n", "--samples", type=click.IntRange(1, 1024), help="One per prompt by default, or 16.")
 @click.option("--steps", type=click.IntRange(1), default=50, show_default=True)
 @click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first sample.")
-def run(bundle: Path, output: Path, samples: int, steps: int, solver: str, seed: int) -> None:
+def run(
+    bundle: Path, output: Path, prompts: tuple[str, ...], samples: int | None, steps: int, solver: str, seed: int
+) -> None:
     """Sample images with BUNDLE on what this machine can run."""
     import time
 
@@ -186,13 +191,16 @@ def run(bundle: Path, output: Path, samples: int, steps: int, solver: str, seed:
             remedy="give another file with -o",
         )
     loaded = runtime.load(bundle)
-    draw = models.load_sampler(loaded.manifest.recipe.model)
+    # Samplers choose a prompt by the seed: the first sample should show the first one.
+    first = seed % len(prompts) if prompts else 0
+    draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first] if first else prompts)
+    samples = samples or len(prompts) or 16
     with whole_file(output) as partial:
         started = time.perf_counter()
         images = draw(loaded["denoiser"], range(seed, seed + samples), steps=steps, solver=solver)
         seconds = time.perf_counter() - started
         save_sheet(images, partial)
-    click.echo(f"{samples} samples in {seconds:.1f} s on {loaded.backend}: {output}")
+    click.echo(f"{samples} {'sample' if samples == 1 else 'samples'} in {seconds:.1f} s on {loaded.backend}: {output}")
 
 
 @main.command()

@@ -1,6 +1,6 @@
 """From a recipe to a bundle.
 
-    recipe ─► models.load ─► calibrate ─► plan ─► export ─► engines ─► verify ─► bundle
+    recipe ─► models.load ─► components ─► calibrate ─► plan ─► export ─► engines ─► verify ─► bundle
 
 Each stage is a folder in the cache, filed under the hash of what the stage reads: a second build redoes what changed and
 nothing else, and loads neither the model nor torch when nothing did.
@@ -36,8 +36,9 @@ from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import one_at_a_time, sha256, whole_folder
 from trtconvert.library import library_path
 from trtconvert.models.identity import identity
+from trtconvert.models.saved import copy_without_models
 from trtconvert.progress import Bar, Reporter
-from trtconvert.recipe import Range, Recipe, with_paths
+from trtconvert.recipe import ComponentSection, Range, Recipe, with_paths
 
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
 
 COMPONENT = "denoiser"
 CALIBRATION, SITES = "calibration.safetensors", "sites.json"
-ONNX, SIGNATURE = "denoiser.onnx", "signature.json"
+ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
+NAMES, ERROR = "names.json", "error.json"
+PIPELINE = "pipeline"
 PLAN, FRONTIER = "plan.json", "frontier.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
@@ -81,14 +84,16 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
         return models.load(recipe.model)
 
     with whole_folder(output) as folder, report.live():
+        others = component_stages(recipe, weights, model, cache, report)
         calibration = calibrate_stage(recipe, weights, model, cache, report, skip_bad)
         plan = plan_stage(recipe, calibration, model, cache, report)
         exported = export_stage(recipe, calibration, plan, model, cache, report)
-        engines = engine_stages(recipe, exported, backend, cache, report)
+        components = {COMPONENT: exported} | others
+        engines = {name: engine_stages(recipe, name, of, backend, cache, report) for name, of in components.items()}
         verified = verify_stage(recipe, calibration, plan, exported, model, cache, report)
         with report.stage("bundle"):
-            stages = (calibration, plan, exported, verified)
-            manifest = _assemble(folder, recipe, weights, backend, reason, stages, engines)
+            stages = (calibration, plan, verified)
+            manifest = _assemble(folder, recipe, weights, backend, reason, stages, components, engines)
     return Outcome(manifest, output)
 
 
@@ -129,6 +134,101 @@ def _refuse_missing_packages(recipe: Recipe) -> None:
 
 
 # Stages ---------------------------------------------------------------------------------------------------------------
+
+
+def component_stages(
+    recipe: Recipe, weights: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> dict[str, Stage]:
+    """Export the pipeline's other models that the recipe names, and compare each with torch, first of all: it takes little time.
+
+    Each stage leaves a model, its signature and its error.
+    """
+    if not recipe.components:
+        return {}
+
+    def name_them(folder: Path) -> None:
+        (folder / NAMES).write_text(json.dumps(_component_names(recipe, model())))
+
+    asked = sorted(recipe.components)
+    names = json.loads(
+        (cache.stage("components", {"weights": weights, "asked": asked}, name_them).folder / NAMES).read_text()
+    )
+    return {name: component_stage(recipe, weights, name, model, cache, report) for name in names}
+
+
+def component_stage(
+    recipe: Recipe, weights: str, name: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Export one of the pipeline's models beside the denoiser, and hold it to float32 in torch."""
+    asked = {**recipe.components.get("all", ComponentSection()).model_dump(exclude_none=True)}
+    asked |= recipe.components.get(name, ComponentSection()).model_dump(exclude_none=True)
+    limit = recipe.verify.max_component_error
+    reads = {"weights": weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
+
+    def make(folder: Path, bar: Bar) -> None:
+        import onnx
+        import torch
+
+        from trtconvert.evaluate.verify import check_component
+        from trtconvert.export import storage
+        from trtconvert.export.trace import trace_component
+        from trtconvert.runtime.session import OnnxRuntimeComponent
+
+        components = model().components
+        assert components is not None  # or there were no names
+        source = components(name)
+        dtype = asked.get("dtype") or ("float32" if source.high_precision else recipe.model.dtype)
+        if dtype == "float16" and source.overflows:
+            raise UserError(
+                f"{name} is not converted to float16",
+                expected="float32: its configuration says force_upcast, since its values leave the range of float16",
+                got="float16",
+                remedy=f"set components.{name}.dtype to float32 in the recipe",
+            )
+        onnx_file = folder / f"{name}.onnx"
+        storage.save(trace_component(source, getattr(torch, dtype)), onnx_file)
+        onnx.checker.check_model(onnx_file, full_check=True)
+        component = ComponentRecord(
+            onnx=onnx_file.name,
+            inputs=[
+                TensorRecord(name=i.name, dtype=dtype if i.dtype == "float32" else i.dtype, shape=list(i.shape))
+                for i in source.inputs
+            ],
+            outputs=[TensorRecord(name=o.name, dtype=dtype, shape=list(o.shape)) for o in source.outputs],
+            dims=dict(source.dims),
+            profiles=[dict(source.dims)],
+            engines=[],
+            diffusers=source.diffusers,
+        )
+        error = check_component(source, OnnxRuntimeComponent(onnx_file, component), limit)
+        (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
+        (folder / ERROR).write_text(json.dumps(error))
+
+    return _run(f"export {name}", reads, make, cache, report)
+
+
+def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
+    """
+    Raises:
+        UserError: the model has no other models, or not those that the recipe names.
+    """
+    if model.components is None:
+        raise UserError(
+            f"{model.name} has no components beside the denoiser",
+            expected="a recipe without the section components",
+            got=", ".join(recipe.components),
+            remedy="remove it, or convert a pipeline with model.source: diffusers",
+        )
+    known, named = model.components.names, recipe.components.keys() - {"all"}
+    if unknown := sorted(named - set(known)):
+        raise UserError(
+            f"the pipeline has no {', '.join(unknown)}",
+            expected=", ".join(known) or "no section components: it was saved with its denoiser alone",
+            got=", ".join(unknown),
+            remedy="correct components in the recipe, or save the pipeline with it",
+        )
+    used = model.components.used if "all" in recipe.components else ()
+    return [name for name in known if name in named or name in used]
 
 
 def calibrate_stage(
@@ -248,8 +348,8 @@ def export_stage(
         onnx.checker.check_model(folder / ONNX, full_check=True)
         native = ir.load(folder / ONNX)
         lower_to_native(native)
-        storage.save(native, folder / "native.onnx")
-        onnx.checker.check_model(folder / "native.onnx", full_check=True)
+        storage.save(native, folder / NATIVE)
+        onnx.checker.check_model(folder / NATIVE, full_check=True)
         component = ComponentRecord(
             onnx=ONNX,
             inputs=[
@@ -271,9 +371,9 @@ def export_stage(
 
 
 def engine_stages(
-    recipe: Recipe, exported: Stage, backend: BackendStatus, cache: Cache, report: Reporter
+    recipe: Recipe, name: str, exported: Stage, backend: BackendStatus, cache: Cache, report: Reporter
 ) -> list[tuple[EngineRecord, Stage]]:
-    """One serialized engine per target of the chosen backend; none for ONNX Runtime, which builds nothing."""
+    """One serialized engine of a component per target of the chosen backend; none for ONNX Runtime, which builds nothing."""
     from trtconvert.engine import tensorrt, tensorrt_rtx
 
     component, options = _component(exported), recipe.engine
@@ -287,14 +387,16 @@ def engine_stages(
 
         def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
             if backend.name == "tensorrt_rtx":
-                onnx = exported.folder / "native.onnx"
-                engine = tensorrt_rtx.build_engine(COMPONENT, component, onnx, options, target, bar)
+                # A component without attention nodes is what it is.
+                onnx = exported.folder / (NATIVE if component.timestep_input else component.onnx)
+                engine = tensorrt_rtx.build_engine(name, component, onnx, options, target, bar)
             else:
-                engine = tensorrt.build_engine(COMPONENT, component, exported.folder / ONNX, options, bar)
+                engine = tensorrt.build_engine(name, component, exported.folder / component.onnx, options, bar)
             (folder / ENGINE).write_bytes(engine.plan)
             (folder / RECORD).write_text(engine.record.model_dump_json(indent=1))
 
-        stage = _run(f"engine {target}", reads | {"target": target}, make, cache, report)
+        title = f"engine {target}" if name == COMPONENT else f"engine {name} {target}"
+        stage = _run(title, reads | {"target": target}, make, cache, report)
         built.append((EngineRecord.model_validate_json((stage.folder / RECORD).read_text()), stage))
     return built
 
@@ -326,10 +428,10 @@ def verify_stage(
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.models.base import intercepted
-        from trtconvert.runtime.session import OnnxRuntimeDenoiser
+        from trtconvert.runtime.session import OnnxRuntimeComponent
 
         source, component, dtype = model(), _component(exported), getattr(torch, recipe.model.dtype)
-        denoiser = OnnxRuntimeDenoiser(exported.folder / ONNX, component)
+        denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
         attention = recipe.attention
         sites = Int8Sites(_tables(calibration, plan), source.timestep_max, attention.scaling, attention.smooth_k)
         batches = len(batches_of(section.samples, verify.BATCH))
@@ -344,7 +446,7 @@ def verify_stage(
             error = verify.relative_error(denoiser(**typed), reference(**typed))
         bar.step()
         difference, limit = verify.lowering_difference(
-            exported.folder / ONNX, exported.folder / "native.onnx", typed, section.min_site_sqnr
+            exported.folder / ONNX, exported.folder / NATIVE, typed, section.min_site_sqnr
         )
         bar.step()
         sqnr = verify.site_sqnr(source, sites, recipe.calibration.bins, section.seed, bar.step)
@@ -470,20 +572,36 @@ def _assemble(
     weights: str,
     backend: BackendStatus,
     reason: str,
-    stages: tuple[Stage, Stage, Stage, Stage],
-    engines: list[tuple[EngineRecord, Stage]],
+    stages: tuple[Stage, Stage, Stage],
+    components: Mapping[str, Stage],
+    engines: Mapping[str, list[tuple[EngineRecord, Stage]]],
 ) -> Manifest:
-    """Copy what the stages left into the bundle's folder, and write the manifest last."""
-    calibration, plan, exported, verified = stages
+    """Copy what the stages left into the bundle's folder, and write the manifest last.
+
+    Args:
+        components, engines: by name, the stages that exported them and built for them.
+    """
+    calibration, plan, verified = stages
     shutil.copyfile(calibration.folder / CALIBRATION, folder / CALIBRATION)
     if (plan.folder / FRONTIER).is_file():
         shutil.copyfile(plan.folder / FRONTIER, folder / FRONTIER)
-    for file in exported.folder.glob(f"{ONNX}*"):  # a large model's weights lie beside it
-        shutil.copyfile(file, folder / file.name)
+    records: dict[str, ComponentRecord] = {}
+    for name, exported in components.items():
+        record = _component(exported)
+        for file in exported.folder.glob(f"{record.onnx}*"):  # a large model's weights lie beside it
+            shutil.copyfile(file, folder / file.name)
+        for engine, stage in engines[name]:
+            (folder / engine.file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
+        records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
-    for record, stage in engines:
-        (folder / record.file).parent.mkdir(exist_ok=True)
-        shutil.copyfile(stage.folder / ENGINE, folder / record.file)
+    errors = {
+        name: json.loads((stage.folder / ERROR).read_text()) for name, stage in components.items() if name != COMPONENT
+    }
+    if errors:
+        assert recipe.model.weights is not None  # components are of a pipeline's folder
+        copy_without_models(recipe.model.weights, folder / PIPELINE)
+    quality = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text())
     manifest = Manifest(
         model=recipe.model.source,
         weights=weights,
@@ -492,8 +610,9 @@ def _assemble(
         backend_reason=reason,
         recipe=with_paths(recipe, lambda path: Path(path.name)),  # without the folders of this machine
         calibration=CALIBRATION,
-        components={COMPONENT: _component(exported).model_copy(update={"engines": [record for record, _ in engines]})},
-        quality=QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()),
+        components=records,
+        pipeline=PIPELINE if errors else "",
+        quality=quality.model_copy(update={"component_errors": errors}),
     )
     bundle.write_manifest(folder, manifest)
     return bundle.read_manifest(folder)

@@ -19,6 +19,7 @@ from trtconvert.errors import UserError
 ModeName = Literal["fp16", "precision", "balanced", "aggressive"]
 EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
+ComponentName = Annotated[str, Field(pattern=r"^(all|text_encoder(_\d+)?|vae_(de|en)coder)$")]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
 
@@ -275,6 +276,19 @@ class VerifySection(_Section):
         default=0.01,
         description="Relative L2 error of the exported denoiser against the torch reference of the same INT8 arithmetic.",
     )
+    max_component_error: Annotated[float, Field(gt=0)] = Field(
+        default=0.02,
+        description="Relative L2 error of each output of a text encoder or VAE, in its engine's type, against float32 in torch.",
+    )
+
+
+class ComponentSection(_Section):
+    """How one of the pipeline's other models is converted. Its attention stays in its own precision."""
+
+    dtype: Literal["float32", "float16"] | None = Field(
+        default=None,
+        description="Type of the engine's weights and inputs; model.dtype for text encoders and float32 for the VAE by default.",
+    )
 
 
 class OutputSection(_Section):
@@ -290,6 +304,12 @@ class Recipe(_Section):
     attention: AttentionSection = AttentionSection()
     calibration: CalibrationSection = CalibrationSection()
     plan: PlanSection = PlanSection()
+    components: dict[ComponentName, ComponentSection] = Field(
+        default_factory=dict,
+        description="With model.source diffusers: models of the pipeline to convert beside the denoiser, `text_encoder`, "
+        "`text_encoder_2`, …, `vae_decoder`, `vae_encoder`. `all` stands for those that turn prompts into images, and holds "
+        "what they do not say themselves.",
+    )
     engine: EngineSection = EngineSection()
     verify: VerifySection = VerifySection()
     output: OutputSection = OutputSection()
@@ -412,7 +432,9 @@ def _anchored(recipe: Recipe, folder: Path) -> Recipe:
 def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
     """The recipe with every path in it changed."""
 
-    def changed(section: _Section) -> _Section:
+    def changed(section: Any) -> Any:
+        if not isinstance(section, _Section):
+            return section
         paths = {name: value for name, value in section if isinstance(value, Path)}
         return section.model_copy(update={name: change(path) for name, path in paths.items()})
 

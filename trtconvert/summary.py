@@ -58,7 +58,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
         table.add_row(name, escape(signature))
         table.add_row("", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
-        table.add_row("attention sites", _sites(component))
+        if component.timestep_input:
+            table.add_row("attention sites", _sites(component))
         for modes, sites in _plans(component).items():
             table.add_row("modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
     table.add_row("calibration", escape(_calibration(read_provenance(folder / manifest.calibration))))
@@ -71,20 +72,27 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     )
     table.add_row("worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
     table.add_row("exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
+    if quality.component_errors:
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in quality.component_errors.items())
+        table.add_row("components", f"relative error against float32: {errors}")
+    if manifest.pipeline:
+        table.add_row("pipeline", f'in {manifest.pipeline}/: `trtconvert run {escape(str(folder))} -p "…"`')
     table.add_row("backend", f"{manifest.backend}: {manifest.backend_reason}")
-    for component in manifest.components.values():
+    for name, component in manifest.components.items():
+        of = "" if component.timestep_input else f", {name}"
         for (backend, library, attention), engines in groupby(
             component.engines, key=lambda e: (e.backend, e.library, e.attention)
         ):
             sizes = ", ".join(f"{e.target} {_size(manifest.files[e.file].size)}" for e in engines)
-            table.add_row("engines", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
+            table.add_row(f"engines{of}", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
         for engine in component.engines:
             for line in _engine_lines(engine):
                 table.add_row("", f"{engine.target}: {line}")
-        size = _size(sum(f.size for name, f in manifest.files.items() if name.startswith(component.onnx)))
-        table.add_row(
-            "ONNX", f"{size}, any ONNX Runtime, attention: INT8, the op's function body (exact numerics, slow)"
+        size = _size(sum(f.size for file, f in manifest.files.items() if file.startswith(component.onnx)))
+        attention = (
+            "INT8, the op's function body (exact numerics, slow)" if component.timestep_input else "its own precision"
         )
+        table.add_row(f"ONNX{of}", f"{size}, any ONNX Runtime, attention: {attention}")
 
 
 def _engine_lines(engine: EngineRecord) -> Iterator[str]:

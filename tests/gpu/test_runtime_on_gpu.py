@@ -24,7 +24,7 @@ from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
 from trtconvert.runtime.scratch import Scratch
-from trtconvert.runtime.tensorrt import TensorRTDenoiser
+from trtconvert.runtime.tensorrt import TensorRTComponent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
@@ -63,7 +63,7 @@ def loaded(folder):
 
 
 @pytest.fixture
-def denoiser(loaded) -> TensorRTDenoiser:
+def denoiser(loaded) -> TensorRTComponent:
     return loaded["denoiser"]
 
 
@@ -207,7 +207,7 @@ def test_engines_of_a_bundle_share_their_memory(folder):
     (record,) = component.engines
     scratch = Scratch(torch.device("cuda", 0))
     engines = [
-        TensorRTDenoiser(folder / record.file, record, component, device=scratch.device, scratch=scratch)
+        TensorRTComponent(folder / record.file, record, component, device=scratch.device, scratch=scratch)
         for _ in range(2)
     ]
     small, large = make_inputs(1), make_inputs(16)
@@ -362,7 +362,7 @@ def test_a_plan_that_tensorrt_does_not_read_is_refused(folder, tmp_path):
     path.write_bytes((folder / record.file).read_bytes()[:100_000])
     device = torch.device("cuda", 0)
     with pytest.raises(BackendUnavailable, match=r"(?s)cannot load cut\.plan.*got: .*remedy: .*trtconvert compile"):
-        TensorRTDenoiser(path, record, component, device=device, scratch=Scratch(device))
+        TensorRTComponent(path, record, component, device=device, scratch=Scratch(device))
 
 
 def test_a_weight_budget_is_for_engines_that_stream(folder):

@@ -148,14 +148,15 @@ def build_engine(
 ) -> BuiltEngine:
     """An engine of a bundle's component for this machine's GPU.
 
-    Each site gets the plugin or TensorRT's own attention, as `options.attention` says. The plan holds the plugin library.
+    Each site of a denoiser gets the plugin or TensorRT's own attention, as `options.attention` says. The plan holds the plugin
+    library then. Other components have no sites.
 
     Args:
         name: of the component.
-        onnx: the model as it is exported, with `Int8Attention` nodes.
+        onnx: the model as it is exported, a denoiser's with `Int8Attention` nodes.
     Raises:
         BackendUnavailable, TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
-        UserError: the model has no `Int8Attention` node.
+        UserError: a denoiser has no `Int8Attention` node.
     """
     import onnx_ir as ir
 
@@ -166,8 +167,8 @@ def build_engine(
     trt = load()
     profiles = component.profiles or [component.dims]
     model = ir.load(onnx)
-    sites = list(require_attention_nodes(model))
-    native = faster_native(trt, model, profiles, options, watch) if options.attention == "auto" else []
+    sites = list(require_attention_nodes(model)) if component.timestep_input else []
+    native = faster_native(trt, model, profiles, options, watch) if sites and options.attention == "auto" else []
     kept = sites if options.attention == "native" else [site.name for site in native]
     if kept:
         lower_to_native(model, kept)

@@ -196,7 +196,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     source = on_device(source, request.device) if source else None
     int8, backend = _int8(bundle, source, request)
     drawing = _Drawing(
-        source.sample if source else models.load_sampler(bundle.manifest.recipe.model),
+        source.sample if source else models.load_sampler(bundle),
         request.batch if request.int8 == "torch" else min(request.batch, _largest_batch(bundle.manifest)),
         request,
     )

@@ -9,8 +9,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-TILE, GAP, LABEL_WIDTH = 64, 6, 150
-"""Pixels: side of a shown sample, space between samples, width of the rows' labels."""
+TILE, COMPARED, GAP, LABEL_WIDTH = 64, 256, 6, 150
+"""Pixels: what small samples are enlarged to, what large ones are shown at in comparisons, space between samples, width of the
+rows' labels."""
 
 DIFFERENCE_GAIN = 10
 
@@ -23,24 +24,40 @@ def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
     """
     difference = (full - int8).abs() * DIFFERENCE_GAIN
     rows = (("full precision", full), ("INT8 attention", int8), (f"{DIFFERENCE_GAIN}x difference", difference))
-    _save_rows(rows, path)
+    _save_rows(rows, path, COMPARED, LABEL_WIDTH)
 
 
 def save_sheet(images: Tensor, path: Path, columns: int = 10) -> None:
-    """All samples in rows of `columns`. images: [N, C, H, W] in [0, 1], C 1 or 3."""
-    _save_rows([("", row) for row in images.split(columns)], path, label_width=0)
+    """All samples in rows of `columns`, a single one alone, none smaller than it is. images: [N, C, H, W] in [0, 1], C 1 or 3."""
+    largest = max(images.shape[2:])
+    if len(images) == 1 and largest >= TILE:
+        _picture(images[0]).save(path)
+    else:
+        _save_rows([("", row) for row in images.split(columns)], path, largest, 0)
 
 
-def _save_rows(rows: Sequence[tuple[str, Tensor]], path: Path, label_width: int = LABEL_WIDTH) -> None:
+def _save_rows(rows: Sequence[tuple[str, Tensor]], path: Path, limit: int, label_width: int) -> None:
+    """
+    Args:
+        limit: the longer side of a shown sample, at most; small ones are enlarged to `TILE`.
+    """
     count = max(len(images) for _, images in rows)
-    size = (label_width + count * (TILE + GAP) + GAP, len(rows) * (TILE + GAP) + GAP)
+    height, width = rows[0][1].shape[2:]
+    scale = (TILE if max(height, width) < TILE else min(max(height, width), limit)) / max(height, width)
+    height, width = max(1, round(height * scale)), max(1, round(width * scale))
+    smooth = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST
+    size = (label_width + count * (width + GAP) + GAP, len(rows) * (height + GAP) + GAP)
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
     for r, (label, images) in enumerate(rows):
-        top = GAP + r * (TILE + GAP)
-        pen.text((GAP, top + TILE // 2), label, fill="black", anchor="lm", font_size=16)
+        top = GAP + r * (height + GAP)
+        pen.text((GAP, top + height // 2), label, fill="black", anchor="lm", font_size=16)
         for c, image in enumerate(images):
-            pixels = (image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)).numpy()
-            picture = Image.fromarray(np.repeat(pixels, 3, 2) if pixels.shape[2] == 1 else pixels)
-            sheet.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST), (label_width + c * (TILE + GAP), top))
+            left = label_width + GAP + c * (width + GAP)
+            sheet.paste(_picture(image).resize((width, height), smooth), (left, top))
     sheet.save(path)
+
+
+def _picture(image: Tensor) -> Image.Image:
+    pixels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
+    return Image.fromarray(np.repeat(pixels, 3, 2) if pixels.shape[2] == 1 else pixels)

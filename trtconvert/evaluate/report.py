@@ -140,6 +140,15 @@ def gates(manifest: Manifest) -> list[Gate]:
             f"{quality.lowering_difference:.2e}",
             quality.lowering_difference <= quality.lowering_limit,
         ),
+        *(
+            Gate(
+                f"{name} against float32, relative error",
+                f"at most {section.max_component_error:g}",
+                f"{error:.1e}",
+                error <= section.max_component_error,
+            )
+            for name, error in quality.component_errors.items()
+        ),
     ]
 
 

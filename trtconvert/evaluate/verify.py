@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trtconvert.calib.data import Progress, batches_of
 from trtconvert.calib.sensitivity import Int8Sites
 from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
-from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
+from trtconvert.models.base import Denoiser, DiffusionModel, ModelComponent, intercepted
 from trtconvert.recipe import VerifySection
 
 BATCH = 16
@@ -110,6 +110,36 @@ def lowering_difference(
     ((per_output,),) = pairs.values()
     (outcome,) = per_output.values()
     return float(outcome.mean_absdiff), limit
+
+
+def check_component(source: ModelComponent, converted: Callable[..., Any], limit: float) -> float:
+    """The relative L2 error of a component's outputs against float32 in torch, on what the pipeline passes to it.
+
+    Args:
+        converted: takes the inputs by position and gives one tensor or several, in the outputs' order.
+    Returns:
+        The largest error.
+    Raises:
+        GateError: it is above the limit, or an output is not finite.
+    """
+    inputs = tuple(source.example[spec.name] for spec in source.inputs)
+    with torch.no_grad():
+        expected = source.module(*inputs)
+    got = converted(*inputs)
+    got = got if isinstance(got, tuple) else (got,)
+    errors = {
+        spec.name: relative_error(ours, theirs)
+        for spec, ours, theirs in zip(source.outputs, got, expected, strict=True)
+    }
+    name, error = max(errors.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+    if not error <= limit:  # written so that NaN fails
+        raise GateError(
+            f"gate missed: error of '{name}' of {source.name} against float32",
+            expected=f"<= {limit:g}",
+            got=f"{error:.4g}",
+            remedy=f"set components.{source.name}.dtype to float32, or raise verify.max_component_error",
+        )
+    return error
 
 
 def check_gates(quality: QualityRecord, modes: Mapping[str, list[int]], section: VerifySection) -> None:

@@ -1,10 +1,10 @@
-"""Tracing a denoiser to ONNX with an `Int8Attention` node at every converted site."""
+"""Tracing to ONNX: a denoiser with an `Int8Attention` node at every converted site, and other models as they are."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import onnx_ir as ir
@@ -22,7 +22,7 @@ from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
-from trtconvert.models.base import DiffusionModel
+from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent
 
 
 @dataclass(frozen=True)
@@ -65,36 +65,16 @@ def trace(
         name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
         for name, x in model.example(0, sizes).items()
     }
-    symbols = {name: torch.export.Dim(name, min=low, max=high) for name, (low, _, high) in dims.items() if low < high}
-    shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in model.inputs)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # One symbol for a dimension that several inputs share is what is wanted here.
-            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
-            program = torch.onnx.export(
-                traced,
-                tuple(inputs.values()),
-                input_names=list(inputs),
-                output_names=[model.output.name],
-                opset_version=OPSET,
-                dynamo=True,
-                dynamic_shapes=(shapes,),
-                optimize=False,  # once the weights have their names
-                verbose=False,
-            )
-    except (torch.onnx.errors.OnnxExporterError, ConstraintViolationError) as error:
-        raise UserError(
-            f"{model.name} cannot be exported to ONNX",
-            expected="a forward that torch.export can trace, with " + ", ".join(symbols) + " dynamic",
-            got=str(error).strip().splitlines()[0],
-            remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward",
-        ) from error
-    assert program is not None  # only None where it writes to a file
-    name_weights(program.model, "intercepted.denoiser.")
-    drop_idle_squeezes(program.model)
-    promote_concats(program.model)
-    program.optimize()
-    exported = program.model
+    exported = _exported(
+        traced,
+        inputs,
+        model.inputs,
+        [model.output.name],
+        dims,
+        title=model.name,
+        prefix="intercepted.denoiser.",
+        remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward",
+    )
     nodes = attention_nodes(exported)
     if nodes.keys() != tables.keys():
         raise UserError(
@@ -106,6 +86,94 @@ def trace(
     fold_transposes(exported)
     lower_to_function(exported)
     return exported
+
+
+def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float32) -> ir.Model:
+    """A text encoder or a half of a VAE as an ONNX model. Weights have their names in the model's state dict.
+
+    Args:
+        dtype: type of weights and floating-point inputs.
+    Raises:
+        UserError: the model cannot be exported.
+    """
+    module = component.module if dtype == torch.float32 else copy.deepcopy(component.module).to(dtype)
+    sizes = {name: _trace_size(size) for name, size in component.dims.items()}
+    inputs = {
+        spec.name: _resized(component.example[spec.name], spec, sizes).to(
+            dtype if spec.dtype == "float32" else torch.int64
+        )
+        for spec in component.inputs
+    }
+    return _exported(
+        module,
+        inputs,
+        component.inputs,
+        [spec.name for spec in component.outputs],
+        component.dims,
+        title=component.title,
+        prefix="model.",
+        remedy=f"give model.options one size instead of a range, or take {component.name} out of the recipe",
+    )
+
+
+def _exported(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    specs: Sequence[InputSpec],
+    outputs: Sequence[str],
+    dims: Mapping[str, tuple[int, int, int]],
+    *,
+    title: str,
+    prefix: str,
+    remedy: str,
+) -> ir.Model:
+    """A module that takes tensors by position, exported, with constants folded.
+
+    Args:
+        inputs: example of each; specs: of them; outputs: names.
+        title: of the model, for messages; remedy: where it cannot be exported.
+        prefix: what the module puts before the names of the model's state dict.
+    Raises:
+        UserError: it cannot be exported.
+    """
+    symbols = {name: torch.export.Dim(name, min=low, max=high) for name, (low, _, high) in dims.items() if low < high}
+    shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in specs)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # One symbol for a dimension that several inputs share is what is wanted here.
+            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
+            program = torch.onnx.export(
+                module.eval(),
+                tuple(inputs.values()),
+                input_names=list(inputs),
+                output_names=list(outputs),
+                opset_version=OPSET,
+                dynamo=True,
+                dynamic_shapes=(shapes,),
+                optimize=False,  # once the weights have their names
+                verbose=False,
+            )
+    except (torch.onnx.errors.OnnxExporterError, ConstraintViolationError) as error:
+        raise UserError(
+            f"{title} cannot be exported to ONNX",
+            expected="a forward that torch.export can trace, with " + (", ".join(symbols) or "nothing") + " dynamic",
+            got=str(error).strip().splitlines()[0],
+            remedy=remedy,
+        ) from error
+    assert program is not None  # only None where it writes to a file
+    name_weights(program.model, prefix)
+    drop_idle_squeezes(program.model)
+    promote_concats(program.model)
+    program.optimize()
+    return program.model
+
+
+def _resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:
+    """A tensor with the sizes of its symbolic dimensions, its rows repeated or left out."""
+    for axis, dim in enumerate(spec.shape):
+        if isinstance(dim, str):
+            x = x.index_select(axis, torch.arange(sizes[dim]) % x.shape[axis])
+    return x
 
 
 class _TracedDenoiser(nn.Module):

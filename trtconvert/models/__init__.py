@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.entry_point import import_function
@@ -11,6 +12,7 @@ from trtconvert.errors import UserError
 if TYPE_CHECKING:
     from trtconvert.models.base import DiffusionModel, Sampler
     from trtconvert.recipe import ModelSection
+    from trtconvert.runtime import LoadedBundle
 
 __all__ = ["DiffusionModel", "load", "load_sampler"]
 
@@ -49,22 +51,40 @@ def load(section: ModelSection) -> DiffusionModel:
     return _from_function(section)
 
 
-def load_sampler(section: ModelSection) -> Sampler:
-    """What samples with a bundle's denoiser. The shipped model's needs no weights; others are loaded for it.
+def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
+    """What samples with a bundle's denoiser.
 
+    The shipped model's sampler and a bundle with the whole pipeline need no weights; those of other models are loaded.
+
+    Args:
+        prompts: what samples show, by turns with their seeds; the recipe's by default.
     Raises:
-        UserError: see `load`; the weights are looked for in the current folder, since bundles do not hold them.
+        UserError: see `load`; the weights are looked for in the current folder, since bundles do not hold them. Or there are
+            prompts, and the bundle does not hold what reads them.
     """
+    manifest = bundle.manifest
+    section = manifest.recipe.model
+    if manifest.pipeline:
+        from trtconvert.models.diffusers import pipeline_sampler
+
+        return pipeline_sampler(bundle.pipeline(), manifest.components["denoiser"], section.options, prompts)
+    if prompts:
+        raise UserError(
+            f"{bundle.folder} does not turn prompts into images",
+            expected="a bundle of a diffusers pipeline with its text encoders: components: {all: {}} in the recipe",
+            got=f"a bundle of {section.source} without components",
+            remedy="leave the prompts out, or build it with components",
+        )
     if section.source == DIGITS:
         from trtconvert.models.digits import draw_digits
 
         return draw_digits
     if section.weights is not None and not section.weights.exists():
         raise UserError(
-            f"{section.source} samples with its own weights, which a bundle does not hold",
+            f"{section.source} samples with its own weights, which this bundle does not hold",
             expected=f"{section.weights} in the current folder",
             got="no such file",
-            remedy="run this where the file is",
+            remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
         )
     return load(section).sample
 

@@ -72,6 +72,53 @@ class ImageEncoder:
 
 
 @dataclass(frozen=True)
+class ModelComponent:
+    """A further model of a pipeline: a text encoder, a half of its VAE.
+
+    Attributes:
+        name: among the bundle's components; title: for people.
+        module: takes tensors in the order of `inputs` and gives a tuple of them in the order of `outputs`; in evaluation mode,
+            full precision.
+        inputs, outputs: in the terms of `DiffusionModel`; a dimension of an output may be a line through one of an input,
+            "8*height".
+        dims: symbolic dimension: (min, opt, max).
+        example: tensors by input, at the opt sizes, as the pipeline passes them.
+        high_precision: FP32 unless the recipe says otherwise.
+        overflows: its values leave the range of FP16.
+        diffusers: how the pipeline calls it.
+    """
+
+    name: str
+    title: str
+    module: nn.Module
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[InputSpec, ...]
+    dims: Mapping[str, tuple[int, int, int]]
+    example: Mapping[str, Tensor]
+    high_precision: bool
+    overflows: bool
+    diffusers: DiffusersRecord
+
+
+class Components(Protocol):
+    """A pipeline's models beside the denoiser.
+
+    Attributes:
+        names: of all; used: of those that turn prompts into images.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def used(self) -> tuple[str, ...]: ...
+
+    def __call__(self, name: str) -> ModelComponent:
+        """One of them. Raises UserError where there is no such one, or an engine cannot take it."""
+        ...
+
+
+@dataclass(frozen=True)
 class DiffusionModel:
     """A denoiser with its schedule and a way to sample from it.
 
@@ -91,6 +138,7 @@ class DiffusionModel:
             condition. Raises ValueError, saying what it takes, for a caption that it cannot take. For calibration on
             prompts and captions.
         diffusers: how pipelines of diffusers call it, for a denoiser of one.
+        components: the other models of its pipeline.
         signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
     """
 
@@ -107,6 +155,7 @@ class DiffusionModel:
     condition: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None
     signal: Tensor | None = None
     diffusers: DiffusersRecord | None = None
+    components: Components | None = None
 
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).

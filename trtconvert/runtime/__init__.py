@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
 from trtconvert.bundle import EngineRecord, Manifest, check_files, read_manifest
 from trtconvert.engine import tensorrt as builder
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.runtime.denoiser import Denoiser
-from trtconvert.runtime.session import OnnxRuntimeDenoiser
+from trtconvert.runtime.component import Component
+from trtconvert.runtime.session import OnnxRuntimeComponent
 
 if TYPE_CHECKING:
-    from trtconvert.runtime.diffusers import DiffusersDenoiser
+    from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
     from trtconvert.runtime.scratch import Scratch
 
 __all__ = ["LoadedBundle", "load"]
@@ -44,17 +44,17 @@ class LoadedBundle:
 
     Attributes:
         folder, manifest: what was loaded.
-        components: callable denoisers by name; `bundle["denoiser"]` is short for one.
+        components: callables by name; `bundle["denoiser"]` is short for one.
         backend: what runs them, in words.
     """
 
     folder: Path
     manifest: Manifest
-    components: Mapping[str, Denoiser]
+    components: Mapping[str, Component]
     backend: str
     _scratch: Scratch | None = None
 
-    def __getitem__(self, name: str) -> Denoiser:
+    def __getitem__(self, name: str) -> Component:
         if name not in self.components:
             raise UserError(
                 f"the bundle {self.folder} has no component '{name}'",
@@ -72,38 +72,80 @@ class LoadedBundle:
 
     def close(self) -> None:
         """Wait for what is running, and let go of the engines and their memory. Further calls are refused."""
-        for denoiser in self.components.values():
-            denoiser.close()
+        for component in self.components.values():
+            component.close()
 
-    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser:
-        """A component for a diffusers pipeline, in the place of its `unet` or `transformer`.
+    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
+        """A component for a diffusers pipeline, in the place of its `unet` or `transformer`, of a text encoder, or of its `vae`.
 
+        Args:
+            name: of the component; "vae" for its halves together.
         Raises:
             UserError: there is no such component, or it did not come from a diffusers pipeline.
             BackendUnavailable: diffusers is not installed.
         """
-        from trtconvert.runtime.diffusers import DiffusersDenoiser
+        from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
         from trtconvert.runtime.signature import dtype_of
 
-        denoiser, component = self[name], self.manifest.components[name]
-        if component.diffusers is None:
+        halves = {
+            component.diffusers.method: (self.components[half], component)
+            for half, component in self.manifest.components.items()
+            if component.diffusers is not None and component.diffusers.component == "vae"
+        }
+        if name == "vae" and "decode" in halves:
+            component = halves["decode"][1]
+            dtype, device = dtype_of(component.inputs[0]), halves["decode"][0].device
+            return DiffusersAutoencoder(halves, dtype=dtype, device=device)
+        called, component = self[name], self.manifest.components[name]
+        if component.diffusers is None or component.diffusers.method != "forward":
             raise UserError(
                 f"'{name}' of {self.folder} is no model of diffusers",
-                expected="a bundle of a recipe with model.source: diffusers",
+                expected="a component of a recipe with model.source: diffusers; 'vae' for the halves of one",
                 got=self.manifest.model,
-                remedy="call bundle['denoiser'] with its inputs by name",
+                remedy=f"call bundle['{name}'] with its inputs by name",
             )
+        if not component.timestep_input:
+            return DiffusersTextEncoder(called, component, dtype=dtype_of(component.outputs[0]), device=called.device)
         dtype = dtype_of(component.inputs[0])
         return DiffusersDenoiser(
-            denoiser, component.diffusers, component.timestep_input, dtype=dtype, device=denoiser.device
+            called, component.diffusers, component.timestep_input, dtype=dtype, device=called.device
         )
+
+    def pipeline(self, **parts: Any) -> Any:
+        """The whole diffusers pipeline with the bundle's components in it: prompts to images without the weights of the model.
+
+        Args:
+            parts: models that the bundle does not have, and others instead of the pipeline's own, by the pipeline's names:
+                `vae=…`, `scheduler=…`.
+        Raises:
+            UserError: the bundle was built without components, or lacks one that the pipeline needs.
+            BackendUnavailable: the installed diffusers or transformers has no such pipeline.
+        """
+        from trtconvert.runtime.pipeline import make_pipeline
+
+        if not self.manifest.pipeline:
+            raise UserError(
+                f"{self.folder} holds no pipeline",
+                expected="a bundle of a recipe with model.source: diffusers and a section components",
+                got="a denoiser alone",
+                remedy="put bundle.as_diffusers() into a pipeline of your own, or build with `components: all`",
+            )
+        names = {
+            component.diffusers.component: "vae" if component.diffusers.component == "vae" else name
+            for name, component in self.manifest.components.items()
+            if component.diffusers is not None
+        }
+        if "vae" in names and "vae_decoder" not in self.components:
+            del names["vae"]  # an encoder alone is no VAE
+        own = {part: self.as_diffusers(name) for part, name in names.items() if part not in parts}
+        return make_pipeline(self.folder / self.manifest.pipeline, own | parts)
 
     @property
     def device_memory(self) -> DeviceMemory:
         """What the bundle takes on the GPU; zeros where it runs on the CPU."""
         if self._scratch is None:
             return DeviceMemory(0, 0, 0)
-        weights = sum(denoiser.weights_memory for denoiser in self.components.values())
+        weights = sum(component.weights_memory for component in self.components.values())
         return DeviceMemory(weights, self._scratch.size, self._scratch.allocated)
 
 
@@ -121,9 +163,9 @@ def load(
     Args:
         backend: "auto" takes TensorRT where this machine has it and the bundle has engines for it, else ONNX Runtime on the
             CPU, which is for checking. A bundle whose engines are for another machine is refused, not run on the CPU.
-        device: the GPU; the current one by default. The further arguments are for GPUs too, see `TensorRTDenoiser`.
+        device: the GPU; the current one by default. The further arguments are for GPUs too, see `TensorRTComponent`.
         graphs: CUDA graphs kept per stream, one per shape; 0 for none.
-        streams: streams that may call the denoiser by turns and keep their memory.
+        streams: streams that may call a component by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
     Raises:
         UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range.
@@ -149,7 +191,7 @@ def load(
     state = builder.status()
     if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and state.available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
-    on_cpu = {name: OnnxRuntimeDenoiser(folder / c.onnx, c) for name, c in components.items()}
+    on_cpu = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     words = "ONNX Runtime on the CPU, INT8 attention as the op's function body"
     if backend == "auto" and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {state.detail}"
@@ -168,7 +210,7 @@ def _on_gpu(
     from trtconvert.attention.kernel import library_version
     from trtconvert.runtime.compatibility import Machine, fitting_engine
     from trtconvert.runtime.scratch import Scratch
-    from trtconvert.runtime.tensorrt import TensorRTDenoiser
+    from trtconvert.runtime.tensorrt import TensorRTComponent
 
     version = builder.bindings().__version__
     major, minor = torch.cuda.get_device_capability(device)
@@ -183,10 +225,10 @@ def _on_gpu(
         )
     records = {name: fitting_engine(name, of, machine) for name, of in engines.items()}
     scratch = Scratch(device)
-    on_gpu: dict[str, TensorRTDenoiser] = {}
+    on_gpu: dict[str, TensorRTComponent] = {}
     with ExitStack() as opened:
         for name, record in records.items():
-            on_gpu[name] = TensorRTDenoiser(
+            on_gpu[name] = TensorRTComponent(
                 folder / record.file,
                 record,
                 manifest.components[name],
@@ -199,7 +241,8 @@ def _on_gpu(
             opened.callback(on_gpu[name].close)
         opened.pop_all()  # all are loaded: they stay open
     kinds = {"plugin": "INT8 attention in our plugin", "native": "attention in the model's precision"}
-    attention = ", ".join(dict.fromkeys(kinds[record.attention] for record in records.values()))
+    denoisers = [record for name, record in records.items() if manifest.components[name].timestep_input]
+    attention = ", ".join(dict.fromkeys(kinds[record.attention] for record in denoisers))
     return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {attention}", scratch)
 
 

@@ -1,11 +1,12 @@
-"""Arguments of a diffusers model, which may hold tensors in dictionaries and lists, as named tensors and back.
+"""Arguments and results of a diffusers model, which may hold tensors in dictionaries and lists, as named tensors and back.
 
 A structure says which parameter holds what; `trtconvert.bundle.DiffusersRecord` describes it. It travels in the bundle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,21 @@ from trtconvert.errors import UserError
 
 Structure = Mapping[str, dict[str, Any]]
 """By parameter, what it holds."""
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Names of a function's parameters, in order; "**kwargs" where it takes any keyword."""
+    prefix = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    return [prefix.get(p.kind, "") + name for name, p in inspect.signature(function).parameters.items()]
+
+
+def flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """The arguments of a call by name, those that `**kwargs` took among the others."""
+    arguments = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def take_apart(arguments: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
@@ -37,7 +53,7 @@ def take_apart(arguments: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]],
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"value": value}
         raise UserError(
-            f"the pipeline passes '{name}' to its denoiser, which an engine cannot take",
+            f"the pipeline passes '{name}' to its model, which an engine cannot take",
             expected="tensors, numbers, text, None, and dictionaries and lists of them",
             got=type(value).__name__,
             remedy="call the pipeline without what sets it, in model.options.call",
@@ -106,7 +122,7 @@ def _nothing(value: Any) -> bool:
 
 def _different(name: str, expected: str, value: Any) -> UserError:
     return UserError(
-        f"the denoiser was converted for another '{name}'",
+        f"the model was converted for another '{name}'",
         expected=expected,
         got=f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value),
         remedy="call the pipeline as it was called for the conversion, or convert it for this call (model.options in the recipe)",

@@ -1,4 +1,4 @@
-"""A bundle's denoiser in the place of a diffusers model: `pipe.transformer = bundle.as_diffusers()`.
+"""A bundle's components in the place of a diffusers pipeline's models: `pipe.transformer = bundle.as_diffusers()`.
 
 diffusers is imported when one is made, not with this module.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,107 +17,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trtconvert.bundle import DiffusersRecord
+from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.runtime.arguments import tensors_of
+from trtconvert.runtime.arguments import flat_arguments, tensors_of
+from trtconvert.runtime.signature import shape_of
+
+PACKING = ("return_dict", "generator")
+"""Parameters that change no arithmetic: how results are packed, and randomness that a text encoder or a VAE does not draw."""
 
 
-class DiffusersDenoiser(nn.Module):
-    """What a pipeline needs of its `unet` or `transformer`: forward with the model's parameters, `config`, `dtype`, `device`.
+class _DropIn(nn.Module):
+    """What a pipeline needs of any of its models: `config`, `dtype`, `device`.
 
-    It has no parameters, so a pipeline's `to()` leaves it where it is; its output has the type and the device of what is
-    denoised.
+    It has no parameters, so a pipeline's `to()` leaves it where it is.
 
     Args:
-        denoiser: takes named tensors and gives the prediction.
-        record: how the pipeline calls it.
-        timestep_input: the name of the timestep among them, which it takes as [B] FP32.
+        record: how the pipeline calls the model.
         dtype: the type that the pipeline should prepare its tensors in.
-        device: where the denoiser runs.
+        device: where the component runs.
     """
 
-    def __init__(
-        self,
-        denoiser: Callable[..., Tensor],
-        record: DiffusersRecord,
-        timestep_input: str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, record: DiffusersRecord, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         try:
             from diffusers.configuration_utils import FrozenDict
         except ImportError as error:
             raise BackendUnavailable(
                 "diffusers is not installed",
-                expected="the library whose pipeline the denoiser goes into",
+                expected="the library whose pipeline the model goes into",
                 got=str(error),
                 remedy="pip install 'trtconvert[diffusers]'",
             ) from error
         self.config = FrozenDict(record.config)
         self.dtype, self.device = dtype, device
-        self._denoiser, self._record, self._timestep = denoiser, record, timestep_input
-        self._output = _output_class(record.output)
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=name == "return_dict" or None)
-            for name in record.parameters
-        ]
-        self._signature = inspect.Signature(parameters)
-        self.forward = partial(self._forward)
-        self.forward.__signature__ = self._signature  # type: ignore[attr-defined]
-        if size := record.config.get("projection_class_embeddings_input_dim"):
-            # StableDiffusionXLPipeline checks its time ids against the width of this layer.
-            self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Raises:
-            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles.
-        """
-        try:
-            arguments = self._signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise UserError(
-                f"the denoiser is called otherwise than {self._record.model}",
-                expected=", ".join(self._record.parameters),
-                got=str(error),
-                remedy="use a diffusers version whose pipeline calls the model as the one that converted it did",
-            ) from error
-        return_dict = arguments.pop("return_dict", True)
-        named = tensors_of(self._record.arguments, arguments)
-        sample = next(x for name, x in named.items() if name != self._timestep)
-        timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
-        named[self._timestep] = timestep.reshape(-1).expand(sample.shape[0])
-        for name, x in named.items():
-            if not x.is_floating_point():
-                named[name] = x.long()
-        output = self._denoiser(**named).to(sample)
-        return self._output(sample=output) if return_dict else (output,)
-
-    @contextmanager
-    def cache_context(self, *_: object, **__: object) -> Iterator[None]:
-        """Pipelines name the conditional and the unconditional call; nothing is cached between calls here."""
-        yield
-
-    def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
-        """Replace weights of the engine by those of a model like the one that it was made of, see `TensorRTDenoiser.refit`.
-
-        Args:
-            weights: the model's state dict, some or all of it, or a safetensors file of it.
-        """
-        from trtconvert.runtime.refit import read_weights
-        from trtconvert.runtime.tensorrt import TensorRTDenoiser
-
-        if not isinstance(self._denoiser, TensorRTDenoiser):
-            raise UserError(
-                "the weights of this denoiser cannot be replaced",
-                expected="a TensorRT engine built with engine.refittable: true",
-                got=type(self._denoiser).__name__,
-                remedy="load the bundle on a machine with its engine",
-            )
-        state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
-        return self._denoiser.refit({f"{self._record.component}.{name}": x for name, x in state.items()})
+        self._record = record
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -129,21 +62,224 @@ class DiffusersDenoiser(nn.Module):
             ) from None
 
 
+class _Parameters:
+    """The parameters of the method that a drop-in stands for.
+
+    Args:
+        record: how the pipeline calls it.
+    """
+
+    def __init__(self, record: DiffusersRecord) -> None:
+        self._record = record
+        self.signature = inspect.Signature([_parameter(name) for name in record.parameters])
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that seems to have these parameters."""
+        seeming = partial(function)
+        seeming.__signature__ = self.signature  # type: ignore[attr-defined]
+        return seeming
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by parameter.
+
+        Raises:
+            UserError: the method has no such parameters.
+        """
+        try:
+            return flat_arguments(self.signature.bind(*args, **kwargs))
+        except TypeError as error:
+            raise UserError(
+                f"the converted model is called otherwise than {self._record.model}",
+                expected=", ".join(self._record.parameters),
+                got=str(error),
+                remedy="use a diffusers version whose pipeline calls the model as the one that converted it did",
+            ) from error
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    """A parameter as the record names it, see `trtconvert.runtime.arguments.parameters_of`."""
+    if name.startswith("*"):
+        kind = inspect.Parameter.VAR_KEYWORD if name.startswith("**") else inspect.Parameter.VAR_POSITIONAL
+        return inspect.Parameter(name.lstrip("*"), kind)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=name == "return_dict" or None)
+
+
+class DiffusersDenoiser(_DropIn):
+    """A pipeline's `unet` or `transformer`: forward with the model's parameters; the output has the type and the device of what
+    is denoised.
+
+    Args:
+        denoiser: takes named tensors and gives the prediction.
+        timestep_input: the name of the timestep among them, which it takes as [B] FP32.
+        record, dtype, device: see `_DropIn`.
+    """
+
+    def __init__(
+        self,
+        denoiser: Callable[..., Tensor],
+        record: DiffusersRecord,
+        timestep_input: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(record, dtype, device)
+        self._denoiser, self._timestep = denoiser, timestep_input
+        self._output = _output_class(record.output)
+        self._parameters_of_forward = _Parameters(record)
+        self.forward = self._parameters_of_forward.of(self._forward)
+        if size := record.config.get("projection_class_embeddings_input_dim"):
+            # StableDiffusionXLPipeline checks its time ids against the width of this layer.
+            self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles.
+        """
+        arguments = self._parameters_of_forward.bound(args, kwargs)
+        return_dict = arguments.pop("return_dict", True)
+        named = tensors_of(self._record.arguments, arguments)
+        sample = next(x for name, x in named.items() if name != self._timestep)
+        timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
+        named[self._timestep] = timestep.reshape(-1).expand(sample.shape[0])
+        output = self._denoiser(**_whole_numbers(named)).to(sample)
+        return self._output(sample=output) if return_dict else (output,)
+
+    @contextmanager
+    def cache_context(self, *_: object, **__: object) -> Iterator[None]:
+        """Pipelines name the conditional and the unconditional call; nothing is cached between calls here."""
+        yield
+
+    def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
+        """Replace weights of the engine by those of a model like the one that it was made of, see `TensorRTComponent.refit`.
+
+        Args:
+            weights: the model's state dict, some or all of it, or a safetensors file of it.
+        """
+        from trtconvert.runtime.refit import read_weights
+        from trtconvert.runtime.tensorrt import TensorRTComponent
+
+        if not isinstance(self._denoiser, TensorRTComponent):
+            raise UserError(
+                "the weights of this denoiser cannot be replaced",
+                expected="a TensorRT engine built with engine.refittable: true",
+                got=type(self._denoiser).__name__,
+                remedy="load the bundle on a machine with its engine",
+            )
+        state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
+        return self._denoiser.refit({f"{self._record.component}.{name}": x for name, x in state.items()})
+
+
+class DiffusersTextEncoder(_DropIn):
+    """A pipeline's text encoder: forward with the model's parameters. What the pipeline did not look into when it was converted
+    comes back as tensors of the meta device, which have a shape and nothing in them.
+
+    Args:
+        component: takes named tensors; signature: of it.
+        dtype, device: see `_DropIn`.
+    """
+
+    def __init__(
+        self, component: Callable[..., Any], signature: ComponentRecord, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert signature.diffusers is not None
+        super().__init__(signature.diffusers, dtype, device)
+        self._method = _Method(component, signature)
+        self.forward = self._method.parameters.of(self._method)
+
+
+class DiffusersAutoencoder(_DropIn):
+    """A pipeline's `vae`: `decode`, and `encode` where the bundle has both.
+
+    Args:
+        halves: by method, the component that takes named tensors, and its signature; "decode" at least.
+        dtype, device: see `_DropIn`.
+    """
+
+    def __init__(
+        self,
+        halves: Mapping[str, tuple[Callable[..., Any], ComponentRecord]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        record = halves["decode"][1].diffusers
+        assert record is not None
+        super().__init__(record, dtype, device)
+        for method, (component, signature) in halves.items():
+            called = _Method(component, signature)
+            setattr(self, method, called.parameters.of(called))
+        for name, value in record.attributes.items():
+            setattr(self, name, torch.tensor(value["tensor"]) if "tensor" in value else value["value"])
+
+
+class _Method:
+    """A method of a model, by a component.
+
+    Args:
+        component: takes named tensors and gives its outputs; signature: of it.
+    """
+
+    def __init__(self, component: Callable[..., Any], signature: ComponentRecord) -> None:
+        assert signature.diffusers is not None
+        self._component, self._signature, self._record = component, signature, signature.diffusers
+        self._output = _output_class(self._record.output)
+        self.parameters = _Parameters(self._record)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            UserError: the arguments are not those that the model was converted for, or outside its engine's profiles.
+        """
+        arguments = self.parameters.bound(args, kwargs)
+        return_dict, _ = (arguments.pop(name, True) for name in PACKING)
+        named = _whole_numbers(tensors_of(self._record.arguments, arguments))
+        outputs = self._component(**named)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found = dict(zip((spec.name for spec in self._signature.outputs), outputs, strict=True))
+        sizes = {
+            dim: size
+            for spec in self._signature.inputs
+            for dim, size in zip(spec.shape, named[spec.name].shape, strict=True)
+            if isinstance(dim, str)
+        }
+
+        def value(node: dict[str, Any]) -> Any:
+            if "tensor" in node:
+                return found[node["tensor"]]
+            if "unused" in node:
+                return torch.empty(shape_of(node["unused"], sizes), device="meta")
+            return tuple(value(item) for item in node["list"])
+
+        results = {name: value(node) for name, node in self._record.results.items()}
+        if "latent_dist" in results:
+            from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+            results["latent_dist"] = DiagonalGaussianDistribution(results["latent_dist"])
+        return self._output(**results) if return_dict else tuple(results.values())
+
+
+def _whole_numbers(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Integers and booleans as int64, which is what engines take."""
+    return {name: x if x.is_floating_point() else x.long() for name, x in named.items()}
+
+
 def _output_class(name: str) -> type:
-    """The class that `package.module:Class` names, of diffusers only: a bundle must not choose what is imported.
+    """The class that `package.module:Class` names, of diffusers or transformers: a bundle must not choose what is imported.
 
     Raises:
-        BackendUnavailable: this diffusers has no such class.
+        BackendUnavailable: the installed version has no such class.
     """
     module, _, attribute = name.partition(":")
     try:
-        if module.partition(".")[0] != "diffusers":
-            raise ImportError(f"{module} is not a module of diffusers")
+        if module.partition(".")[0] not in ("diffusers", "transformers"):
+            raise ImportError(f"{module} is not a module of diffusers or transformers")
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
-            "the class of the denoiser's output cannot be imported",
+            "the class of a model's output cannot be imported",
             expected=name,
             got=str(error),
-            remedy="install the diffusers version that the bundle was built with; its manifest has it under versions",
+            remedy="install the version that the bundle was built with; its manifest has it under versions",
         ) from error

@@ -34,12 +34,12 @@ class Call:
 
     Attributes:
         profile: index of the optimisation profile.
-        inputs, output: shapes, the inputs' in the signature's order.
+        inputs, outputs: shapes, in the signature's order.
     """
 
     profile: int
     inputs: tuple[tuple[int, ...], ...]
-    output: tuple[int, ...]
+    outputs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
 
     Attributes:
         trt: TensorRT's module; engine: its ICudaEngine; log: what TensorRT complains to.
-        inputs, input_dtypes: in the signature's order; output, output_dtype: what is returned.
+        inputs, input_dtypes, outputs, output_dtypes: names and types, in the signature's order.
         device: the GPU.
         scratch: memory for execution contexts.
     """
@@ -58,10 +58,17 @@ class Plan:
     log: Any
     inputs: tuple[str, ...]
     input_dtypes: tuple[torch.dtype, ...]
-    output: str
-    output_dtype: torch.dtype
+    outputs: tuple[str, ...]
+    output_dtypes: tuple[torch.dtype, ...]
     device: torch.device
     scratch: Scratch
+
+    def empty_outputs(self, call: Call) -> list[Tensor]:
+        """Room for what a call gives."""
+        return [
+            torch.empty(shape, dtype=dtype, device=self.device)
+            for shape, dtype in zip(call.outputs, self.output_dtypes, strict=True)
+        ]
 
     def failure(self, problem: str) -> BackendUnavailable:
         """The error of a TensorRT call that failed, with what TensorRT logged."""
@@ -87,30 +94,31 @@ class _Context:
             raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
         self._context.set_device_memory(scratch.data_ptr(), scratch.numel())
         self._shapes: tuple[tuple[int, ...], ...] | None = None
-        self._addresses = [0] * (len(plan.inputs) + 1)
+        self._names = plan.inputs + plan.outputs
+        self._addresses = [0] * len(self._names)
 
     def enqueue(self, call: Call, addresses: Sequence[int], stream: int) -> None:
         """Run on a stream, given by its handle.
 
         Args:
-            addresses: of the inputs, then of the output.
+            addresses: of the inputs, then of the outputs.
         """
         context, plan = self._context, self._plan
         if call.inputs is not self._shapes:
             for name, shape in zip(plan.inputs, call.inputs, strict=True):
                 if not context.set_input_shape(name, shape):
                     raise plan.failure(f"TensorRT does not take '{name}' of shape {list(shape)}")
-            if tuple(context.get_tensor_shape(plan.output)) != call.output:
-                raise plan.failure(
-                    f"the engine's output is {list(context.get_tensor_shape(plan.output))}, the manifest says {list(call.output)}"
-                )
+            for name, shape in zip(plan.outputs, call.outputs, strict=True):
+                if tuple(context.get_tensor_shape(name)) != shape:
+                    raise plan.failure(
+                        f"the engine's '{name}' is {list(context.get_tensor_shape(name))}, the manifest says {list(shape)}"
+                    )
             self._shapes = call.inputs
         known = self._addresses
         for index, address in enumerate(addresses):
             if known[index] != address:
-                name = plan.inputs[index] if index < len(plan.inputs) else plan.output
-                if not context.set_tensor_address(name, address):
-                    raise plan.failure(f"TensorRT does not take an address for '{name}'")
+                if not context.set_tensor_address(self._names[index], address):
+                    raise plan.failure(f"TensorRT does not take an address for '{self._names[index]}'")
                 known[index] = address
         if not context.execute_async_v3(stream):
             raise plan.failure("TensorRT could not run the engine")
@@ -129,9 +137,9 @@ class _Graph:
                 torch.zeros(shape, dtype=dtype, device=device)
                 for shape, dtype in zip(call.inputs, plan.input_dtypes, strict=True)
             ]
-            self._output = torch.empty(call.output, dtype=plan.output_dtype, device=device)
+            self._outputs = plan.empty_outputs(call)
         self._context = _Context(plan, call.profile, scratch, stream)
-        addresses = [x.data_ptr() for x in (*self._inputs, self._output)]
+        addresses = [x.data_ptr() for x in (*self._inputs, *self._outputs)]
         # TensorRT finishes what a change of shapes entails in an ordinary call, and may wait for the device meanwhile,
         # which a recording must not.
         self._context.enqueue(call, addresses, stream.cuda_stream)
@@ -147,11 +155,11 @@ class _Graph:
             finally:
                 self._graph.capture_end()
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         # Converts, gathers and moves as `copy_` does, in one call.
         torch._foreach_copy_(self._inputs, tensors)  # pyright: ignore[reportPrivateImportUsage]
         self._graph.replay()
-        return self._output.clone()
+        return [x.clone() for x in self._outputs]
 
 
 class Lane:
@@ -179,13 +187,13 @@ class Lane:
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def run(self, call: Call, tensors: tuple[Tensor, ...]) -> Tensor:
+    def run(self, call: Call, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         """Enqueue a call.
 
         Args:
             tensors: of `call`'s shapes; contiguous or not.
         Returns:
-            A fresh tensor on the engine's device, ready in the stream's order.
+            Fresh tensors on the engine's device, ready in the stream's order.
         Raises:
             BackendUnavailable: TensorRT or the device refuses.
         """
@@ -215,7 +223,7 @@ class Lane:
         self.closed = True
         del self._scratch
 
-    def _enqueue(self, call: Call, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _enqueue(self, call: Call, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         plan = self._plan
         # Kept until the work is enqueued: torch's allocator reuses memory in the stream's order.
         kept, addresses = [], []
@@ -230,13 +238,13 @@ class Lane:
                 address = x.data_ptr()
             kept.append(x)
             addresses.append(address)
-        output = torch.empty(call.output, dtype=plan.output_dtype, device=plan.device)
-        addresses.append(output.data_ptr())
+        outputs = plan.empty_outputs(call)
+        addresses += [x.data_ptr() for x in outputs]
         context = self._contexts.get(call.profile)
         if context is None:
             context = self._contexts[call.profile] = _Context(plan, call.profile, self._scratch, self._stream)
         context.enqueue(call, addresses, self._handle)
-        return output
+        return outputs
 
     def _record(self, call: Call) -> _Graph | None:
         """A graph of the call in place of the least recently used one; None where the engine cannot be recorded."""

@@ -1,23 +1,24 @@
-"""The denoiser on ONNX Runtime: the op's function body computes every converted site, so the numerics are the INT8 ones."""
+"""A component on ONNX Runtime: the op's function body computes every converted site, so the numerics are the INT8 ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import BackendUnavailable
-from trtconvert.runtime.denoiser import was_closed
+from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.signature import Signature
 
 
-class OnnxRuntimeDenoiser:
-    """A callable denoiser.
+class OnnxRuntimeComponent:
+    """A callable component.
 
     Takes the inputs of the component's signature by position or by name, as torch tensors. Floating-point inputs are
-    converted to the signature's types; the output is returned in its own, on the CPU.
+    converted to the signature's types; outputs are returned in their own, on the CPU, several as a tuple.
 
     Args:
         path: the component's ONNX file.
@@ -34,7 +35,7 @@ class OnnxRuntimeDenoiser:
         import onnxruntime
 
         self.signature = Signature(component)
-        self._output = component.outputs[0].name
+        self._outputs = [output.name for output in component.outputs]
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
@@ -51,7 +52,7 @@ class OnnxRuntimeDenoiser:
                 remedy="set model.dtype to float32 or float16 in the recipe, or install another onnxruntime",
             ) from error
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """
         Raises:
             UserError: an input is missing, unknown, or of a type or shape outside the signature.
@@ -62,8 +63,8 @@ class OnnxRuntimeDenoiser:
         self.signature.check(tensors)
         typed = self.signature.typed(tensors)
         feeds = {name: x.cpu().numpy() for name, x in zip(self.signature.names, typed, strict=True)}
-        (output,) = self._session.run([self._output], feeds)
-        return torch.from_numpy(output)
+        outputs = tuple(map(torch.from_numpy, self._session.run(self._outputs, feeds)))
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def close(self) -> None:
         """Let go of the session. Further calls are refused."""

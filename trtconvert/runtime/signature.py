@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import ComponentRecord, TensorRecord
+from trtconvert.bundle import LINE, ComponentRecord, TensorRecord
 from trtconvert.errors import UserError
 
 Ranges = Mapping[str, tuple[int, int, int]]
@@ -27,6 +27,7 @@ class Signature:
     def __init__(self, component: ComponentRecord, profiles: Sequence[Ranges] = ()) -> None:
         self.component = component
         self.names = [spec.name for spec in component.inputs]
+        self._sizes = "engine.shapes" if component.timestep_input else "the sizes in model.options"
         # A profile may leave out dimensions that it takes as the component does.
         self.profiles = [dict(component.dims) | dict(profile) for profile in profiles] or [dict(component.dims)]
 
@@ -40,7 +41,7 @@ class Signature:
         if len(inputs) + len(named) != len(self.names) or given.keys() != set(self.names):
             names = self.names[: len(inputs)] + ["…"] * (len(inputs) - len(self.names))
             raise UserError(
-                "the denoiser was called with other inputs than it has",
+                "the component was called with other inputs than it has",
                 expected=", ".join(self.names),
                 got=", ".join([*names, *named]) or "none",
                 remedy="pass each input once, by position or by name",
@@ -98,7 +99,7 @@ class Signature:
                 f"the shape of '{spec.name}' is outside what the bundle was built for",
                 expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
                 got=str(list(x.shape)),
-                remedy="widen engine.shapes in the recipe and build again",
+                remedy=f"widen {self._sizes} in the recipe and build again",
             )
         wanted = dtype_of(spec)
         if x.dtype != wanted and not (x.is_floating_point() and wanted.is_floating_point):
@@ -119,9 +120,17 @@ def dtype_of(spec: TensorRecord) -> torch.dtype:
     return getattr(torch, spec.dtype)
 
 
-def shape_of(spec: TensorRecord, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that a record's symbolic one becomes for given sizes."""
-    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+def shape_of(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that a symbolic one becomes for given sizes."""
+    return tuple(_size(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
+
+
+def _size(dim: str, sizes: Mapping[str, int]) -> int:
+    """A symbolic dimension for given sizes: "height", or a line through one, "8*height" or "4*frames-3"."""
+    if dim in sizes:
+        return sizes[dim]
+    factor, name, offset = LINE.fullmatch(dim).groups()  # type: ignore[union-attr]  # the manifest's records check it
+    return int(factor) * sizes[name] + int(offset or 0)
 
 
 def _holds(profile: Ranges, sizes: Mapping[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""The denoiser as a TensorRT engine: INT8 attention in our plugin, torch tensors in and out without copies."""
+"""A component as a TensorRT engine: INT8 attention in our plugin, torch tensors in and out without copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.runtime.denoiser import was_closed
+from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan
 from trtconvert.runtime.refit import refit
 from trtconvert.runtime.scratch import Scratch, out_of_memory
@@ -22,13 +22,13 @@ _KNOWN_CALLS = 256
 """Combinations of shapes, types and devices whose checks are remembered."""
 
 
-class TensorRTDenoiser:
-    """A callable denoiser on a GPU.
+class TensorRTComponent:
+    """A callable component on a GPU.
 
     Takes the inputs of the component's signature by position or by name. Tensors on the engine's device, contiguous, of the
     signature's type and at a multiple of 256 bytes are read where they lie; others are copied first. Work is enqueued on
-    the caller's current stream, and the output, a fresh tensor in the signature's type, is ready in stream order. It lies on
-    the device of the first input, so a caller whose tensors are on the CPU waits for it.
+    the caller's current stream, and the output, a fresh tensor in the signature's type or a tuple of several, is ready in
+    stream order. It lies on the device of the first input, so a caller whose tensors are on the CPU waits for it.
 
     The first call of a shape on a stream runs plainly, the second records a CUDA graph, and further ones replay it: what is
     computed is the same, and the host is done sooner. Safe from several threads; calls on different streams run
@@ -100,18 +100,18 @@ class TensorRTDenoiser:
                 engine.weight_streaming_budget_v2 = min(weight_budget, engine.streamable_weights_size)
             self.weights_memory = max(0, free - torch.cuda.mem_get_info()[0])
         found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-        output = component.outputs[0]
-        if found != {*self.signature.names, output.name}:
+        outputs = tuple(output.name for output in component.outputs)
+        if found != {*self.signature.names, *outputs}:
             raise BackendUnavailable(
                 f"{path.name} is not the engine that the manifest describes",
-                expected=", ".join([*self.signature.names, output.name]),
+                expected=", ".join([*self.signature.names, *outputs]),
                 got=", ".join(sorted(found)),
                 remedy="run `trtconvert compile` on this machine",
             )
         scratch.reserve(engine.device_memory_size_v2)
-        dtypes = tuple(dtype_of(spec) for spec in component.inputs)
+        dtypes, output_dtypes = (tuple(map(dtype_of, specs)) for specs in (component.inputs, component.outputs))
         names = tuple(self.signature.names)
-        self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, output.name, dtype_of(output), device, scratch)
+        self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, outputs, output_dtypes, device, scratch)
         self._known: dict[tuple, Call] = {}  # by shapes, types and devices, which were checked
         self._calls: dict[tuple, Call] = {}  # by shapes
         self._lanes: dict[int, Lane] = {}
@@ -132,7 +132,7 @@ class TensorRTDenoiser:
         """CUDA graphs that were recorded on the streams that are kept now. Many more than shapes: raise `graphs`."""
         return sum(lane.recorded for lane in list(self._lanes.values()))
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """
         Raises:
             UserError: an input is missing, unknown, or of a type or shape outside the signature and the engine's profiles.
@@ -192,7 +192,7 @@ class TensorRTDenoiser:
             raise was_closed()
         return self._plan
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _run(self, tensors: tuple[Tensor, ...]) -> Any:
         try:
             call = self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])]
         except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
@@ -202,10 +202,12 @@ class TensorRTDenoiser:
             lane = self._lanes.get(stream.cuda_stream) or self._open_lane(stream)
             with lane.lock:
                 if not lane.closed:
-                    output = lane.run(call, tensors)
+                    outputs = lane.run(call, tensors)
                     break
         first = tensors[0].device
-        return output if first == self.device else output.to(first)
+        if first != self.device:
+            outputs = [x.to(first) for x in outputs]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _learn(self, tensors: tuple[Tensor, ...]) -> Call:
         """Check inputs of shapes, types and devices that were not seen before.
@@ -218,8 +220,8 @@ class TensorRTDenoiser:
             self._known.clear()
             self._calls.clear()
         shapes = tuple(tuple(x.shape) for x in tensors)
-        output = shape_of(self.signature.component.outputs[0], sizes)
-        call = self._calls.setdefault(shapes, Call(profile, shapes, output))  # graphs serve every type and device
+        outputs = tuple(shape_of(spec.shape, sizes) for spec in self.signature.component.outputs)
+        call = self._calls.setdefault(shapes, Call(profile, shapes, outputs))  # graphs serve every type and device
         self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])] = call
         return call
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from trtconvert.errors import UserError
 from trtconvert.runtime.signature import Signature
 
 
-class Denoiser(Protocol):
-    """A callable denoiser of a loaded bundle.
+class Component(Protocol):
+    """A callable model of a loaded bundle.
 
     Attributes:
         signature: what it takes and gives.
@@ -24,8 +24,8 @@ class Denoiser(Protocol):
     device: torch.device
     weights_memory: int
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        """The prediction, for the inputs of the signature by position or by name."""
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        """The output, or a tuple of several, for the inputs of the signature by position or by name."""
         ...
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class Denoiser(Protocol):
 def was_closed() -> UserError:
     """The error of a call after `close`."""
     return UserError(
-        "the denoiser was closed",
+        "the component was closed",
         expected="a bundle that is open",
         got="a call after close() or after its `with` block",
         remedy="load the bundle again",

@@ -1,0 +1,342 @@
+"""The other models of a diffusers pipeline: text encoders, and the two halves of the VAE, found out by watching it use them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from trtconvert.bundle import DiffusersRecord
+from trtconvert.errors import UserError
+from trtconvert.models.base import InputSpec, ModelComponent
+from trtconvert.models.pipelines import Observed, PipelineCaller, observe_sizes, plain_config, replaced
+from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
+from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
+
+DECODER, ENCODER = "vae_decoder", "vae_encoder"
+
+_SIZE_ONLY = {"shape", "ndim", "dtype", "device", "dim", "size", "numel", "is_floating_point", "requires_grad"}
+"""Attributes and methods of a tensor that do not look into it."""
+
+_SMALL = 1024
+"""Elements up to which a tensor among a model's attributes is a setting, like LTX's latents_mean, and travels in the manifest."""
+
+
+@dataclass(frozen=True)
+class PipelineComponents:
+    """The models beside the denoiser, see `DiffusionModel.components`.
+
+    Args:
+        caller: calls the pipeline; ranges: of the sizes that may vary.
+        record, timestep_input, prediction: of the denoiser, see `DiffusersDenoiser`, and the shape of what it gives.
+    """
+
+    caller: PipelineCaller
+    ranges: Mapping[str, tuple[int, int, int]]
+    record: DiffusersRecord
+    timestep_input: str
+    prediction: tuple[int | str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What can be converted: text encoders, in the pipeline's order, and the VAE's halves."""
+        parts = self.caller.pipe.components.items()
+        text = (name for name, part in parts if name.startswith("text_encoder") and isinstance(part, nn.Module))
+        vae = isinstance(getattr(self.caller.pipe, "vae", None), nn.Module)
+        return (*text, *((DECODER, ENCODER) if vae else ()))
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Those of them that turn prompts into images."""
+        return tuple(name for name in self.names if name != ENCODER)
+
+    def __call__(self, name: str) -> ModelComponent:
+        """
+        Raises:
+            UserError: there is no such component, or an engine cannot take it.
+        """
+        if name not in self.names:
+            raise UserError(
+                f"{type(self.caller.pipe).__name__} has no component '{name}'",
+                expected=", ".join(self.names) or "none: the pipeline was saved with its denoiser alone",
+                got=name,
+                remedy="correct components in the recipe, or save the pipeline with it",
+            )
+        if name == DECODER:
+            return self._component(name, self.caller.pipe.vae, "decode", observe_sizes(self._decoded, self.ranges))
+        if name == ENCODER:
+            return self._component(name, self.caller.pipe.vae, "encode", self._encoded())
+        model = getattr(self.caller.pipe, name)
+        batch = {"batch": self.ranges["batch"]}
+        return self._component(name, model, "forward", observe_sizes(lambda sizes: self._text(model, sizes), batch))
+
+    def _component(
+        self, name: str, model: nn.Module, method: Literal["forward", "decode", "encode"], inputs: Observed
+    ) -> ModelComponent:
+        flat = FlatComponent(model, method, inputs.structure).eval().requires_grad_(False)
+        output, per_call = _outputs(flat, inputs)
+        used = self._used(model) if method == "forward" else None
+        results, kept = _results(name, per_call, inputs, used)
+        flat.kept = tuple(kept)
+        return ModelComponent(
+            name=name,
+            title=f"{type(model).__name__} of {type(self.caller.pipe).__name__}",
+            module=flat,
+            inputs=tuple(
+                InputSpec(key, "float32" if x.is_floating_point() else "int64", inputs.shapes[key])
+                for key, x in inputs.example.items()
+            ),
+            outputs=tuple(InputSpec(key, "float32", shape) for key, shape in kept.items()),
+            dims=inputs.dims,
+            example=inputs.example,
+            high_precision=method != "forward",
+            overflows=bool(getattr(model.config, "force_upcast", False)),
+            diffusers=DiffusersRecord(
+                pipeline=type(self.caller.pipe).__name__,
+                component=name if method == "forward" else "vae",
+                model=type(model).__name__,
+                config=plain_config(_config(model)),
+                method=method,
+                output=f"{type(output).__module__}:{type(output).__qualname__}",
+                parameters=parameters_of(getattr(model, method)),
+                arguments=inputs.structure,
+                results=results,
+                attributes=_attributes(model),
+            ),
+        )
+
+    def _text(self, model: nn.Module, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        arguments = self.caller.first_call(range(sizes["batch"]), self._opt_but(sizes) | dict(sizes), model)
+        return take_apart(_without(arguments))
+
+    def _decoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        with self._denoising_with_nothing():
+            arguments = self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, "decode")
+        return take_apart(_without(arguments))
+
+    def _encoded(self) -> Observed:
+        """Images of the sizes that the decoder gives."""
+        name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
+
+        def observe(sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+            structure, latents = self._decoded(sizes)
+            decoded = _tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))["sample"]
+            images = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+            return take_apart({name: images})
+
+        return observe_sizes(observe, self.ranges)
+
+    def _opt_but(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {name: opt for name, (_, opt, _) in self.ranges.items() if name not in sizes}
+
+    @contextmanager
+    def _denoising_with_nothing(self) -> Iterator[None]:
+        """A denoiser that costs nothing: the latents that are decoded are what the noise becomes without one."""
+
+        def nothing(**named: Tensor) -> Tensor:
+            first = next(x for name, x in named.items() if name != self.timestep_input)
+            sizes = zip(self.prediction, first.shape, strict=True)
+            return torch.zeros([size if isinstance(size, int) else given for size, given in sizes])
+
+        cpu = torch.device("cpu")
+        denoiser = DiffusersDenoiser(nothing, self.record, self.timestep_input, dtype=torch.float32, device=cpu)
+        with self.caller.denoising_with(denoiser):
+            yield
+
+    def _used(self, model: nn.Module) -> set[str]:
+        """The tensors in a text encoder's results that the pipeline looks into on its way to the denoiser."""
+        watch, forward = _Watch(), model.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with watch.paused():
+                output = forward(*args, **kwargs)
+            watch.add(_tensors(output))
+            return output
+
+        sizes = self._opt_but({})
+        with replaced(model, "forward", watched), watch:
+            arguments = self.caller.first_call(range(sizes["batch"]), sizes)
+        watch.look(arguments)
+        return watch.used
+
+
+class FlatComponent(nn.Module):
+    """A model's method with named tensors for its arguments.
+
+    The model is its one submodule, so that weights are called as in the model, after "model.".
+
+    Args:
+        model, method: what is called; structure: of the arguments.
+
+    Attributes:
+        kept: names of the tensors in the results that are outputs, in order.
+    """
+
+    def __init__(self, model: nn.Module, method: str, structure: Structure) -> None:
+        super().__init__()
+        self.model, self.method, self.structure = model, method, structure
+        self.kept: tuple[str, ...] = ()
+
+    def call(self, named: Mapping[str, Tensor]) -> Any:
+        """What the method returns."""
+        return getattr(self.model, self.method)(**put_together(self.structure, named), return_dict=True)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the structure, in order → the outputs."""
+        names = [name for name, _ in _leaves(self.structure)]
+        results = _tensors(self.call(dict(zip(names, inputs, strict=True))))
+        return tuple(results[name] for name in self.kept)
+
+
+class _Watch(TorchFunctionMode):
+    """Which of some tensors are looked into while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+        self._names: dict[int, tuple[str, Tensor]] = {}
+        self._paused = False
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Watch these as well; a tensor may have several names."""
+        for name, x in tensors.items():
+            self._names.setdefault(id(x), (name, x))  # kept, so that no other tensor takes its place
+
+    def look(self, values: Any) -> None:
+        """Everything in the values is looked into."""
+        self.used |= {self._names[id(x)][0] for x in tree_leaves(values) if id(x) in self._names}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
+        if not self._paused and getattr(named, "__name__", "") not in _SIZE_ONLY:
+            self.look((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _without(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in PACKING}
+
+
+def _leaves(structure: Structure) -> list[tuple[str, dict[str, Any]]]:
+    """The tensors of a structure, in order: name, node."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def visit(node: dict[str, Any]) -> None:
+        if "tensor" in node:
+            found.append((node["tensor"], node))
+        for child in node.get("list", ()) if "list" in node else node.get("dict", {}).values():
+            visit(child)
+
+    for node in structure.values():
+        visit(node)
+    return found
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    """What a result holds, by field: tensors and collections of them. Caches and other objects are left out."""
+    if hasattr(output, "latent_dist"):
+        return {"latent_dist": output.latent_dist.parameters}
+    plain = (Tensor, tuple, list)
+    return {name: value for name, value in output.items() if isinstance(value, plain)}
+
+
+def _tensors(output: Any) -> dict[str, Tensor]:
+    return take_apart(_fields(output))[1]
+
+
+def _faked(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
+    """What the method returns, with the tensors' shapes alone. Nothing is computed."""
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return flat.call({name: mode.from_tensor(x) for name, x in tensors.items()})
+
+
+def _outputs(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
+    """A result, and the fields of the results of all calls that were watched, with their shapes alone.
+
+    Raises:
+        UserError: the method returns something without named tensors.
+    """
+    outputs = [_faked(flat, tensors) for tensors in inputs.calls]
+    if not (isinstance(outputs[0], Mapping) and (hasattr(outputs[0], "latent_dist") or _tensors(outputs[0]))):
+        raise UserError(
+            f"what {type(flat.model).__name__}.{flat.method} returns cannot be used",
+            expected="an output class of transformers or diffusers with tensors in it, or a Gaussian of latents",
+            got=type(outputs[0]).__name__,
+            remedy="take the component out of the recipe: the pipeline's own then does its work",
+        )
+    return outputs[0], [_fields(output) for output in outputs]
+
+
+def _results(
+    name: str, per_call: Sequence[Mapping[str, Any]], inputs: Observed, used: set[str] | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int | str, ...]]]:
+    """The structure of the results, and the symbolic shape of each tensor in them that is an output.
+
+    Args:
+        per_call: fields of the results of each call; used: names of the tensors that matter, None for all.
+    Raises:
+        UserError: a size of the results does not follow from those of the inputs, or nothing in them matters.
+    """
+    structure, _ = take_apart(per_call[0])
+    tensors = [take_apart(fields)[1] for fields in per_call]
+    kept: dict[str, tuple[int | str, ...]] = {}
+    for key, node in _leaves(structure):
+        dims = [inputs.dimension(sizes) for sizes in zip(*(t[key].shape for t in tensors), strict=True)]
+        if None in dims:
+            raise UserError(
+                f"the sizes of '{key}', which {name} gives, do not follow from those of its inputs",
+                expected="each a constant, or a multiple of one size and a constant",
+                got=", ".join(str(list(t[key].shape)) for t in tensors),
+                remedy="give model.options one size instead of a range",
+            )
+        shape = tuple(dim for dim in dims if dim is not None)
+        if used is None or key in used:
+            kept[key] = shape
+        else:
+            node.clear()
+            node["unused"] = list(shape)
+    if not kept:
+        raise UserError(
+            f"the pipeline does not look into what {name} gives",
+            expected="a model that it denoises with or decodes with",
+            got="none of " + ", ".join(tensors[0]),
+            remedy=f"take {name} out of the recipe",
+        )
+    return structure, kept
+
+
+def _config(model: nn.Module) -> Mapping[str, Any]:
+    config: Any = model.config
+    return config if isinstance(config, Mapping) else config.to_dict()
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """Numbers, lists of them and small tensors that the model's own class sets, which pipelines may read off it."""
+    found: dict[str, Any] = {}
+    buffers = dict(model.named_buffers(recurse=False))
+    for name, value in {**vars(model), **buffers}.items():
+        if name.startswith("_") or name in ("training", "name_or_path"):
+            continue
+        if isinstance(value, Tensor) and value.numel() <= _SMALL and value.is_floating_point():
+            found[name] = {"tensor": value.tolist()}
+        elif isinstance(value, (bool, int, float, str)):
+            found[name] = {"value": value}
+        elif isinstance(value, (list, tuple)) and all(isinstance(x, (bool, int, float)) for x in value):
+            found[name] = {"value": list(value)}
+    return found

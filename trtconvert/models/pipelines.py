@@ -1,0 +1,408 @@
+"""Pipelines of diffusers: loading one, calling it, and finding out what it passes to its models.
+
+No pipeline is known by name. It runs up to its first call of a model, once for each size that may vary; what it passes gives the
+inputs, and what changes with a size gives the symbolic dimensions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
+from trtconvert.runtime.diffusers import DiffusersDenoiser
+
+COMPONENTS = ("transformer", "unet")
+"""Where pipelines keep what denoises."""
+
+BATCH = [1, 2, 8]
+"""Images per call of a pipeline, (min, opt, max), unless the recipe says otherwise."""
+
+PROMPTS = (
+    "a photograph of a mountain lake at sunrise",
+    "a watercolour painting of an old harbour town",
+    "a close-up portrait of an elderly man, studio light",
+    "an isometric drawing of a small workshop full of tools",
+    "a red bicycle leaning against a white wall",
+    "two dogs running along a beach, motion blur",
+    "a bowl of fruit on a wooden table, oil painting",
+    "a city street at night after rain, neon signs",
+)
+
+_TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
+"""What models call the width of prompt embeddings in their configuration; the first that is there is it."""
+
+_TEXT_COMPONENTS = ("text_encoder", "tokenizer")
+"""What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
+
+Sizes = int | list[int] | None
+"""A fixed size, [min, opt, max], or the pipeline's own default."""
+
+
+def load_pipeline(folder: Path) -> Any:
+    """A pipeline that `save_pretrained` wrote, in FP32, with or without its text encoders. Nothing is downloaded.
+
+    Raises:
+        UserError: no pipeline, or a damaged one.
+        BackendUnavailable: diffusers is not installed.
+    """
+    try:
+        import diffusers
+        from diffusers.utils import logging
+    except ImportError as error:
+        raise BackendUnavailable(
+            "diffusers is not installed",
+            expected="the library that reads model.weights",
+            got=str(error),
+            remedy="pip install 'trtconvert[diffusers]'",
+        ) from error
+    if not (folder / "model_index.json").is_file():
+        raise UserError(
+            f"{folder} holds no diffusers pipeline",
+            expected="a folder with model_index.json, as `pipeline.save_pretrained(folder)` writes it",
+            got="a single component" if (folder / "config.json").is_file() else "no such file",
+            remedy="save the whole pipeline; its text encoders and its VAE may be None",
+        )
+    logging.disable_progress_bar()  # this program shows its own
+    try:
+        # `save_pretrained` leaves out what is None, and loading wants to be told.
+        index = json.loads((folder / "model_index.json").read_text())
+        pipeline = getattr(diffusers, index["_class_name"])
+        parameters = inspect.signature(pipeline.__init__).parameters
+        absent = {
+            name: None
+            for name in parameters
+            if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
+        }
+        loaded = pipeline.from_pretrained(folder, local_files_only=True, **absent)
+        for part in loaded.components.values():
+            if isinstance(part, nn.Module) and part.dtype != torch.float32:
+                part.to(torch.float32)
+        return loaded
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"the pipeline in {folder} cannot be loaded",
+            expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",
+            got=str(error).strip().splitlines()[0],
+            remedy="save the pipeline again, or install the diffusers that wrote it",
+        ) from error
+    finally:
+        logging.enable_progress_bar()
+
+
+def size_range(name: str, size: int | list[int]) -> tuple[int, int, int]:
+    """(min, opt, max) of a size in the recipe's model.options.
+
+    Raises:
+        UserError: it is none.
+    """
+    values = [size] * 3 if isinstance(size, int) else list(size)
+    if len(values) != 3 or not all(isinstance(n, int) and n > 0 for n in values) or values != sorted(values):
+        raise UserError(
+            f"model.options.{name} is no size",
+            expected="a whole number, or [min, opt, max]",
+            got=str(size),
+            remedy="correct it in the recipe",
+        )
+    low, opt, high = values
+    return low, opt, high
+
+
+def refuse_unknown(caller: PipelineCaller, ranges: Mapping[str, tuple[int, int, int]]) -> None:
+    """
+    Raises:
+        UserError: the pipeline does not take one of the sizes.
+    """
+    for name, parameter in (("height", "height"), ("width", "width"), ("frames", "num_frames")):
+        if name in ranges and parameter not in caller.parameters:
+            raise UserError(
+                f"{type(caller.pipe).__name__} takes no {name}",
+                expected="options among " + ", ".join(sorted(caller.parameters)),
+                got=name,
+                remedy=f"remove model.options.{name}",
+            )
+
+
+@dataclass
+class PipelineCaller:
+    """Calls the pipeline.
+
+    Attributes:
+        component: the denoiser's name in it.
+        tokens, prompts, arguments: see `diffusers_model`.
+    """
+
+    pipe: Any
+    component: str
+    tokens: int
+    prompts: tuple[str, ...]
+    arguments: dict[str, Any]
+    parameters: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = frozenset(inspect.signature(self.pipe.__call__).parameters)
+        self.pipe.set_progress_bar_config(disable=True)
+        for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
+            if getattr(self.pipe, filtering, None) is not None:
+                setattr(self.pipe, filtering, None)
+
+    @property
+    def has_text_encoder(self) -> bool:
+        return getattr(self.pipe, "text_encoder", None) is not None
+
+    def __call__(
+        self,
+        seeds: Sequence[int],
+        steps: int,
+        sizes: Mapping[str, int],
+        captions: Sequence[str] | None = None,
+    ) -> Tensor:
+        """Run the pipeline for these seeds; a sample depends on its own seed alone.
+
+        Args:
+            sizes: height, width and frames where they are not the pipeline's own.
+            captions: one per seed, instead of the prompts.
+        Returns:
+            What the pipeline gives: images in [0, 1], or latents where it has no decoder.
+        """
+        named = {"height": "height", "width": "width", "frames": "num_frames"}
+        arguments: dict[str, Any] = {named[name]: size for name, size in sizes.items() if name in named}
+        if self.has_text_encoder:
+            arguments["prompt"] = list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])
+        else:
+            arguments |= self._embeddings(seeds)
+        output = self.pipe(
+            **arguments,
+            num_inference_steps=steps,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            output_type="pt" if getattr(self.pipe, "vae", None) is not None else "latent",
+            **self.arguments,
+        )
+        return output[0]
+
+    def _embeddings(self, seeds: Sequence[int]) -> dict[str, Tensor | None]:
+        """Prompt embeddings of N(0, 1), seeded by the sample, and zeros for no prompt, for a pipeline without text encoders."""
+        config = getattr(self.pipe, self.component).config
+        width = next((config[name] for name in _TEXT_WIDTHS if isinstance(config.get(name), int)), None)
+        if width is None:
+            raise UserError(
+                f"{type(self.pipe).__name__} has no text encoder, and its denoiser does not say how wide embeddings are",
+                expected="one of " + ", ".join(_TEXT_WIDTHS) + " in the denoiser's configuration",
+                got="none",
+                remedy="save the pipeline with its text encoder",
+            )
+        pooled = config.get("pooled_projection_dim")
+        if config.get("addition_embed_type") == "text_time":  # SDXL: beside the text there are six numbers
+            pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        shapes = {"prompt_embeds": (self.tokens, width), "pooled_prompt_embeds": (pooled,)}
+        made: dict[str, Tensor | None] = {}
+        for name, shape in shapes.items():
+            if name in self.parameters:
+                # The odd number keeps them apart from the latents, which the seed itself draws.
+                drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed ^ 0x5EED)) for seed in seeds]
+                made[name] = embeddings = torch.stack(drawn)
+                if f"negative_{name}" in self.parameters:
+                    made[f"negative_{name}"] = torch.zeros_like(embeddings)
+        if "negative_prompt" in self.parameters:
+            made["negative_prompt"] = None  # some pipelines have a default, and take one of the two
+        for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
+            if name in self.parameters:
+                made[name] = torch.ones(len(seeds), self.tokens, dtype=torch.int64)
+        return {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
+
+    def first_call(
+        self, seeds: Sequence[int], sizes: Mapping[str, int], model: nn.Module | None = None, method: str = "forward"
+    ) -> dict[str, Any]:
+        """The arguments of the pipeline's first call of a model, by parameter; the pipeline ends there.
+
+        Args:
+            model: one of the pipeline's, its denoiser by default; method: of it.
+        """
+        model = model or getattr(self.pipe, self.component)
+        assert isinstance(model, nn.Module)
+        signature = inspect.signature(getattr(model, method))
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            raise Called(flat_arguments(signature.bind(*args, **kwargs)))
+
+        with replaced(model, method, stop):
+            arguments = self.until_called(seeds, sizes)
+        arguments.pop("return_dict", None)
+        return arguments
+
+    def denoiser_arguments(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        """What the pipeline passes to its denoiser at first: the structure, and the tensors in it."""
+        arguments = self.first_call(range(sizes["batch"]), sizes)
+        if isinstance(arguments.get("timestep"), (int, float)):
+            arguments["timestep"] = torch.tensor(arguments["timestep"])
+        return take_apart(arguments)
+
+    def until_called(
+        self, seeds: Sequence[int], sizes: Mapping[str, int], captions: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Run the pipeline until one of its models raises `Called`, and give what that brings.
+
+        Raises:
+            UserError: the pipeline refuses its arguments, or does not call that model.
+        """
+        try:
+            with torch.no_grad():
+                self(seeds, 2, sizes, captions)
+        except Called as called:
+            return called.arguments
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{type(self.pipe).__name__} cannot be called",
+                expected="sizes and arguments that the pipeline takes",
+                got=str(error).splitlines()[0],
+                remedy="correct model.options in the recipe; `call` there holds further arguments of the pipeline",
+            ) from error
+        raise UserError(
+            f"{type(self.pipe).__name__} does not call the model that is converted",
+            expected="a pipeline that denoises with its model, and uses the components that the recipe names",
+            got="a run without a call",
+            remedy="convert another pipeline, or take the component out of the recipe",
+        )
+
+    @contextmanager
+    def denoising_with(self, denoiser: DiffusersDenoiser) -> Iterator[None]:
+        """Another denoiser in the pipeline, and the pipeline on its device."""
+        own = getattr(self.pipe, self.component)
+        setattr(self.pipe, self.component, denoiser)
+        try:
+            for part in self.pipe.components.values():
+                if isinstance(part, nn.Module) and part is not denoiser:
+                    part.to(denoiser.device)
+            yield
+        finally:
+            setattr(self.pipe, self.component, own)
+
+
+class Called(Exception):
+    """The pipeline has come to the model that is looked for."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@contextmanager
+def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Another method in the place of a model's own."""
+    setattr(model, method, by)
+    try:
+        yield
+    finally:
+        delattr(model, method)
+
+
+Observe = Callable[[Mapping[str, int]], tuple[dict[str, dict[str, Any]], dict[str, Tensor]]]
+"""Sizes to what a pipeline then passes to a model: the structure of the arguments, and the tensors in them."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a pipeline passes to a model.
+
+    Attributes:
+        structure: of the arguments, see `trtconvert.runtime.arguments`.
+        shapes: of each tensor, sizes and symbolic dimensions.
+        dims: symbolic dimension: (min, opt, max).
+        calls: the tensors of each call that was watched; the first is at the opt sizes.
+        symbols: symbolic dimension: its size in each of the calls.
+    """
+
+    structure: dict[str, dict[str, Any]]
+    shapes: dict[str, tuple[int | str, ...]]
+    dims: dict[str, tuple[int, int, int]]
+    calls: tuple[dict[str, Tensor], ...]
+    symbols: dict[str, tuple[int, ...]]
+
+    @property
+    def example(self) -> dict[str, Tensor]:
+        """The tensors of a call at the opt sizes."""
+        return self.calls[0]
+
+    def dimension(self, sizes: Sequence[int]) -> int | str | None:
+        """What a dimension with these sizes in the calls is: a constant, a symbol, or a line through one; None where neither."""
+        if len(set(sizes)) == 1:
+            return sizes[0]
+        for name, of in self.symbols.items():
+            if tuple(sizes) == of:
+                return name
+        for name, of in self.symbols.items():
+            other = next((i for i, size in enumerate(of) if size != of[0]), None)
+            if other is None:
+                continue
+            factor = (sizes[other] - sizes[0]) // (of[other] - of[0])
+            offset = sizes[0] - factor * of[0]
+            if factor > 0 and all(size == factor * x + offset for size, x in zip(sizes, of, strict=True)):
+                return f"{factor}*{name}" + (f"{offset:+d}" if offset else "")
+        return None
+
+
+def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) -> Observed:
+    """Find a model's inputs and their symbolic dimensions, from calls of different sizes.
+
+    A dimension that follows one size is named after it, one that follows several is called "tokens".
+
+    Raises:
+        UserError: the pipeline passes a number that follows a size, so that an engine for a range cannot be.
+    """
+    opt = {name: middle for name, (_, middle, _) in ranges.items()}
+    structure, example = observe(opt)
+    changed: dict[str, dict[str, Tensor]] = {}
+    for name, (low, middle, high) in ranges.items():
+        if low < high or name == "batch":
+            other = middle + 1 if low == high else low if low < middle else high
+            found, changed[name] = observe(opt | {name: other})
+            _refuse_numbers(name, structure, found)
+    corners = [observe({name: size[index] for name, size in ranges.items()})[1] for index in (0, 2)]
+    calls = (example, *changed.values(), *corners)
+    dims: dict[str, tuple[int, int, int]] = {}
+    symbols: dict[str, tuple[int, ...]] = {}
+
+    def symbol(name: str, axis: int) -> int | str:
+        sizes = tuple(tensors[name].shape[axis] for tensors in calls)
+        follows = [which for which, other in zip(changed, sizes[1:], strict=False) if other != sizes[0]]
+        if not follows:
+            return sizes[0]
+        if (known := next((other for other, of in symbols.items() if of == sizes), None)) is not None:
+            return known
+        stem = follows[0] if len(follows) == 1 else "tokens"
+        number = sum(other.partition("_")[0] == stem for other in dims)
+        title = f"{stem}_{number + 1}" if number else stem
+        symbols[title] = sizes
+        *_, low, high = sizes
+        # A pipeline with guidance calls with twice as many; the same engine serves it without.
+        dims[title] = (ranges["batch"][0] if stem == "batch" else low, sizes[0], high)
+        return title
+
+    shapes = {name: tuple(symbol(name, axis) for axis in range(x.dim())) for name, x in example.items()}
+    return Observed(structure, shapes, dims, calls, symbols)
+
+
+def _refuse_numbers(size: str, structure: Structure, other: Structure) -> None:
+    for name, node in structure.items():
+        if node != other.get(name):
+            raise UserError(
+                f"the pipeline tells its model '{name}' as a number, which an engine takes in as it is",
+                expected=f"one {size}",
+                got=f"a range of {size}",
+                remedy=f"give model.options.{size} as one number, and build a bundle for each",
+            )
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as JSON has it, without where it was loaded from."""
+    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "_use_default_values")}
+    return json.loads(json.dumps(kept, default=str))

@@ -1,0 +1,90 @@
+"""A whole diffusers pipeline on a bundle's components: its models are engines, and the rest of it lies in the bundle."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trtconvert.errors import BackendUnavailable, UserError
+
+INDEX = "model_index.json"
+_LIBRARIES = ("diffusers", "transformers")
+
+
+def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
+    """The pipeline of a `save_pretrained` folder whose weights are elsewhere.
+
+    Safety checkers are left out: give one as a part to have it.
+
+    Args:
+        folder: with the index, and a folder for each tokenizer, scheduler and processor.
+        parts: models, and whatever else should not come from the folder, by the pipeline's names.
+    Raises:
+        UserError: the pipeline needs a model that is not among the parts, or a file of the folder cannot be read.
+        BackendUnavailable: the installed diffusers has no such pipeline, or lacks a class of it.
+    """
+    index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    title = str(index["_class_name"])
+    kind = _class("diffusers", title)
+    parameters = inspect.signature(kind.__init__).parameters
+    given: dict[str, Any] = {}
+    missing: list[str] = []
+    for name in parameters:
+        entry = index.get(name)
+        if name in parts:
+            given[name] = parts[name]
+        elif not isinstance(entry, list):  # a setting, or something newer than the pipeline that was saved
+            given |= {name: entry} if name in index else {}
+        elif None in entry or name in kind._optional_components:
+            given[name] = _loaded(folder / name, entry) if (folder / name).is_dir() else None
+        elif (folder / name).is_dir():
+            given[name] = _loaded(folder / name, entry)
+        else:
+            missing.append(name)
+    if missing:
+        raise UserError(
+            f"the bundle has no {', '.join(missing)} for {title}",
+            expected="each model of the pipeline among the bundle's components",
+            got=", ".join(sorted(parts)),
+            remedy="add them to components in the recipe, or pass them: " + ", ".join(f"{name}=…" for name in missing),
+        )
+    if given.get("safety_checker") is None and "requires_safety_checker" in parameters:
+        given["requires_safety_checker"] = False
+    return kind(**given)
+
+
+def _loaded(folder: Path, entry: list[str]) -> Any:
+    """A tokenizer, scheduler or processor. Nothing is downloaded."""
+    kind = _class(*entry)
+    try:
+        return kind.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the {entry[1]} in {folder} cannot be read",
+            expected="the files that `save_pretrained` wrote",
+            got=str(error).strip().splitlines()[0],
+            remedy="copy the bundle again, or install the versions that its manifest has under versions",
+        ) from error
+
+
+def _class(library: str, name: str) -> Any:
+    """A class of diffusers or transformers: a bundle must not choose what is imported.
+
+    Raises:
+        BackendUnavailable: there is no such class here.
+    """
+    try:
+        if library not in _LIBRARIES:
+            raise ImportError(f"{library} is not one of {', '.join(_LIBRARIES)}")
+        return getattr(importlib.import_module(library), name)
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"the pipeline's {name} cannot be imported",
+            expected=f"{name} of {library}",
+            got=str(error),
+            remedy="pip install 'trtconvert[diffusers]', in the versions that the bundle's manifest has under versions",
+        ) from error
