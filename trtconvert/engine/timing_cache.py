@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trtconvert.cache import default_folder
 from trtconvert.errors import UserError
-from trtconvert.files import whole_file
+from trtconvert.files import one_at_a_time, whole_file
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -40,7 +38,7 @@ def store_timings(config: Any, path: Path, notice: Callable[[str], None]) -> Non
     """
     cache = config.get_timing_cache()
     try:
-        with _alone(path):
+        with one_at_a_time(path):
             if stored := _read(path, notice):
                 # False where the stored one belongs to another GPU: it is replaced.
                 cache.combine(config.create_timing_cache(stored), False)
@@ -65,12 +63,3 @@ def _read(path: Path, notice: Callable[[str], None]) -> bytes:
         notice(f"the timing cache {path} is damaged: it is dropped, and this build takes longer")
         return b""
     return cache
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other process writes the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
