@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention import kernel
+from trtconvert.attention.device_time import device_microseconds
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.calib.cost import AttentionShape
@@ -27,14 +27,10 @@ SHAPES = tuple(
 INPUTS = 3
 """Sets of inputs that take turns, so that no call finds its own in the cache."""
 
-REPEATS = 20
-
 
 def measure_kernels(shapes: Sequence[AttentionShape] = SHAPES, done: Callable[[], None] = lambda: None) -> str:
-    """Times of every mode as JSON text, see `KernelCost.load`. FP16, quantisation inside, dynamic scales.
-
-    A CUDA graph of one call per set of inputs is replayed, so that the host's time is not in the figures; the median over
-    `REPEATS` replays is taken.
+    """Times of every mode as JSON text, see `KernelCost.load`. FP16, quantisation inside, dynamic scales; see
+    `device_microseconds`.
 
     Args:
         done: called after each shape and mode.
@@ -51,7 +47,8 @@ def measure_kernels(shapes: Sequence[AttentionShape] = SHAPES, done: Callable[[]
     rows = []
     for shape in shapes:
         for mode in Mode:
-            rows.append({"mode": int(mode), "shape": list(vars(shape).values()), "seconds": _seconds(shape, mode)})
+            seconds = device_microseconds([_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
+            rows.append({"mode": int(mode), "shape": list(vars(shape).values()), "seconds": round(seconds, 9)})
             done()
     table = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
@@ -61,27 +58,6 @@ def measure_kernels(shapes: Sequence[AttentionShape] = SHAPES, done: Callable[[]
 def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
     """Measure the usual shapes, and write the table."""
     path.write_text(measure_kernels(done=done))
-
-
-def _seconds(shape: AttentionShape, mode: Mode) -> float:
-    calls = [_call(shape, mode, seed) for seed in range(INPUTS)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:  # a first call outside of the graph loads the kernel
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    graph.replay()
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return round(statistics.median(start.elapsed_time(end) for start, end in events) / INPUTS * 1e-3, 9)
 
 
 def _call(shape: AttentionShape, mode: Mode, seed: int) -> Callable[[], Tensor]:

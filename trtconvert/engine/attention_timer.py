@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -12,6 +11,7 @@ import torch
 from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
+from trtconvert.attention.device_time import device_microseconds
 from trtconvert.attention.modes import Mode
 from trtconvert.engine.attention_choice import AttentionCase, CaseTimes, one_node_model, timestep_of
 from trtconvert.engine.builder import make_log
@@ -21,15 +21,10 @@ from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 
 ROTATION = 4
 """Sets of inputs that take turns, so that none is read twice in a row."""
-REPLAYS = 15
-WARM_UP_SECONDS = 0.1
-"""A GPU that rests runs at a fraction of its clock, and needs some tens of milliseconds to reach it."""
 
 
 class AttentionTimer:
     """Times cases with TensorRT's own attention and with the plugin.
-
-    Calls of an engine are captured in a CUDA graph, so that the time is the device's, not that of the host's launches.
 
     Args:
         trt: the bindings' module; build: a plan from a lowered model; notice: told of what TensorRT cannot build itself.
@@ -116,26 +111,8 @@ class _Runner:
         self._out = torch.empty(shape, dtype=kinds[engine.get_tensor_dtype("out")], device="cuda")
 
     def microseconds(self, feeds: Sequence[Mapping[str, Tensor]]) -> float:
-        """Median device time of one call, over calls that take the feeds in turn."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._enqueue(feeds[0])  # before a capture, TensorRT wants one call in these shapes
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for feed in feeds:
-                self._enqueue(feed)
-        started = time.perf_counter()
-        while time.perf_counter() - started < WARM_UP_SECONDS:
-            graph.replay()
-            torch.cuda.synchronize()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
-        for start, end in events:
-            start.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events) * 1000 / len(feeds)
+        """Median device time of one call in µs, over calls that take the feeds in turn."""
+        return device_microseconds([partial(self._enqueue, feed) for feed in feeds])
 
     def _enqueue(self, feed: Mapping[str, Tensor]) -> None:
         for name in self._names - {"out"}:  # an engine without the plugin reads no timestep
