@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
-from trtconvert.calib.recorded import open_inputs, read_inputs, whole
+from trtconvert.calib.recorded import is_shared, open_inputs, read_inputs, whole
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 from trtconvert.models.base import Denoiser, DiffusionModel
@@ -117,8 +117,9 @@ def _recorded(
 ) -> list[Drive]:
     path = Path(section.data)
     inputs = open_inputs(model, path)
-    for name, reader in inputs.items():
-        _refuse_too_few(f"'{name}' in {path}", reader.shape[0], section.samples)
+    for spec in model.inputs:
+        if not is_shared(model, spec):
+            _refuse_too_few(f"'{spec.name}' in {path}", inputs[spec.name].shape[0], section.samples)
 
     def replay(piece: range, denoiser: Denoiser) -> None:
         batch, errors = read_inputs(model, path, inputs, piece)
@@ -180,7 +181,8 @@ def _yielded(model: DiffusionModel, name: str, samples: int) -> Iterator[Drive]:
             raise _function_failed(name, error) from error
         if inputs is None:
             _refuse_too_few(name, samples - left, samples)
-        batch = {key: x[:left] for key, x in _checked_inputs(model, name, inputs).items()}
+        checked = _checked_inputs(model, name, inputs)
+        batch = {s.name: checked[s.name] if is_shared(model, s) else checked[s.name][:left] for s in model.inputs}
         left -= len(batch[model.inputs[0].name])
         yield lambda denoiser, batch=batch: _run(model, batch, denoiser, f"a batch of {name}")
 

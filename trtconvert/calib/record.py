@@ -6,6 +6,7 @@ A recording serves as `calibration.data`, and modulation of activations between 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from trtconvert.calib.data import BadSamples, batches_of, open_data
 from trtconvert.calib.identity import Kind, data_kind
+from trtconvert.calib.recorded import is_shared
 from trtconvert.errors import UserError
 from trtconvert.models.base import DiffusionModel
 from trtconvert.progress import Bar
@@ -33,24 +35,35 @@ class RowWriter:
 
     Args:
         file: to write to from its start.
-        rows: of every tensor.
+        rows: of every tensor but the whole ones.
         like: a row of each tensor, for its shape and type.
+        whole: tensors that have no rows, written at once.
         metadata: goes into the header.
     """
 
-    def __init__(self, file: IO[bytes], rows: int, like: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        file: IO[bytes],
+        rows: int,
+        like: Mapping[str, Tensor],
+        whole: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+    ) -> None:
         self._file, self._start, self._row_bytes = file, {}, {}
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         end = 0
-        for name, row in like.items():
-            start, end = end, end + rows * row.nbytes
+        shapes = {name: (row, [rows, *row.shape]) for name, row in like.items()}
+        for name, (row, shape) in (shapes | {name: (x, list(x.shape)) for name, x in whole.items()}).items():
+            start, end = end, end + math.prod(shape) * row.element_size()
             self._start[name], self._row_bytes[name] = start, row.nbytes
-            header[name] = {"dtype": _DTYPES[row.dtype], "shape": [rows, *row.shape], "data_offsets": [start, end]}
+            header[name] = {"dtype": _DTYPES[row.dtype], "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the format asks
         file.write(len(text).to_bytes(8, "little") + text)
         self._data = file.tell()
         file.truncate(self._data + end)
+        for name, x in whole.items():
+            self.write(name, 0, x)
 
     def write(self, name: str, row: int, value: Tensor) -> None:
         """One row of one tensor."""
@@ -59,67 +72,111 @@ class RowWriter:
 
 
 class _Recorder:
-    """A denoiser that writes down some of its calls, each with the one before it.
+    """A denoiser that writes down some of its calls, each with the one of the step before it.
+
+    A step is one call, or several at the same timestep: some pipelines call the denoiser once with the prompt and once without.
+    A run is what one sample sees in one of these calls, so each sample has as many runs as it has places in the calls of a step.
 
     Args:
-        picks: [samples, per_run] INT64 calls of a run to record, none of them the first.
+        picks: [samples, per_run] INT64 steps of a run to record, none of them the first.
         file, metadata: see `RowWriter`.
 
     Attributes:
-        runs_per_sample: how often the denoiser sees each sample at once: twice with guidance.
+        runs_per_sample: how often the denoiser sees each sample in a step: twice with guidance.
     """
 
     def __init__(self, model: DiffusionModel, picks: Tensor, file: IO[bytes], metadata: Mapping[str, str]) -> None:
         self._model, self._picks, self._file, self._metadata = model, picks, file, metadata
+        self._shared: dict[str, Tensor] = {}
         self._writer: RowWriter | None = None
         self._first_run = 0
         self.runs_per_sample = 1
 
     def start(self, samples: int) -> None:
         """The next call is the first one for so many further samples."""
-        self._samples, self._calls, self._previous = samples, 0, {}
+        self._samples, self._step = samples, 0
+        self._previous: list[dict[str, Tensor]] = []  # calls of the step before, and of this one
+        self._current: list[dict[str, Tensor]] = []
 
     def finish(self, steps: int) -> None:
         """The samples since `start` are done.
 
         Raises:
-            UserError: the sampler did not call the denoiser once per step.
+            UserError: the sampler did not take so many steps, or not all with the same number of calls.
         """
-        if self._calls != steps:
-            raise UserError(
-                f"the sampler of {self._model.name} cannot be recorded",
-                expected=f"one call of the denoiser per step, {steps} in all",
-                got=str(self._calls),
-                remedy="record with a model whose 'ddim' takes single steps",
-            )
+        if self._current:
+            self._end_step()
+        if self._step != steps:
+            raise self._not_by_steps(f"{self._step} timesteps, where {steps} were asked for")
         self._first_run += self._samples * self.runs_per_sample
 
     def __call__(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
         named = dict(zip((spec.name for spec in self._model.inputs), inputs, strict=False)) | by_name
         runs = len(named[self._model.inputs[0].name])
         timestep = named[self._model.timestep_input].reshape(-1).expand(runs)
-        recorded = named | {self._model.timestep_input: timestep}
+        self._keep_shared(named)
+        by_sample = {name: x for name, x in named.items() if name not in self._shared}
+        recorded = {name: x.clone() for name, x in (by_sample | {self._model.timestep_input: timestep}).items()}
+        call = self._number_in_step(recorded)
         if self._previous:
-            values = recorded | {PREVIOUS + name: x for name, x in self._previous.items()}
+            values = recorded | {PREVIOUS + name: x for name, x in self._previous[call].items()}
             if self._writer is None:
-                self.runs_per_sample = runs // self._samples
+                self.runs_per_sample = len(self._previous) * runs // self._samples
                 rows = self._picks.numel() * self.runs_per_sample
-                self._writer = RowWriter(self._file, rows, {n: x[0] for n, x in values.items()}, self._metadata)
-            numbers = self._first_run + torch.arange(runs)
+                like = {name: x[0] for name, x in values.items()}
+                self._writer = RowWriter(self._file, rows, like, self._shared, self._metadata)
+            numbers = self._first_run + call * runs + torch.arange(runs)
             picks = self._picks[numbers % len(self._picks)]
-            for run, pick in (picks == self._calls).nonzero().tolist():
+            for run, pick in (picks == self._step).nonzero().tolist():
                 for name, x in values.items():
                     self._writer.write(name, int(numbers[run]) * picks.shape[1] + pick, x[run])
-        self._previous = {name: x.clone() for name, x in recorded.items()}
-        self._calls += 1
         return self._model.denoiser(**named)
+
+    def _number_in_step(self, recorded: dict[str, Tensor]) -> int:
+        """Of a call that comes next. A step begins where the timestep changes."""
+        timestep = self._model.timestep_input
+        if self._current and not torch.equal(self._current[0][timestep], recorded[timestep]):
+            self._end_step()
+        self._current.append(recorded)
+        if self._previous and len(self._current) > len(self._previous):
+            raise self._not_by_steps(f"{len(self._previous)}, then {len(self._current)} calls at a timestep")
+        return len(self._current) - 1
+
+    def _end_step(self) -> None:
+        if self._previous and len(self._current) < len(self._previous):
+            raise self._not_by_steps(f"{len(self._previous)}, then {len(self._current)} calls at a timestep")
+        self._previous, self._current, self._step = self._current, [], self._step + 1
+
+    def _keep_shared(self, named: Mapping[str, Tensor]) -> None:
+        """
+        Raises:
+            UserError: an input that belongs to no sample is not what it was before.
+        """
+        for spec in self._model.inputs:
+            if is_shared(self._model, spec):
+                x = named[spec.name]
+                if not torch.equal(self._shared.setdefault(spec.name, x.clone()), x):
+                    raise UserError(
+                        f"the sampler of {self._model.name} cannot be recorded",
+                        expected=f"the same '{spec.name}' in all calls, since it belongs to no sample",
+                        got="another one than in the first call",
+                        remedy="calibrate on denoise, or give the input a dimension of samples",
+                    )
+
+    def _not_by_steps(self, got: str) -> UserError:
+        return UserError(
+            f"the sampler of {self._model.name} cannot be recorded",
+            expected="as many timesteps as calibration.steps, with the same number of the denoiser's calls at each",
+            got=got,
+            remedy="record with a model whose 'ddim' takes single steps",
+        )
 
 
 def record(model: DiffusionModel, section: CalibrationSection, per_run: int, weights: str, path: Path, bar: Bar) -> int:
     """Write the denoiser's inputs at `per_run` steps of each run, one in each of as many equal parts of the run.
 
     The file holds the model's inputs by name, and those of the step before as `prev_` and the name; rows of one run are
-    neighbours, so that any piece of the file spans the schedule.
+    neighbours, so that any piece of the file spans the schedule. Inputs that belong to no sample (positions, say) are in it once.
 
     Args:
         section: its data ("denoise" or prompts), samples, batch, steps and seed decide the runs.

@@ -1,4 +1,5 @@
-"""Recorded denoiser inputs: one array per input, samples first, read a batch at a time.
+"""Recorded denoiser inputs: one array per input, samples first, read a batch at a time. Inputs that belong to no sample, such as
+the positions of tokens, are there once, as they are.
 
 .safetensors and .pt are memory-mapped, and so is .npz unless it is compressed. No pickled code is executed.
 """
@@ -127,6 +128,11 @@ def _pt(path: Path) -> dict[str, RowReader]:
 _OPEN = {".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
 
 
+def is_shared(model: DiffusionModel, spec: InputSpec) -> bool:
+    """Whether an input serves all samples of a call: it has not the dimension of samples, with which the first input begins."""
+    return spec.name != model.timestep_input and spec.shape[:1] != model.inputs[0].shape[:1]
+
+
 def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
     """The model's inputs in a file, their names, shapes and counts checked. Other arrays in it (`prev_x`, …) are left alone.
 
@@ -162,20 +168,21 @@ def _refuse_shape(
 ) -> None:
     """
     Args:
-        sizes: of the symbolic dimensions that other inputs have; takes up those of this one. The first dimension is the
-            samples': a file has as many as it likes.
+        sizes: of the symbolic dimensions that other inputs have; takes up those of this one. Where the first dimension is the
+            samples', a file has as many as it likes.
     Raises:
         UserError: the model does not take such an array.
     """
     fits = len(shape) == len(spec.shape)
-    for wanted, size in zip(spec.shape[1:], shape[1:], strict=False):
+    first = 0 if is_shared(model, spec) else 1
+    for wanted, size in zip(spec.shape[first:], shape[first:], strict=False):
         if isinstance(wanted, int):
             fits &= size == wanted
         else:
             low, _, high = model.dims[wanted]
             fits &= low <= size <= high and sizes.setdefault(wanted, size) == size
     if not fits:
-        dims = [n for n in spec.shape[1:] if isinstance(n, str)]
+        dims = [n for n in spec.shape[first:] if isinstance(n, str)]
         expected = [f"{n} {model.dims[n][0]} to {model.dims[n][2]}" for n in dims]
         raise UserError(
             f"'{spec.name}' in {path} has the wrong shape",
@@ -197,8 +204,14 @@ def read_inputs(
 
     Returns:
         The inputs without damaged samples, and what is wrong with those.
+    Raises:
+        UserError: an input of all samples is damaged.
     """
-    batch = {spec.name: inputs[spec.name].rows(samples.start, samples.stop) for spec in model.inputs}
+    shared = {spec.name for spec in model.inputs if is_shared(model, spec)}
+    batch = {
+        name: reader.rows(*((0, reader.shape[0]) if name in shared else (samples.start, samples.stop)))
+        for name, reader in inputs.items()
+    }
     good = torch.ones(len(samples), dtype=torch.bool)
     errors = []
     for spec in model.inputs:
@@ -206,6 +219,9 @@ def read_inputs(
         if not x.is_floating_point():
             continue
         usable = whole(x) & x.isfinite() if spec.dtype == "int64" else x.isfinite()
+        if name in shared:
+            _refuse_damaged(path, name, x, usable)
+            continue
         finite = usable.flatten(1).all(1) if x.dim() > 1 else usable
         if name == model.timestep_input:
             finite &= (x >= 0) & (x < model.timestep_max)
@@ -221,4 +237,15 @@ def read_inputs(
                 )
             )
         good &= finite
-    return {spec.name: batch[spec.name][good].to(getattr(torch, spec.dtype)) for spec in model.inputs}, errors
+    kept = {name: x if name in shared else x[good] for name, x in batch.items()}
+    return {spec.name: kept[spec.name].to(getattr(torch, spec.dtype)) for spec in model.inputs}, errors
+
+
+def _refuse_damaged(path: Path, name: str, x: Tensor, usable: Tensor) -> None:
+    if not usable.all():
+        raise UserError(
+            f"'{name}' in {path} is damaged",
+            expected="finite numbers, whole ones where the denoiser takes integers",
+            got=f"{int((~usable).sum())} of {x.numel()} are not",
+            remedy="record the inputs again",
+        )
