@@ -77,11 +77,8 @@ def peers() -> dict[str, Attention]:
 def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
     tables = reference.tables_from_data(*inputs, mode)
     timestep = torch.zeros(inputs[0].shape[0], device="cuda")
-    names = ("q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
-    fixed = [getattr(tables, name) for name in names]
     # Without the dispatcher of torch's custom operators, which costs the host more than a short launch takes.
-    options = (None, None, "BHND", None, 1000.0, "dynamic", True)
-    return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, *fixed, *options)
+    return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, tables, scaling="dynamic")
 
 
 def time_calls(calls: list[Callable[[], object]]) -> tuple[float, float]:

@@ -71,9 +71,8 @@ def run(
     poison = torch.full((64 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
     del poison
     return kernel._run_cuda(
-        *qkv, timestep, *(getattr(tables, name) for name in TABLES), tables.modes, mask, key_lengths, layout, None,
-        1000.0, scaling, True, target_arch=80,
-    )  # fmt: skip
+        *qkv, timestep, tables, layout=layout, scaling=scaling, mask=mask, key_lengths=key_lengths, target_arch=80
+    )
 
 
 def check(

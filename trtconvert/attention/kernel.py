@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtconvert.attention import reference
+from trtconvert.attention.reference import AttentionTables
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import library_path
 
@@ -134,11 +135,12 @@ def int8_attention(
     Differentiable in q, k and v, straight through: the backward is that of unquantised attention at the same q, k and v in
     their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432).
     """
-    _check(q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, mask, key_lengths, layout, scaling)
-    run = _run_cuda if q.is_cuda else _run_reference
+    tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
+    _check(q, k, v, timestep, tables, mask, key_lengths, layout, scaling)
+    run = _run_cuda if q.is_cuda else reference.attention
     return run(
-        q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, mask, key_lengths,
-        layout, softmax_scale, timestep_max, scaling, smooth_k,
+        q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
+        scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths,
     )  # fmt: skip
 
 
@@ -194,60 +196,33 @@ def _unquantised(
     return out if layout == "BHND" else out.transpose(1, 2)
 
 
-def _run_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    k_offset: Tensor,
-    v_offset: Tensor,
-    modes: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    layout: str,
-    softmax_scale: float | None,
-    timestep_max: float,
-    scaling: str,
-    smooth_k: bool,
-) -> Tensor:
-    tables = reference.AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
-    return reference.attention(
-        q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
-        scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths,
-    )  # fmt: skip
-
-
 def _run_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     timestep: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    k_offset: Tensor,
-    v_offset: Tensor,
-    modes: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    layout: str,
-    softmax_scale: float | None,
-    timestep_max: float,
-    scaling: str,
-    smooth_k: bool,
+    tables: AttentionTables,
+    *,
+    layout: str = "BHND",
+    softmax_scale: float | None = None,
+    timestep_max: float = 1000.0,
+    scaling: str = "calibrated",
+    smooth_k: bool = True,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     target_arch: int = 0,
 ) -> Tensor:
-    """`target_arch` 80 runs the portable kernel on a GPU that has a better one; tests compare the two."""
+    """Takes what `reference.attention` takes. `target_arch` 80 runs the portable kernel on a GPU that has a better one; tests
+    compare the two.
+    """
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = _heads_first(q, layout), _heads_first(k, layout)
     # Held until the launch is enqueued. After that the caching allocator keeps their memory for this stream's later work.
-    tables = [_table(x) for x in (timestep, q_scale, k_scale, v_scale, k_offset, v_offset)]
-    modes = modes.contiguous().int()
+    given = {"timestep": timestep} | vars(tables)
+    read = {name: _table(given[name]) for name in _TABLES}
+    modes = tables.modes.contiguous().int()
     params = _Params(
         struct_size=ctypes.sizeof(_Params),
         version=_PARAMS_VERSION,
@@ -270,7 +245,7 @@ def _run_cuda(
         k_strides=_strides(k, layout),
         v_strides=_strides(v, layout),
         out_strides=_strides(out, layout),
-        **{name: x.data_ptr() for name, x in zip(_TABLES, tables, strict=True)},
+        **{name: x.data_ptr() for name, x in read.items()},
         modes=modes.data_ptr(),
     )
     full_mask = None if mask is None else _typed_mask(mask, q.dtype).expand(batch, heads, queries, keys)
@@ -336,12 +311,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     timestep: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    k_offset: Tensor,
-    v_offset: Tensor,
-    modes: Tensor,
+    tables: AttentionTables,
     mask: Tensor | None,
     key_lengths: Tensor | None,
     layout: str,
@@ -359,19 +329,19 @@ def _check(
     _, kv_heads, keys, _ = _heads_first(k, layout)
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
-    if modes.dim() != 1 or modes.shape[0] == 0:
-        raise ValueError(f"modes: expected one mode per timestep bin, got shape {list(modes.shape)}")
-    bins = modes.shape[0]
+    if tables.modes.dim() != 1 or tables.modes.shape[0] == 0:
+        raise ValueError(f"modes: expected one mode per timestep bin, got shape {list(tables.modes.shape)}")
+    bins = tables.modes.shape[0]
     shapes = {
         "k": (k, (batch, kv_heads, keys, dim) if layout == "BHND" else (batch, keys, kv_heads, dim)),
         "v": (v, tuple(k.shape)),
         "timestep": (timestep, (batch,)),
-        "q_scale": (q_scale, (bins, heads)),
-        "k_scale": (k_scale, (bins, kv_heads)),
-        "v_scale": (v_scale, (bins, kv_heads, dim)),
-        "k_offset": (k_offset, (bins, kv_heads, dim)),
-        "v_offset": (v_offset, (bins, kv_heads, dim)),
-        "modes": (modes, (bins,)),
+        "q_scale": (tables.q_scale, (bins, heads)),
+        "k_scale": (tables.k_scale, (bins, kv_heads)),
+        "v_scale": (tables.v_scale, (bins, kv_heads, dim)),
+        "k_offset": (tables.k_offset, (bins, kv_heads, dim)),
+        "v_offset": (tables.v_offset, (bins, kv_heads, dim)),
+        "modes": (tables.modes, (bins,)),
     }
     if key_lengths is not None:
         shapes["key_lengths"] = (key_lengths, (batch,))
