@@ -12,14 +12,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trtconvert.errors import UserError
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive"]
 EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
-ComponentName = Annotated[str, Field(pattern=r"^(all|text_encoder(_\d+)?|vae_(de|en)coder)$")]
+
+
+def _component_name(name: str) -> str:
+    if not re.fullmatch(r"all|text_encoder(_\d+)?|vae_(de|en)coder", name):
+        raise ValueError("all, text_encoder, text_encoder_2, …, vae_decoder or vae_encoder")
+    return name
+
+
+ComponentName = Annotated[str, AfterValidator(_component_name)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
 
@@ -432,13 +440,12 @@ def _anchored(recipe: Recipe, folder: Path) -> Recipe:
 def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
     """The recipe with every path in it changed."""
 
-    def changed(section: Any) -> Any:
-        if not isinstance(section, _Section):
-            return section
+    def changed(section: _Section) -> _Section:
         paths = {name: value for name, value in section if isinstance(value, Path)}
         return section.model_copy(update={name: change(path) for name, path in paths.items()})
 
-    return recipe.model_copy(update={name: changed(section) for name, section in recipe})
+    sections = {name: changed(section) for name, section in recipe if isinstance(section, _Section)}
+    return recipe.model_copy(update=sections)
 
 
 def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
@@ -541,12 +548,13 @@ def _kind(value: Any) -> str:
 
 
 def _fields_at(keys: tuple) -> Iterator[str]:
-    """Names of the fields of a section, or of a range inside `engine.shapes` or `engine.profiles`."""
+    """Names of the fields of a section, or of what a section's mapping holds by names of the user's."""
     section: Any = Recipe
     for key in keys:
         field = section.model_fields.get(key)
-        annotation = (
-            field.annotation if field else Range
-        )  # keys of engine.shapes and engine.profiles: dimensions, places
-        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else Range
+        annotation = field.annotation if field else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+        elif field or section is not ComponentSection:  # engine.shapes, and places in engine.profiles, hold ranges
+            section = ComponentSection if key == "components" else Range
     yield from (field.alias or name for name, field in section.model_fields.items())

@@ -1,0 +1,366 @@
+"""Whole pipelines: text encoders and VAEs of small random pipelines as components, and a bundle that draws prompts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from support import refusal, run
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+pytest.importorskip("transformers", reason="needs transformers")
+import tiny_pipelines  # noqa: E402
+from tiny_pipelines import PIPELINES, TOKENS, WIDTH  # noqa: E402
+from tolerances import HALF_DENOISER, INT8_IMAGES_PSNR, SAME_ARITHMETIC, SAME_IMAGES_PSNR  # noqa: E402
+
+from trtconvert import models, runtime  # noqa: E402
+from trtconvert.bundle import ComponentRecord, TensorRecord  # noqa: E402
+from trtconvert.cache import Cache  # noqa: E402
+from trtconvert.errors import GateError, UserError  # noqa: E402
+from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
+from trtconvert.models.diffusers import as_images, diffusers_model  # noqa: E402
+from trtconvert.models.pipelines import Observed, load_pipeline  # noqa: E402
+from trtconvert.pipeline import ERROR, SIGNATURE, build, component_stages  # noqa: E402
+from trtconvert.progress import Reporter  # noqa: E402
+from trtconvert.recipe import load_recipe  # noqa: E402
+from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder  # noqa: E402
+from trtconvert.runtime.session import OnnxRuntimeComponent  # noqa: E402
+from trtconvert.runtime.signature import shape_of  # noqa: E402
+
+NAMES = ["stable_diffusion_xl", "stable_diffusion_3", "ltx", "wan"]
+"""CLIP, T5, UMT5, results that are looked into in part, settings read off a VAE, and videos; Flux is below."""
+
+
+def save(folder: Path, name: str) -> None:
+    """A pipeline with its text encoders."""
+    tiny_pipelines.with_text(name).save_pretrained(folder)
+
+
+def options(name: str, **own: Any) -> dict[str, Any]:
+    """Of `diffusers_model`, with prompts as short as the tokenizers want them."""
+    kind = {
+        "stable_diffusion_3": "StableDiffusion3Pipeline",
+        "flux": "FluxPipeline",
+        "ltx": "LTXPipeline",
+        "wan": "WanPipeline",
+        "cogvideox": "CogVideoXPipeline",
+        "pixart": "PixArtAlphaPipeline",
+    }.get(name)
+    call = dict(PIPELINES[name][1].get("call", {}))
+    if kind and "max_sequence_length" in inspect.signature(getattr(diffusers, kind).__call__).parameters:
+        call["max_sequence_length"] = TOKENS
+    return PIPELINES[name][1] | {"call": call, "batch": [1, 1, 2], "prompts": ["a cat", "a dog"]} | own
+
+
+def recipe_of(
+    folder: Path, name: str, components: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any
+):
+    recipe = {
+        "model": {"source": "diffusers", "weights": "pipeline", "options": options(name)} | (model or {}),
+        "components": components,
+        "attention": {"modes": "precision"},
+        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {"backend": "onnxruntime"},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
+        "output": {"grid": 2},
+    } | sections
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return load_recipe(folder / "recipe.yaml")
+
+
+def convert(folder: Path, name: str, components: dict[str, Any], **sections: Any) -> Path:
+    """The bundle of a pipeline in `folder`."""
+    if not (folder / "pipeline").is_dir():
+        save(folder / "pipeline", name)
+    recipe = recipe_of(folder, name, components, **sections)
+    build(recipe, folder / "bundle", Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    return folder / "bundle"
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """Of a pipeline's call with a prompt that no calibration saw."""
+    chosen = options(name)
+    sizes = {"height": "height", "width": "width", "frames": "num_frames"}
+    given = {parameter: chosen[option] for option, parameter in sizes.items() if option in chosen}
+    fixed = {"prompt": "a bird", "num_inference_steps": 2, "output_type": "pt"}
+    return chosen["call"] | given | fixed | {"generator": torch.Generator().manual_seed(3)}
+
+
+def draw(pipe: Any, name: str) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    return as_images(pipe(**arguments(name))[0], decoded=True)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A saved pipeline, and all its models but the denoiser on ONNX Runtime: text encoders by name, and the VAE's halves."""
+
+    name: str
+    pipeline: Path
+    errors: dict[str, float]
+    text: dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]
+    halves: dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def converted(request, tmp_path_factory) -> Converted:
+    folder = tmp_path_factory.mktemp(request.param)
+    save(folder / "pipeline", request.param)
+    recipe = recipe_of(folder, request.param, {"all": {}, "vae_encoder": {}})
+    model = functools.cache(lambda: models.load(recipe.model))
+    stages = component_stages(recipe, "weights", model, Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    made = Converted(request.param, folder / "pipeline", {}, {}, {})
+    for name, stage in stages.items():
+        record = ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text())
+        made.errors[name] = json.loads((stage.folder / ERROR).read_text())
+        kind, key = (made.text, name) if name.startswith("text") else (made.halves, record.diffusers.method)
+        kind[key] = (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)
+    return made
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A saved pipeline, and the bundle of all its models."""
+
+    pipeline: Path
+    bundle: Path
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory) -> Whole:
+    """Flux for a range of heights, in half precision but for its VAE."""
+    folder = tmp_path_factory.mktemp("half")
+    model = {"dtype": "float16", "options": options("flux", height=[32, 32, 64])}
+    return Whole(folder / "pipeline", convert(folder, "flux", {"all": {}}, model=model))
+
+
+FP32_ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+def test_components_do_what_the_models_do(converted):
+    """With the pipeline's own denoiser between them, text encoders and VAE give the pipeline's own images."""
+    pipe = load_pipeline(converted.pipeline)
+    expected = draw(pipe, converted.name)
+    assert set(converted.halves) == {"decode", "encode"} and len(converted.text) == len(converted.errors) - 2
+    for name, (component, record) in converted.text.items():
+        setattr(pipe, name, DiffusersTextEncoder(component, record, **FP32_ON_CPU))
+    pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    assert psnr(draw(pipe, converted.name), expected).min() >= SAME_IMAGES_PSNR
+    assert max(converted.errors.values()) <= SAME_ARITHMETIC
+    assert expected.std() > 0.05  # images with something on them
+
+
+def test_the_encoder_gives_the_models_latents(converted):
+    ours = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    (spec,) = converted.halves["encode"][1].inputs
+    images = torch.rand(shape_of(spec.shape, {"batch": 2}), generator=torch.Generator().manual_seed(5)) * 2 - 1
+    with torch.no_grad():
+        expected = load_pipeline(converted.pipeline).vae.encode(images).latent_dist
+    got = ours.encode(images)
+    assert relative_error(got.latent_dist.mode(), expected.mode()) <= SAME_ARITHMETIC
+    (as_tuple,) = ours.encode(images, return_dict=False)
+    assert torch.equal(as_tuple.std, got.latent_dist.std)
+
+
+def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):
+    """The pipeline's weights are not there: every model is a component, and what else it needs lies in the bundle."""
+    moved = shutil.copytree(half.bundle, tmp_path / "bundle")
+    with runtime.load(moved) as bundle:
+        pipe = bundle.pipeline()
+        assert type(pipe) is diffusers.FluxPipeline
+        drawn = draw(pipe, "flux")
+        parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+        assert len(parts) == 4 and not any(list(part.parameters()) for part in parts)
+        assert drawn.isfinite().all() and drawn.std() > 0.05
+        left = {
+            path.relative_to(moved / bundle.manifest.pipeline) for path in (moved / bundle.manifest.pipeline).iterdir()
+        }
+    assert {str(path) for path in left} == {"model_index.json", "scheduler", "tokenizer", "tokenizer_2"}
+
+
+def test_heights_within_the_range_are_drawn(half):
+    """In half precision, by the components alone; the decoder's output is a line through its input."""
+    pipe = load_pipeline(half.pipeline)
+    with runtime.load(half.bundle) as bundle:
+        components = bundle.manifest.components
+        assert [spec.shape for spec in components["vae_decoder"].outputs] == [["batch", 3, "4*height", 32]]
+        assert {name: of.outputs[0].dtype for name, of in components.items()} == {
+            "denoiser": "float16",
+            "text_encoder": "float16",
+            "text_encoder_2": "float16",
+            "vae_decoder": "float32",
+        }
+        ours = bundle.pipeline()
+        for height in (32, 48, 64):
+            drawn, expected = (p(**arguments("flux") | {"height": height})[0] for p in (ours, pipe))
+            assert drawn.shape == (1, 3, height, 32)
+            assert psnr(drawn.float(), expected).min() >= INT8_IMAGES_PSNR
+        with pytest.raises(UserError, match=r"(?s)'z' is outside.*height 8\.\.16.*the sizes in model\.options"):
+            ours.vae.decode(torch.zeros(1, 16, 32, 8))
+
+
+def test_text_encoders_return_what_the_model_does(half):
+    """What the pipeline does not look into has its shape and nothing in it."""
+    encoder = load_pipeline(half.pipeline).text_encoder
+    ids = torch.randint(0, 50, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    with runtime.load(half.bundle) as bundle:
+        ours = bundle.as_diffusers("text_encoder")
+        assert ours.dtype == torch.float16 and ours.config.hidden_size == WIDTH
+        with torch.no_grad():
+            expected = encoder(ids)
+        got = ours(ids, output_hidden_states=False)
+        assert type(got) is type(expected) and list(got) == list(expected)
+        assert relative_error(got.pooler_output, expected.pooler_output) <= HALF_DENOISER
+        assert got.last_hidden_state.is_meta and got.last_hidden_state.shape == expected.last_hidden_state.shape
+        with pytest.raises(UserError, match=r"(?s)another 'output_hidden_states'.*got: True"):
+            ours(ids, output_hidden_states=True)
+        with pytest.raises(UserError, match=r"(?s)'attention_mask'.*a tensor of shape \[2, 8\]"):
+            ours(ids, attention_mask=torch.ones(2, TOKENS), output_hidden_states=False)
+
+
+def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rest = ("--steps", 2, "--seed", 1, "-o", tmp_path / "images.png")
+    outcome = run("run", half.bundle, "-p", "a cat", "-p", "a dog", *rest)
+    assert outcome.exit_code == 0 and "2 samples in" in outcome.output, outcome.output
+    both = Image.open(tmp_path / "images.png")
+    outcome = run("run", half.bundle, "-p", "a cat", *rest)
+    assert outcome.exit_code == 0 and "1 sample in" in outcome.output, outcome.output
+    one = Image.open(tmp_path / "images.png")
+    # The first seed shows the first prompt, whatever the seed.
+    assert one.crop((0, 0, 70, 70)).tobytes() == both.crop((0, 0, 70, 70)).tobytes() and both.width > one.width
+    shown = " ".join(run("inspect", half.bundle).output.split())
+    for part in ("vae_decoder", "text_encoder", "ONNX, text_encoder", "relative error against float32", "-p"):
+        assert part in shown
+
+
+def test_prompts_need_a_pipeline(tiny_build, tmp_path):
+    outcome = run("run", tiny_build.bundle, "-p", "a cat", "-o", tmp_path / "x.png")
+    refusal(outcome, "does not turn prompts into images", "components: {all: {}}")
+
+
+def test_a_bundle_without_a_pipeline_makes_none(tiny_build):
+    with (
+        runtime.load(tiny_build.bundle) as bundle,
+        pytest.raises(UserError, match=r"(?s)holds no pipeline.*components"),
+    ):
+        bundle.pipeline()
+
+
+def test_what_a_bundle_lacks_is_named_and_may_be_given(half, tmp_path):
+    model = {"dtype": "float16", "options": options("flux", height=[32, 32, 64])}
+    folder = half.pipeline.parent  # whose cache has all of it
+    text = {"text_encoder": {}, "text_encoder_2": {}}
+    recipe = recipe_of(folder, "flux", text, model)
+    build(recipe, tmp_path / "bundle", Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    pipe = load_pipeline(half.pipeline)
+    with runtime.load(tmp_path / "bundle") as loaded:
+        with pytest.raises(
+            UserError, match=r"(?s)has no vae for FluxPipeline.*got: text_encoder, .*transformer.*vae=…"
+        ):
+            loaded.pipeline()
+        assert loaded.pipeline(vae=pipe.vae).vae is pipe.vae
+        with pytest.raises(UserError, match=r"(?s)no component 'vae'.*expected: denoiser, text_encoder"):
+            loaded.as_diffusers("vae")
+
+
+# Bad recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A folder with Stable Diffusion in it."""
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder / "pipeline", "stable_diffusion")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("components", "expected"),
+    [
+        ({"text_encoder_2": {}}, ["no text_encoder_2", "expected: text_encoder, vae_decoder, vae_encoder"]),
+        ({"vae_decoder": {"dtype": "float16"}}, ["vae_decoder is not converted to float16", "force_upcast"]),
+        (
+            {"text_encodr": {}},
+            ["components.text_encodr", "expected: all, text_encoder, text_encoder_2, …, vae_decoder"],
+        ),
+        ({"text_encoder": {"dtyp": "float16"}}, ["unknown field", "did you mean 'dtype'?"]),
+    ],
+)
+def test_components_that_cannot_be_are_refused_before_the_calibration(saved, tmp_path, components, expected):
+    with pytest.raises(UserError) as error:
+        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+        recipe = recipe_of(tmp_path, "stable_diffusion", components)
+        build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+    for part in ("remedy: ", *expected):
+        assert part in str(error.value)
+    assert not (tmp_path / "bundle").exists() and not list((tmp_path).glob("cache/calibrate*"))
+
+
+def test_components_of_another_source_are_refused(tmp_path):
+    recipe = {
+        "model": {"source": "tiny_models:build"},
+        "components": {"all": {}},
+        "engine": {"backend": "onnxruntime"},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    with pytest.raises(UserError, match=r"(?s)has no components beside the denoiser.*model\.source: diffusers"):
+        build(
+            load_recipe(tmp_path / "recipe.yaml"), tmp_path / "b", Cache(tmp_path / "c"), Reporter(Console(quiet=True))
+        )
+
+
+def test_a_component_whose_error_is_too_large_fails_the_build(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(GateError, match=r"(?s)'last_hidden_state' of text_encoder against float32.*dtype to float32"):
+        convert(
+            tmp_path,
+            "stable_diffusion",
+            {"text_encoder": {"dtype": "float16"}},
+            verify={"max_component_error": 1e-5},
+        )
+
+
+def test_a_pipeline_of_its_denoiser_alone_has_no_components(tmp_path):
+    PIPELINES["flux"][0]().save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, tokens=8, height=32, width=32)
+    assert model.components is not None and model.components.names == ("vae_decoder", "vae_encoder")
+    with pytest.raises(UserError, match=r"(?s)FluxPipeline has no component 'text_encoder'.*vae_decoder"):
+        model.components("text_encoder")
+
+
+# Sizes that follow others ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((3, 3, 3), 3),
+        ((8, 12, 6), "height"),
+        ((64, 96, 48), "8*height"),
+        ((29, 45, 21), "4*height-3"),
+        ((20, 26, 17), None),  # half a step per step
+        ((64, 96, 50), None),
+    ],
+)
+def test_a_dimension_is_a_line_through_another(sizes, expected):
+    observed = Observed({}, {}, {}, ({},), {"batch": (2, 2, 2), "height": (8, 12, 6)})
+    found = observed.dimension(sizes)
+    assert found == expected
+    if found is not None:
+        record = TensorRecord(name="x", dtype="float32", shape=[found])
+        assert [shape_of(record.shape, {"height": size}) for size in (8, 12, 6)] == [(size,) for size in sizes]
+
+
+def test_a_dimension_that_is_no_line_is_refused_in_a_manifest():
+    with pytest.raises(ValueError, match="a line through one: height\\*8"):
+        TensorRecord(name="x", dtype="float32", shape=["height*8"])
