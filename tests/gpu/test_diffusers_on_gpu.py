@@ -66,3 +66,45 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
         drawn = images()
         assert bundle["denoiser"].graphs_recorded == 1
     assert drawn.device.type == "cuda" and psnr(drawn.float(), full.float()).min() >= INT8_IMAGES_PSNR
+
+
+def test_engines_alone_draw_a_prompt(tmp_path):
+    """Text encoders, denoiser and VAE as engines of one bundle: what they draw is what torch draws in FP16."""
+    tiny_pipelines.with_text("flux").save_pretrained(tmp_path / "pipeline")
+    options = {"batch": [1, 1, 2], "prompts": ["a cat"], "call": {"max_sequence_length": tiny_pipelines.TOKENS}}
+    recipe = {
+        "model": {
+            "source": "diffusers",
+            "weights": "pipeline",
+            "dtype": "float16",
+            "options": options | tiny_pipelines.PIPELINES["flux"][1],
+        },
+        "components": {"all": {}, "vae_encoder": {}},
+        "attention": {"modes": "precision"},
+        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {"backend": "tensorrt", "attention": "plugin"},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
+        "output": {"grid": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    build(
+        load_recipe(tmp_path / "recipe.yaml"),
+        tmp_path / "bundle",
+        Cache(tmp_path / "cache"),
+        Reporter(Console(quiet=True)),
+    )
+    torch_pipe = load_pipeline(tmp_path / "pipeline").to("cuda", torch.float16)
+
+    def images(pipe) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        seeded = torch.Generator().manual_seed(1)
+        size = {"height": 32, "width": 32, "max_sequence_length": tiny_pipelines.TOKENS}
+        return pipe("a bird", num_inference_steps=20, output_type="pt", generator=seeded, **size)[0]
+
+    with runtime.load(tmp_path / "bundle", backend="tensorrt") as bundle:
+        pipe = bundle.pipeline()
+        assert pipe.device.type == "cuda"
+        drawn = images(pipe)
+        encoded = pipe.vae.encode(drawn * 2 - 1).latent_dist.mode()
+    assert encoded.device.type == "cuda" and encoded.isfinite().all()
+    assert psnr(drawn.float(), images(torch_pipe).float()).min() >= INT8_IMAGES_PSNR
