@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,11 @@ def int8_attention(
         q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
         scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths,
     )  # fmt: skip
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, **options: Any) -> Tensor:
+    """`int8_attention`, called as `reference.attention` is."""
+    return int8_attention(q, k, v, timestep, **vars(tables), **options)
 
 
 @int8_attention.register_fake

@@ -69,4 +69,4 @@ def _call(shape: AttentionShape, mode: Mode, seed: int) -> Callable[[], Tensor]:
     )
     tables = tables_from_data(q, k, v, mode)
     timestep = torch.zeros(shape.batch, device="cuda")
-    return lambda: kernel.int8_attention(q, k, v, timestep, **vars(tables), scaling="dynamic")
+    return lambda: kernel.attention(q, k, v, timestep, tables, scaling="dynamic")

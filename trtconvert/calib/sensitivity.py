@@ -30,16 +30,18 @@ class Int8Sites:
     Attributes:
         tables: per converted site.
         timestep_max, scaling, smooth_k: as the op's attributes.
+        compute: the specification, or `kernel.attention`.
     """
 
     tables: Mapping[str, AttentionTables]
     timestep_max: float
     scaling: str
     smooth_k: bool
+    compute: Callable[..., Tensor] = reference.attention
 
     def attention(self, call: SiteCall, tables: AttentionTables | None = None) -> Tensor:
         """The call's output as the `Int8Attention` op defines it, with the site's own tables or others."""
-        return reference.attention(
+        return self.compute(
             call.q,
             call.k,
             call.v,

@@ -12,6 +12,7 @@ from trtconvert.attention import kernel
 from trtconvert.attention.sites import InterceptedDenoiser, SiteCall
 from trtconvert.bundle import Manifest
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.sensitivity import Int8Sites
 from trtconvert.models.base import DiffusionModel
 
 
@@ -28,8 +29,11 @@ class TorchInt8:
         sites = [site for component in manifest.components.values() for site in component.sites if site.modes]
         modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
         calibration = Calibration.load(folder / manifest.calibration)
-        self._tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
-        self._attention, self._timestep_max = manifest.recipe.attention, model.timestep_max
+        tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
+        attention = manifest.recipe.attention
+        self._sites = Int8Sites(
+            tables, model.timestep_max, attention.scaling, attention.smooth_k, compute=kernel.attention
+        )
         self._dtype = getattr(torch, manifest.recipe.model.dtype)
         self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
         self._names = [spec.name for spec in model.inputs]
@@ -50,20 +54,9 @@ class TorchInt8:
         return {site: int(count) for site, count in found.items()}
 
     def _attend(self, call: SiteCall) -> Tensor:
-        if call.name not in self._tables:
+        if call.name not in self._sites.tables:
             return call.exact()
-        out = kernel.int8_attention(
-            call.q,
-            call.k,
-            call.v,
-            call.timestep,
-            **vars(self._tables[call.name]),
-            mask=call.mask,
-            softmax_scale=call.scale,
-            timestep_max=self._timestep_max,
-            scaling=self._attention.scaling,
-            smooth_k=self._attention.smooth_k,
-        )
+        out = self._sites.attention(call)
         rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
         self._nonfinite[call.name] = self._nonfinite.get(call.name, torch.zeros_like(rows)) + rows
         return out
