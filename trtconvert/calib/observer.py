@@ -128,8 +128,8 @@ class RangeObserver:
             }
             timestep = torch.cat([extremes.timestep for _, extremes in seen]).cpu()
             batch = torch.tensor([len(extremes.timestep) for _, extremes in seen])
-            # Extremes carry NaN and Inf of any element.
-            finite = torch.stack([x.isfinite().flatten(1).all(1) for x in reduced.values()])
+            # Extremes carry NaN and Inf of any element, and so does the largest of them.
+            finite = torch.stack([x.abs().amax((1, 2)).isfinite() for x in reduced.values()])
             if not finite.all():
                 sample = int((~finite).any(0).long().argmax())
                 call = int(torch.repeat_interleave(torch.arange(len(seen)), batch)[sample])
@@ -147,12 +147,11 @@ class RangeObserver:
 
 def _rows(reduced: dict[str, Tensor], tokens: Tensor, group: Tensor, bins: int) -> Rows:
     """One row per group of samples; a group is a call and a bin."""
-    groups, row = group.unique(return_inverse=True)
-
-    members = [row == g for g in range(len(groups))]
+    groups, sizes = group.unique(return_counts=True)
+    order, sizes = group.argsort(stable=True), sizes.tolist()
 
     def over_group(x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-        return torch.stack([reduce(x[chosen], 0) for chosen in members])
+        return torch.stack([reduce(members, 0) for members in x[order].split(sizes)])
 
     q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
     return Rows(
