@@ -25,13 +25,14 @@ from tolerances import HALF_DENOISER, INT8_IMAGES_PSNR, SAME_ARITHMETIC, SAME_IM
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.bundle import ComponentRecord, TensorRecord  # noqa: E402
 from trtconvert.cache import Cache  # noqa: E402
+from trtconvert.engine import tensorrt_rtx  # noqa: E402
 from trtconvert.errors import GateError, UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model  # noqa: E402
 from trtconvert.models.pipelines import Observed, load_pipeline  # noqa: E402
 from trtconvert.pipeline import ERROR, SIGNATURE, build, component_stages  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
-from trtconvert.recipe import load_recipe  # noqa: E402
+from trtconvert.recipe import EngineSection, load_recipe  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder  # noqa: E402
 from trtconvert.runtime.session import OnnxRuntimeComponent  # noqa: E402
 from trtconvert.runtime.signature import shape_of  # noqa: E402
@@ -106,6 +107,7 @@ class Converted:
 
     name: str
     pipeline: Path
+    onnx: dict[str, Path]
     errors: dict[str, float]
     text: dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]
     halves: dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]
@@ -118,12 +120,13 @@ def converted(request, tmp_path_factory) -> Converted:
     recipe = recipe_of(folder, request.param, {"all": {}, "vae_encoder": {}})
     model = functools.cache(lambda: models.load(recipe.model))
     stages = component_stages(recipe, "weights", model, Cache(folder / "cache"), Reporter(Console(quiet=True)))
-    made = Converted(request.param, folder / "pipeline", {}, {}, {})
+    made = Converted(request.param, folder / "pipeline", {}, {}, {}, {})
     for name, stage in stages.items():
         record = ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text())
+        made.onnx[name] = stage.folder / record.onnx
         made.errors[name] = json.loads((stage.folder / ERROR).read_text())
         kind, key = (made.text, name) if name.startswith("text") else (made.halves, record.diffusers.method)
-        kind[key] = (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)
+        kind[key] = (OnnxRuntimeComponent(made.onnx[name], record), record)
     return made
 
 
@@ -169,6 +172,23 @@ def test_the_encoder_gives_the_models_latents(converted):
     assert relative_error(got.latent_dist.mode(), expected.mode()) <= SAME_ARITHMETIC
     (as_tuple,) = ours.encode(images, return_dict=False)
     assert torch.equal(as_tuple.std, got.latent_dist.std)
+
+
+class Silent:
+    """A watcher of builds."""
+
+    def share(self, detail: str, done: float) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+
+@pytest.mark.skipif(not tensorrt_rtx.status().available, reason=tensorrt_rtx.status().detail)
+def test_nvidias_parser_and_builder_take_the_components(converted):
+    """TensorRT-RTX, which builds without a GPU, stands for TensorRT; both have the same parser."""
+    records = {record.onnx: record for _, record in (*converted.text.values(), *converted.halves.values())}
+    for name, onnx in converted.onnx.items():
+        engine = tensorrt_rtx.build_engine(name, records[onnx.name], onnx, EngineSection(), "sm86", Silent())
+        assert engine.record.attention == "native" and len(engine.plan) > 1000
 
 
 def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):

@@ -6,6 +6,8 @@ inputs, and what changes with a size gives the symbolic dimensions.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,7 +74,11 @@ def load_pipeline(folder: Path) -> Any:
             got="a single component" if (folder / "config.json").is_file() else "no such file",
             remedy="save the whole pipeline; its text encoders and its VAE may be None",
         )
-    logging.disable_progress_bar()  # this program shows its own
+    libraries = [logging]  # this program shows progress of its own
+    if importlib.util.find_spec("transformers"):
+        libraries.append(importlib.import_module("transformers.utils.logging"))
+    for library in libraries:
+        library.disable_progress_bar()
     try:
         # `save_pretrained` leaves out what is None, and loading wants to be told.
         index = json.loads((folder / "model_index.json").read_text())
@@ -96,7 +102,8 @@ def load_pipeline(folder: Path) -> Any:
             remedy="save the pipeline again, or install the diffusers that wrote it",
         ) from error
     finally:
-        logging.enable_progress_bar()
+        for library in libraries:
+            library.enable_progress_bar()
 
 
 def size_range(name: str, size: int | list[int]) -> tuple[int, int, int]:
