@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtconvert.attention.modes import Mode
 from trtconvert.calib import frontier as search
@@ -140,8 +140,16 @@ class Frame:
     top: float
     right: float
     bottom: float
-    xticks: Sequence[tuple[float, str]]
-    yticks: Sequence[tuple[float, str]]
+    xticks: Sequence[tuple[float, str]] = ()
+    yticks: Sequence[tuple[float, str]] = ()
+
+    def x(self, share: float) -> float:
+        """The place at a share of the way from left to right."""
+        return self.left + (self.right - self.left) * share
+
+    def y(self, share: float) -> float:
+        """The place at a share of the way from bottom to top."""
+        return self.bottom - (self.bottom - self.top) * share
 
 
 @dataclass(frozen=True)
@@ -172,24 +180,19 @@ def head_charts(
     low, high = math.log10(min(everything)), math.log10(max(everything))
     margin = max(0.05 * (high - low), 0.02)
     low, high = low - margin, high + margin
-    width, height, left, top, right, bottom = 340, 198, 40.0, 10.0, 330.0, 160.0
+    frame = Frame(340, 198, left=40.0, top=10.0, right=330.0, bottom=160.0)
 
     def x(index: int) -> float:
-        return left + (right - left) * (index + 0.5) / len(starts)
+        return frame.x((index + 0.5) / len(starts))
 
     def y(value: float) -> float:
-        return bottom - (bottom - top) * (math.log10(value) - low) / (high - low)
+        return frame.y((math.log10(value) - low) / (high - low))
 
     every = math.ceil(len(starts) / 5)
-    frame = Frame(
-        width,
-        height,
-        left,
-        top,
-        right,
-        bottom,
-        [(x(index), start) for index, start in enumerate(starts) if index % every == 0],
-        [(y(tick), f"{tick:g}") for tick in log_ticks(10**low, 10**high)],
+    ticked = replace(
+        frame,
+        xticks=[(x(index), start) for index, start in enumerate(starts) if index % every == 0],
+        yticks=[(y(tick), f"{tick:g}") for tick in log_ticks(10**low, 10**high)],
     )
     charts = []
     for site, tensors in ranges.items():
@@ -201,7 +204,7 @@ def head_charts(
             f"Ranges of queries, keys and values of {site} over the timestep, a line per head. The largest of each are in "
             "the tables above."
         )
-        charts.append(LineChart(site, "timestep", description, frame, _lines(curves)))
+        charts.append(LineChart(site, "timestep", description, ticked, _lines(curves)))
     return charts
 
 
@@ -230,24 +233,20 @@ def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
     rows = [row for site in counts.values() for tensor in site.values() for row in tensor]
     used = [index for row in rows for index, count in enumerate(row) if count / sum(row) > SMALLEST_SHARE]
     low, high = min(used), max(used)
-    width, height, left, top, right, bottom = 340, 198, 62.0, 10.0, 330.0, 160.0
+    frame = Frame(340, 198, left=62.0, top=10.0, right=330.0, bottom=160.0)
 
     def x(index: int) -> float:
-        return left + (right - left) * (index - low + 0.5) / (high - low + 1)
+        return frame.x((index - low + 0.5) / (high - low + 1))
 
     def y(share: float) -> float:
-        return top + (bottom - top) * math.log10(max(share, SMALLEST_SHARE)) / math.log10(SMALLEST_SHARE)
+        return frame.y(1 - math.log10(max(share, SMALLEST_SHARE)) / math.log10(SMALLEST_SHARE))
 
     every = math.ceil((high - low + 1) / 6)
-    frame = Frame(
-        width,
-        height,
-        left,
-        top,
-        right,
-        bottom,
-        [(x(index), "2" + str(first_octave + index).translate(SUPERSCRIPT)) for index in range(low, high + 1, every)],
-        [(y(10.0**power), f"{10.0 ** (power + 2):g} %") for power in range(-4, 1)],
+    octaves = range(low, high + 1, every)
+    ticked = replace(
+        frame,
+        xticks=[(x(index), "2" + str(first_octave + index).translate(SUPERSCRIPT)) for index in octaves],
+        yticks=[(y(10.0**power), f"{10.0 ** (power + 2):g} %") for power in range(-4, 1)],
     )
     charts = []
     for site, tensors in counts.items():
@@ -256,7 +255,7 @@ def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
             for tensor, heads in tensors.items()
         }
         description = f"Histogram of the magnitudes of queries, keys and values of {site}, a line per head."
-        charts.append(LineChart(site, "magnitude relative to the range", description, frame, _lines(curves)))
+        charts.append(LineChart(site, "magnitude relative to the range", description, ticked, _lines(curves)))
     return charts
 
 
@@ -331,7 +330,7 @@ FIGURES = {"ssim": "SSIM ↑", "lpips": "LPIPS ↓", "feature_distance": "featur
 
 def frontier(tried: search.Frontier) -> Frontier:
     """The chart and the table of the plans that a search tried."""
-    width, height, left, top, right, bottom = 680, 330, 52.0, 34.0, 664.0, 284.0
+    frame = Frame(680, 330, left=52.0, top=34.0, right=664.0, bottom=284.0)
     min_psnr = tried.limits["psnr"]
     measured = [(point.speed, point.psnr) for point in tried.points]
     further = [name for name in FIGURES if name in tried.points[0].figures]
@@ -343,11 +342,11 @@ def frontier(tried: search.Frontier) -> Frontier:
     low_y, high_y = min([*finite, min_psnr]) - 3, max([*finite, min_psnr]) + 3
 
     def x(speed: float) -> float:
-        return left + (right - left) * (speed - low_x) / (high_x - low_x)
+        return frame.x((speed - low_x) / (high_x - low_x))
 
     def y(db: float) -> float:
         # What is exact sits on the upper edge: its decibels are a limit of the measure, not a distance.
-        return top - 12 if db >= EXACT_DB else bottom - (bottom - top) * (db - low_y) / (high_y - low_y)
+        return frame.top - 12 if db >= EXACT_DB else frame.y((db - low_y) / (high_y - low_y))
 
     points = [
         Point(
@@ -365,17 +364,12 @@ def frontier(tried: search.Frontier) -> Frontier:
         for point in tried.points
     ]
     best = next((point for point in points if point.chosen), None)
-    frame = Frame(
-        width,
-        height,
-        left,
-        top,
-        right,
-        bottom,
-        [(x(tick), f"{tick:.3g} ×") for tick in linear_ticks(low_x, high_x)],
-        [(y(tick), f"{tick:g}") for tick in linear_ticks(low_y, high_y)],
+    ticked = replace(
+        frame,
+        xticks=[(x(tick), f"{tick:.3g} ×") for tick in linear_ticks(low_x, high_x)],
+        yticks=[(y(tick), f"{tick:g}") for tick in linear_ticks(low_y, high_y)],
     )
-    anchor = "end" if best and best.x > (left + right) / 2 else "start"
+    anchor = "end" if best and best.x > frame.x(0.5) else "start"
     headings = [FIGURES[name] for name in further]
     budget = round(y(min_psnr), 1)
-    return Frontier(frame, points, best, anchor, budget, f"budget, {min_psnr:g} dB", headings, tried.gpu, tried.date)
+    return Frontier(ticked, points, best, anchor, budget, f"budget, {min_psnr:g} dB", headings, tried.gpu, tried.date)
