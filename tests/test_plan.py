@@ -55,7 +55,7 @@ def test_limits_far_from_one_are_kept():
         assert all(torch.equal(plan[s], fastest_plan(SITES, cost, time, 0.5)[s]) for s in SITES)
 
 
-def searched(*budget, distance=0.0):
+def searched(*budget, distance=0.0, allowed=tuple(Mode)):
     """A search over two sites whose error model is off by a factor of three, as real ones are.
 
     Args:
@@ -75,7 +75,7 @@ def searched(*budget, distance=0.0):
         psnr = 150.0 if error == 0 else float(-10 * torch.tensor(error).log10())
         return {"psnr": psnr, "lpips": distance if (chosen == Mode.AGGRESSIVE).any() else 0.0}
 
-    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), measures, measure)
+    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), measures, measure, allowed)
     return Frontier(gpu="", date="", limits=limits(measures), points=points)
 
 
@@ -90,6 +90,18 @@ def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(psnr):
     assert all(p.psnr < psnr for p in frontier.points if p.speed > best.speed)
     assert frontier.points == sorted(frontier.points, key=lambda p: (-p.speed, -p.psnr))
     assert next(p for p in frontier.points if p.name == "fp16 everywhere").speed == 1.0
+
+
+@pytest.mark.parametrize("mode", [Mode.PRECISION, Mode.BALANCED])
+def test_a_search_chooses_among_its_candidates(mode):
+    """Aggressive is the fastest and would keep the budget; the fixed plans are there to compare with."""
+    frontier = searched(20.0, allowed=(Mode.FP16, mode))
+    chosen = frontier.choose(None)
+    assert {m for row in chosen.modes.values() for m in row} == {int(mode)}
+    assert next(p for p in frontier.points if p.name == "aggressive everywhere").keeps_budget
+    of_the_search = [p for p in frontier.points if p.name.startswith(("model", "search"))]
+    assert of_the_search and all({m for row in p.modes.values() for m in row} <= {0, int(mode)} for p in of_the_search)
+    assert frontier.choose("aggressive everywhere").speed > chosen.speed  # whoever names it wants it
 
 
 def test_every_figure_of_the_budget_must_be_kept():

@@ -160,6 +160,12 @@ class PlanSection(_Section):
         description="Times of the attention kernels on the GPU that the plan is for, as `trtconvert measure` writes them "
         "there; relative to the recipe. The times that come with the program, of an H200, by default.",
     )
+    candidates: list[ModeName] = Field(
+        default=["precision", "balanced", "aggressive"],
+        min_length=1,
+        description="Modes that the search may choose, beside fp16, which serves what none of them can: [balanced, aggressive] "
+        "for a plan of INT8 in both products.",
+    )
     point: str | None = Field(
         default=None,
         description="Name of a plan that the search tried, as the bundle's frontier.json and report list them, to be built "

@@ -21,6 +21,7 @@ class PlanPoint(_Record):
         speed: attention time of FP16 everywhere over this plan's, by the kernels' measured times.
         figures: what was measured of its samples against full precision, by the name of the measure.
         keeps_budget: whether every figure keeps its limit.
+        allowed: whether it has no other modes than the search may choose.
         int8_values: share of sites and denoising steps whose second product is INT8 too.
         modes: site: `Mode` per timestep bin.
     """
@@ -29,6 +30,7 @@ class PlanPoint(_Record):
     speed: float
     figures: dict[str, float]
     keeps_budget: bool
+    allowed: bool = True
     int8_values: float
     modes: dict[str, list[int]]
 
@@ -55,7 +57,7 @@ class Frontier(_Record):
     chosen: str = ""
 
     def choose(self, name: str | None) -> PlanPoint:
-        """The fastest plan that keeps the budget, or the named one.
+        """The fastest allowed plan that keeps the budget, or the named one, which must keep it too.
 
         Raises:
             UserError: there is no such plan, or it misses the budget.
@@ -64,7 +66,7 @@ class Frontier(_Record):
         if name is None:
             # Equal samples have a PSNR that ends somewhere; a budget beyond it leaves full precision everywhere.
             exact = next(point for point in self.points if not any(any(row) for row in point.modes.values()))
-            return kept[0] if kept else exact
+            return next((point for point in kept if point.allowed), exact)
         found = next((point for point in self.points if point.name == name), None)
         if found is not None and found.keeps_budget:
             return found

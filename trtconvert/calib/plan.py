@@ -15,7 +15,8 @@ check the figures on other seeds, and fail it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -107,7 +108,8 @@ def search(
         return measured[key]
 
     shapes = [AttentionShape(batch, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
-    points = search_plan(sensitivity, cost.table(shapes), model.sigmas, budget, measure)
+    allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
+    points = search_plan(sensitivity, cost.table(shapes), model.sigmas, budget, measure, allowed)
     return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
 
 
@@ -117,6 +119,7 @@ def search_plan(
     sigmas: Tensor,
     budget: Budget,
     measure: Callable[[Plan], dict[str, float]],
+    allowed: Collection[Mode] = tuple(Mode),
 ) -> list[PlanPoint]:
     """Plans around the fastest one whose samples keep the budget.
 
@@ -125,11 +128,13 @@ def search_plan(
         sigmas: as in `make_plan`.
         budget: what a plan must keep.
         measure: draws samples with a plan and gives every figure of the budget.
+        allowed: what the search may choose, FP16 among it. Plans without a search are sampled all the same, to compare with.
     Returns:
         All points that were sampled, fastest first; FP16 everywhere is one of them.
     """
     sites, bins = sensitivity.sites, len(sensitivity.gain)
-    cost = sensitivity.cost()
+    cost = sensitivity.cost().clone()
+    cost[..., [mode for mode in Mode if mode not in allowed]] = math.inf
     time = seconds[:, None] * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, 4]; unseen bins count a little
 
     def point(name: str, plan: Plan) -> PlanPoint:
@@ -140,6 +145,7 @@ def search_plan(
             speed=float(time[..., Mode.FP16].sum() / time.gather(-1, chosen.long()[..., None]).sum()),
             figures=found,
             keeps_budget=keeps_budget(budget, found),
+            allowed=set(chosen.unique().tolist()) <= set(allowed),
             int8_values=float(((chosen >= Mode.BALANCED).double().mean(0) * sensitivity.steps).sum()),
             modes={site: modes.tolist() for site, modes in plan.items()},
         )
@@ -149,7 +155,8 @@ def search_plan(
     points += [point(f"model, {db} dB", fastest_plan(sites, cost, time, 10 ** (-db / 10))) for db in FRONTIER_DB]
 
     # The largest modelled error whose plan keeps the budget when sampled: bisection in decades between two sure ends.
-    low, high = -12.0, float(cost.amax(-1).sum().clamp_min(1e-12).log10())
+    worst = cost.nan_to_num(posinf=0.0).amax(-1).sum()
+    low, high = -12.0, float(worst.clamp_min(1e-12).log10())
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         candidate = point(f"search, error 10^{middle:.2f}", fastest_plan(sites, cost, time, 10**middle))
@@ -176,7 +183,7 @@ def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float) -> 
     """The plan of least total time whose total cost is at most `limit`, to proven optimality.
 
     Args:
-        cost, time: [S, T, 4] of each choice, not negative; FP16 costs nothing.
+        cost, time: [S, T, 4] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, eye_array, kron, vstack
