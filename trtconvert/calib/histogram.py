@@ -167,10 +167,11 @@ class HistogramObserver:
             k_offset, v_offset = (x.to(device) for x in self._offsets[call.name])
             self._offsets[call.name] = k_offset, v_offset
             bins, kv_heads, dim = k_offset.shape
-            if self._forward is None or self._forward.timestep is not call.timestep:
+            forward = self._forward
+            if forward is None or forward.timestep is not call.timestep or forward.index.device != device:
                 index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)
-                self._forward = _Forward(call.timestep, index)
-            index, rows, into = self._forward.index, self._forward.rows, self.histograms[call.name]
+                self._forward = forward = _Forward(call.timestep, index)
+            index, rows, into = forward.index, forward.rows, self.histograms[call.name]
             into.q.add(call.q, rows(call.q.shape[1]))
             into.k.add(call.k, rows(kv_heads), k_offset[index, :, None])
             into.v.add(call.v, rows(kv_heads, dim), v_offset[index, :, None])
@@ -178,11 +179,11 @@ class HistogramObserver:
 
 
 class _Forward:
-    """What the sites of one forward have in common: the timestep, which is one tensor for all of them, and what follows from it.
+    """What the sites of one forward on one device share: the timestep, the same tensor for all, and what follows from it.
 
     Attributes:
         timestep: [B].
-        index: [B] INT64 timestep bins.
+        index: [B] INT64 timestep bins, on the device.
     """
 
     def __init__(self, timestep: Tensor, index: Tensor) -> None:
