@@ -358,6 +358,19 @@ def test_a_pipeline_of_its_denoiser_alone_has_no_components(tmp_path):
         model.components("text_encoder")
 
 
+def test_prompts_that_are_not_padded_are_refused(saved, monkeypatch):
+    """An engine of one length would refuse the next prompt."""
+    given = options("stable_diffusion", prompts=["a", "a bird"], batch=[1, 1, 2])
+    model = diffusers_model(saved / "pipeline", **given)
+    kind = type(model.components.caller.pipe.tokenizer)
+    padded = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda *args, **kwargs: padded(*args, **kwargs | {"padding": "longest"}))
+    with pytest.raises(UserError, match=r"(?s)'input_ids' with as many tokens as its longest prompt.*padded to"):
+        model.components("text_encoder")
+    with pytest.raises(UserError, match="'encoder_hidden_states' with as many tokens as its longest prompt"):
+        diffusers_model(saved / "pipeline", **given | {"call": {"guidance_scale": 1.0}})
+
+
 # Sizes that follow others ---------------------------------------------------------------------------------------------
 
 

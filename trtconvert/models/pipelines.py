@@ -363,26 +363,40 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
     A dimension that follows one size is named after it, one that follows several is called "tokens".
 
     Raises:
-        UserError: the pipeline passes a number that follows a size, so that an engine for a range cannot be.
+        UserError: the pipeline passes a number that follows a size, so that an engine for a range cannot be, or as many tokens
+            as its longest prompt has, so that an engine would refuse the next one.
     """
     opt = {name: middle for name, (_, middle, _) in ranges.items()}
+    others = {
+        name: opt | {name: middle + 1 if low == high else low if low < middle else high}
+        for name, (low, middle, high) in ranges.items()
+        if low < high or name == "batch"
+    }
     structure, example = observe(opt)
     changed: dict[str, dict[str, Tensor]] = {}
-    for name, (low, middle, high) in ranges.items():
-        if low < high or name == "batch":
-            other = middle + 1 if low == high else low if low < middle else high
-            found, changed[name] = observe(opt | {name: other})
-            _refuse_numbers(name, structure, found)
-    corners = [observe({name: size[index] for name, size in ranges.items()})[1] for index in (0, 2)]
-    calls = (example, *changed.values(), *corners)
+    for name, sizes in others.items():
+        found, changed[name] = observe(sizes)
+        _refuse_numbers(name, structure, found)
+    corners = [{name: size[index] for name, size in ranges.items()} for index in (0, 2)]
+    calls = (example, *changed.values(), *(observe(sizes)[1] for sizes in corners))
+    batches = [sizes["batch"] for sizes in (opt, *others.values(), *corners)]
     dims: dict[str, tuple[int, int, int]] = {}
     symbols: dict[str, tuple[int, ...]] = {}
 
     def symbol(name: str, axis: int) -> int | str:
         sizes = tuple(tensors[name].shape[axis] for tensors in calls)
-        follows = [which for which, other in zip(changed, sizes[1:], strict=False) if other != sizes[0]]
-        if not follows:
+        if len(set(sizes)) == 1:
             return sizes[0]
+        follows = [which for which, other in zip(changed, sizes[1:], strict=False) if other != sizes[0]]
+        if follows in ([], ["batch"]) and any(
+            size * batches[0] != sizes[0] * batch for size, batch in zip(sizes, batches, strict=True)
+        ):
+            raise UserError(
+                f"the pipeline passes '{name}' with as many tokens as its longest prompt has",
+                expected="a number of tokens that prompts are padded to",
+                got=f"{', '.join(map(str, sizes))} for {', '.join(map(str, batches))} prompts",
+                remedy="pad them, with a parameter of the pipeline in model.options.call where it has one",
+            )
         if (known := next((other for other, of in symbols.items() if of == sizes), None)) is not None:
             return known
         stem = follows[0] if len(follows) == 1 else "tokens"
