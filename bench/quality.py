@@ -1,12 +1,12 @@
 """Quality of INT8 samples of the digits model: FID, KID, IS, precision and recall, beside full precision and its own noise.
 
-    python bench/quality.py [--bundle FOLDER | --modes MODES] [--samples N] [--steps N] [--work FOLDER]
+    python bench/quality.py [--bundle FOLDER | --modes MODES | --candidates MODE …] [--samples N] [--steps N] [--work FOLDER]
                             [--device cuda --int8 torch --batch N] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
 Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels inside
-the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one, with the recipe's modes or
-others. `--ranks` starts so many processes under torchrun. The second form prints an evaluation that is there already. Prints
+the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one, with the recipe's modes,
+others, or those that `auto` finds among the candidates. `--ranks` starts so many processes under torchrun. The second form prints an evaluation that is there already. Prints
 Markdown tables with the date and the machine, and the plans that the build's search tried; nothing is asserted.
 """
 
@@ -40,7 +40,7 @@ def trtconvert(*arguments: object, ranks: int = 1) -> None:
     subprocess.run([sys.executable, *module, *map(str, arguments)], check=True, stdout=sys.stderr, cwd=ROOT)
 
 
-def built(modes: str | None, folder: Path) -> Path:
+def built(modes: str | None, candidates: list[str] | None, folder: Path) -> Path:
     """The shipped recipe's bundle, perhaps with other modes; no engine, which no figure here is made with."""
     from ruamel.yaml import YAML
 
@@ -48,8 +48,11 @@ def built(modes: str | None, folder: Path) -> Path:
     recipe = yaml.load(RECIPE)
     recipe["model"]["weights"] = str(WEIGHTS)
     recipe["engine"]["backend"] = "onnxruntime"
+    recipe["plan"]["features_weights"] = str(RECIPE.with_name(recipe["plan"]["features_weights"]))
     if modes:
         recipe["attention"]["modes"] = modes
+    if candidates:
+        recipe["plan"]["candidates"] = candidates
     yaml.dump(recipe, folder / "recipe.yaml")
     trtconvert("build", folder / "recipe.yaml", "-o", folder / "bundle")
     return folder / "bundle"
@@ -77,7 +80,7 @@ def show_plans(bundle: Path) -> None:
         )
         for p in tried.points:
             name = f"{p.name} (built)" if p.name == tried.chosen else p.name
-            kept = "kept" if p.keeps_budget else "missed"
+            kept = ("kept" if p.keeps_budget else "missed") + ("" if p.allowed else ", no candidate")
             print(f"| {name} | {p.speed:.3f} | {p.psnr:.1f} dB | {p.int8_values:.0%} | {kept} |")
 
 
@@ -103,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--modes", choices=["auto", "sigma-rule", *(mode.name.lower() for mode in Mode)])
+    parser.add_argument("--candidates", nargs="+", choices=[mode.name.lower() for mode in Mode])
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--work", type=Path)
@@ -116,7 +120,7 @@ def main() -> None:
         show(read_evaluation(options.evaluation))
         return
     with tempfile.TemporaryDirectory() as folder:
-        bundle = options.bundle or built(options.modes, Path(folder))
+        bundle = options.bundle or built(options.modes, options.candidates, Path(folder))
         show(measured(options, bundle, Path(folder) / "evaluation.json"))
         show_plans(bundle)
 
