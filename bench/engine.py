@@ -45,6 +45,8 @@ from trtconvert.models.base import DiffusionModel, InputSpec, intercepted
 from trtconvert.recipe import EngineSection
 
 REPEATS = 30
+STEPS = 50
+"""Of an image."""
 TEXT_TOKENS, TEXT_WIDTH = 77, 2048
 MODES = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE)
 
@@ -213,6 +215,17 @@ def median_ms(call: Call) -> tuple[float, float]:
     return middle, high - low
 
 
+def image_s(call: Call) -> float:
+    """Seconds that the steps of one image take one after another, nothing waited for between them."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for step in range(STEPS):
+        call(step)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
 class Engine:
     """A plan, its calls with each of some inputs in a CUDA graph."""
 
@@ -256,12 +269,13 @@ class Notices:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. Times of a step in milliseconds, memory and plan in MiB."""
+    """A line of the table. Time of a step in milliseconds, of all steps of an image in seconds, memory and plan in MiB."""
 
     model: str
     what: str
     ms: float
     spread: float
+    image_s: float
     error: float
     memory: float
     build_s: float = 0.0
@@ -307,7 +321,7 @@ class Bench:
         expected = self.expected[mode]
         error = float((call(0).float() - expected).norm() / expected.norm())
         ms, spread = median_ms(call)
-        row = Row(self.model.name, what, ms, spread, error, memory / 2**20, build_s, plan / 2**20)
+        row = Row(self.model.name, what, ms, spread, image_s(call), error, memory / 2**20, build_s, plan / 2**20)
         self.rows.append(row)
         print(row, flush=True)
 
@@ -383,13 +397,14 @@ class Bench:
 
 def print_table(rows: list[Row]) -> None:
     print(
-        "| stack | what | step, ms | spread | against TensorRT FP16 | rel. error | memory, MiB | build, s | plan, MiB |"
+        f"| stack | what | step, ms | spread | {STEPS} steps, s | against TensorRT FP16 | rel. error | memory, MiB | build, s "
+        "| plan, MiB |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         native = next((r.ms for r in rows if r.model == row.model and "its own" in r.what), float("nan"))
         print(
-            f"| {STACKS[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {native / row.ms:.2f}× "
+            f"| {STACKS[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {row.image_s:.3f} | {native / row.ms:.2f}× "
             f"| {row.error:.4f} | {row.memory:.0f} | {row.build_s:.0f} | {row.plan:.0f} |"
         )
 
