@@ -404,8 +404,8 @@ def print_table(rows: list[Row]) -> None:
     for row in rows:
         native = next((r.ms for r in rows if r.model == row.model and "its own" in r.what), float("nan"))
         print(
-            f"| {STACKS[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {row.image_s:.3f} | {native / row.ms:.2f}× "
-            f"| {row.error:.4f} | {row.memory:.0f} | {row.build_s:.0f} | {row.plan:.0f} |"
+            f"| {STACKS[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {row.image_s:.3f} "
+            f"| {native / row.ms:.2f}× | {row.error:.4f} | {row.memory:.0f} | {row.build_s:.0f} | {row.plan:.0f} |"
         )
 
 

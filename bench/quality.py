@@ -6,8 +6,9 @@
 
 Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels inside
 the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one, with the recipe's modes,
-others, or those that `auto` finds among the candidates. `--ranks` starts so many processes under torchrun. The second form prints an evaluation that is there already. Prints
-Markdown tables with the date and the machine, and the plans that the build's search tried; nothing is asserted.
+others, or those that `auto` finds among the candidates. `--ranks` starts so many processes under torchrun. The second form
+prints an evaluation that is there already. Prints Markdown tables with the date and the machine, and the plans that the build's
+search tried; nothing is asserted.
 """
 
 from __future__ import annotations
