@@ -36,7 +36,7 @@ from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import one_at_a_time, sha256, whole_folder
 from trtconvert.library import library_path
 from trtconvert.models.identity import identity
-from trtconvert.models.saved import copy_without_models
+from trtconvert.models.saved import copy_without_models, is_saved_pipeline
 from trtconvert.progress import Bar, Reporter
 from trtconvert.recipe import ComponentSection, Range, Recipe, with_paths
 
@@ -598,12 +598,12 @@ def _assemble(
     errors = {
         name: json.loads((stage.folder / ERROR).read_text()) for name, stage in components.items() if name != COMPONENT
     }
-    if errors:
-        assert recipe.model.weights is not None  # components are of a pipeline's folder
+    if errors and recipe.model.weights is not None and is_saved_pipeline(recipe.model.weights):
         copy_without_models(recipe.model.weights, folder / PIPELINE)
+    denoiser = records[COMPONENT].diffusers
     quality = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text())
     manifest = Manifest(
-        model=recipe.model.source,
+        model=recipe.model.source if denoiser is None else f"{denoiser.pipeline} ({recipe.model.source})",
         weights=weights,
         versions=versions(),
         backend=backend.name,
@@ -611,7 +611,7 @@ def _assemble(
         recipe=with_paths(recipe, lambda path: Path(path.name)),  # without the folders of this machine
         calibration=CALIBRATION,
         components=records,
-        pipeline=PIPELINE if errors else "",
+        pipeline=PIPELINE if (folder / PIPELINE).is_dir() else "",
         quality=quality.model_copy(update={"component_errors": errors}),
     )
     bundle.write_manifest(folder, manifest)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.models.saved import INDEX, is_saved_pipeline
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
@@ -67,7 +68,7 @@ def load_pipeline(folder: Path) -> Any:
             got=str(error),
             remedy="pip install 'trtconvert[diffusers]'",
         ) from error
-    if not (folder / "model_index.json").is_file():
+    if not is_saved_pipeline(folder):
         raise UserError(
             f"{folder} holds no diffusers pipeline",
             expected="a folder with model_index.json, as `pipeline.save_pretrained(folder)` writes it",
@@ -81,7 +82,7 @@ def load_pipeline(folder: Path) -> Any:
         library.disable_progress_bar()
     try:
         # `save_pretrained` leaves out what is None, and loading wants to be told.
-        index = json.loads((folder / "model_index.json").read_text())
+        index = json.loads((folder / INDEX).read_text())
         pipeline = getattr(diffusers, index["_class_name"])
         parameters = inspect.signature(pipeline.__init__).parameters
         absent = {

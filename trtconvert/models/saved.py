@@ -8,13 +8,21 @@ from pathlib import Path
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
 
+INDEX = "model_index.json"
+
+
+def is_saved_pipeline(folder: Path) -> bool:
+    """Whether a whole pipeline was saved there."""
+    return (folder / INDEX).is_file()
+
+
 def copy_without_models(folder: Path, target: Path) -> None:
     """Copy what a pipeline has beside its models: its index, tokenizers, schedulers, processors.
 
     A model is a folder that holds weights.
     """
     target.mkdir()
-    shutil.copyfile(folder / "model_index.json", target / "model_index.json")
+    shutil.copyfile(folder / INDEX, target / INDEX)
     for part in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
         if not any(file.suffix in _WEIGHTS for file in part.rglob("*")):
             shutil.copytree(part, target / part.name)
