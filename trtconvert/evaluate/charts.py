@@ -287,7 +287,8 @@ class Point:
     Attributes:
         speed: of attention, relative to FP16 everywhere; psnr: in dB; further: the other figures.
         int8_values: share of sites and steps whose second product is INT8 too.
-        kept: whether the plan keeps the budget; chosen: whether it was built; exact: whether its samples are full precision's.
+        kept: whether the plan keeps the budget; allowed: whether the search might choose it; chosen: whether it was built;
+            exact: whether its samples are full precision's.
     """
 
     name: str
@@ -296,6 +297,7 @@ class Point:
     further: Sequence[str]
     int8_values: str
     kept: bool
+    allowed: bool
     chosen: bool
     exact: bool
     x: float
@@ -356,6 +358,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             [f"{point.figures[name]:.4g}" for name in further],
             f"{point.int8_values:.0%}",
             point.keeps_budget,
+            point.allowed,
             point.name == tried.chosen,
             point.psnr >= EXACT_DB,
             round(x(point.speed), 1),
