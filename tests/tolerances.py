@@ -51,5 +51,5 @@ MODE_ERROR = {Mode.FP16: 1e-6, Mode.PRECISION: 0.03, Mode.BALANCED: 0.035, Mode.
 4096 keys (0.0155, 0.0183, 0.0190), since 200 keys average less noise away."""
 
 INT8_IMAGES_PSNR = 20.0
-"""dB, of images by random models over twenty steps, which amplify differences where trained ones draw them together: 27 to 30 dB for
-the worst pipeline on three processors, 48 and more for most. Images of another seed have 10."""
+"""dB, of images by random models over twenty steps, which amplify differences where trained ones draw them together: 27 to 30 dB
+for the worst pipeline with three instruction sets, 43 and more for others."""
