@@ -371,6 +371,21 @@ def test_prompts_that_are_not_padded_are_refused(saved, monkeypatch):
         diffusers_model(saved / "pipeline", **given | {"call": {"guidance_scale": 1.0}})
 
 
+def test_the_decoder_is_held_to_latents_of_their_magnitude(saved):
+    """Latents that nobody denoised are some hundred times as large with some schedulers, which half precision does not hold."""
+    model = diffusers_model(saved / "pipeline", **options("stable_diffusion"))
+    vae = model.components.caller.pipe.vae
+    scale = vae.config.scaling_factor
+    (latents,) = model.components("vae_decoder").example.values()
+    assert latents.std() == pytest.approx(1 / scale, rel=0.1) and latents.mean().abs() < 0.2 / scale
+    means, stds = [10.0, 20.0, 30.0, 40.0], [1.0, 2.0, 3.0, 4.0]
+    vae.register_to_config(latents_mean=means, latents_std=stds, scaling_factor=1.0)
+    (latents,) = model.components("vae_decoder").example.values()
+    by_channel = latents.transpose(0, 1).flatten(1)
+    assert by_channel.mean(1).tolist() == pytest.approx(means, rel=0.2)
+    assert by_channel.std(1).tolist() == pytest.approx(stds, rel=0.4)  # of 64 elements each
+
+
 # Sizes that follow others ---------------------------------------------------------------------------------------------
 
 

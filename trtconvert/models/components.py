@@ -118,9 +118,13 @@ class PipelineComponents:
         return take_apart(_without(arguments))
 
     def _decoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        vae = self.caller.pipe.vae
         with self._denoising_with_nothing():
-            arguments = self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, "decode")
-        return take_apart(_without(arguments))
+            structure, tensors = take_apart(
+                _without(self.caller.first_call(range(sizes["batch"]), sizes, vae, "decode"))
+            )
+        first = next(iter(tensors))
+        return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
     def _encoded(self) -> Observed:
         """Images of the sizes that the decoder gives."""
@@ -139,7 +143,7 @@ class PipelineComponents:
 
     @contextmanager
     def _denoising_with_nothing(self) -> Iterator[None]:
-        """A denoiser that costs nothing: the latents that are decoded are what the noise becomes without one."""
+        """A denoiser that costs nothing. What is decoded then has the shapes of latents, and not their magnitude."""
 
         def nothing(**named: Tensor) -> Tensor:
             first = next(x for name, x in named.items() if name != self.timestep_input)
@@ -227,6 +231,26 @@ class _Watch(TorchFunctionMode):
         if not self._paused and getattr(named, "__name__", "") not in _SIZE_ONLY:
             self.look((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:
+    """Noise as large as the VAE's latents are, by what pipelines scale them with: by one number, or by channel.
+
+    Args:
+        x: [B, C, …] of the shape.
+    """
+    settings = {**_config(vae), **dict(vae.named_buffers(recurse=False))}
+
+    def setting(name: str, otherwise: float) -> Tensor:
+        value = settings.get(name)
+        found = torch.as_tensor(otherwise if value is None else value, dtype=x.dtype).flatten()
+        if found.numel() not in (1, x.shape[1]):
+            found = torch.as_tensor(otherwise, dtype=x.dtype).flatten()
+        return found.view(1, -1, *[1] * (x.dim() - 2))
+
+    mean, std = setting("shift_factor", 0.0) + setting("latents_mean", 0.0), setting("latents_std", 1.0)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    return noise * std / setting("scaling_factor", 1.0) + mean
 
 
 def _without(arguments: Mapping[str, Any]) -> dict[str, Any]:
