@@ -185,6 +185,11 @@ class ComponentRecord(_Record):
     engines: list[EngineRecord]
     diffusers: DiffusersRecord | None = None
 
+    @property
+    def is_denoiser(self) -> bool:
+        """Whether it follows the timestep, and may have sites."""
+        return bool(self.timestep_input)
+
 
 class QualityRecord(_Record):
     """What the gates measured.

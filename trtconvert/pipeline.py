@@ -160,8 +160,9 @@ def component_stage(
     recipe: Recipe, weights: str, name: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
 ) -> Stage:
     """Export one of the pipeline's models beside the denoiser, and hold it to float32 in torch."""
-    asked = {**recipe.components.get("all", ComponentSection()).model_dump(exclude_none=True)}
-    asked |= recipe.components.get(name, ComponentSection()).model_dump(exclude_none=True)
+    asked: dict[str, Any] = {}
+    for section in ("all", name):  # what the component says itself counts
+        asked |= recipe.components.get(section, ComponentSection()).model_dump(exclude_none=True)
     limit = recipe.verify.max_component_error
     reads = {"weights": weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
 
@@ -388,7 +389,7 @@ def engine_stages(
         def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
             if backend.name == "tensorrt_rtx":
                 # A component without attention nodes is what it is.
-                onnx = exported.folder / (NATIVE if component.timestep_input else component.onnx)
+                onnx = exported.folder / (NATIVE if component.is_denoiser else component.onnx)
                 engine = tensorrt_rtx.build_engine(name, component, onnx, options, target, bar)
             else:
                 engine = tensorrt.build_engine(name, component, exported.folder / component.onnx, options, bar)

@@ -58,7 +58,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
         table.add_row(name, escape(signature))
         table.add_row("", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
-        if component.timestep_input:
+        if component.is_denoiser:
             table.add_row("attention sites", _sites(component))
         for modes, sites in _plans(component).items():
             table.add_row("modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
@@ -79,7 +79,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         table.add_row("pipeline", f'in {manifest.pipeline}/: `trtconvert run {escape(str(folder))} -p "…"`')
     table.add_row("backend", f"{manifest.backend}: {manifest.backend_reason}")
     for name, component in manifest.components.items():
-        of = "" if component.timestep_input else f", {name}"
+        of = "" if component.is_denoiser else f", {name}"
         for (backend, library, attention), engines in groupby(
             component.engines, key=lambda e: (e.backend, e.library, e.attention)
         ):
@@ -90,7 +90,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
                 table.add_row("", f"{engine.target}: {line}")
         size = _size(sum(f.size for file, f in manifest.files.items() if file.startswith(component.onnx)))
         attention = (
-            "INT8, the op's function body (exact numerics, slow)" if component.timestep_input else "its own precision"
+            "INT8, the op's function body (exact numerics, slow)" if component.is_denoiser else "its own precision"
         )
         table.add_row(f"ONNX{of}", f"{size}, any ONNX Runtime, attention: {attention}")
 

@@ -167,7 +167,7 @@ def build_engine(
     trt = load()
     profiles = component.profiles or [component.dims]
     model = ir.load(onnx)
-    sites = list(require_attention_nodes(model)) if component.timestep_input else []
+    sites = list(require_attention_nodes(model)) if component.is_denoiser else []
     native = faster_native(trt, model, profiles, options, watch) if sites and options.attention == "auto" else []
     kept = sites if options.attention == "native" else [site.name for site in native]
     if kept:

@@ -104,7 +104,7 @@ class LoadedBundle:
                 got=self.manifest.model,
                 remedy=f"call bundle['{name}'] with its inputs by name",
             )
-        if not component.timestep_input:
+        if not component.is_denoiser:
             return DiffusersTextEncoder(called, component, dtype=dtype_of(component.outputs[0]), device=called.device)
         dtype = dtype_of(component.inputs[0])
         return DiffusersDenoiser(
@@ -128,7 +128,7 @@ class LoadedBundle:
                 f"{self.folder} holds no pipeline",
                 expected="a bundle of a recipe with model.source: diffusers and a section components",
                 got="a denoiser alone",
-                remedy="put bundle.as_diffusers() into a pipeline of your own, or build with `components: all`",
+                remedy="put bundle.as_diffusers() into a pipeline of your own, or build with components: {all: {}}",
             )
         names = {
             component.diffusers.component: "vae" if component.diffusers.component == "vae" else name
@@ -241,7 +241,7 @@ def _on_gpu(
             opened.callback(on_gpu[name].close)
         opened.pop_all()  # all are loaded: they stay open
     kinds = {"plugin": "INT8 attention in our plugin", "native": "attention in the model's precision"}
-    denoisers = [record for name, record in records.items() if manifest.components[name].timestep_input]
+    denoisers = [record for name, record in records.items() if manifest.components[name].is_denoiser]
     attention = ", ".join(dict.fromkeys(kinds[record.attention] for record in denoisers))
     return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {attention}", scratch)
 

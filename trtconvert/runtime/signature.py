@@ -27,7 +27,7 @@ class Signature:
     def __init__(self, component: ComponentRecord, profiles: Sequence[Ranges] = ()) -> None:
         self.component = component
         self.names = [spec.name for spec in component.inputs]
-        self._sizes = "engine.shapes" if component.timestep_input else "the sizes in model.options"
+        self._sizes = "engine.shapes" if component.is_denoiser else "the sizes in model.options"
         # A profile may leave out dimensions that it takes as the component does.
         self.profiles = [dict(component.dims) | dict(profile) for profile in profiles] or [dict(component.dims)]
 
