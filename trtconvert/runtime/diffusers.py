@@ -5,7 +5,6 @@ diffusers is imported when one is made, not with this module.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
+from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.signature import shape_of
 
 PACKING = ("return_dict", "generator")
@@ -125,7 +125,7 @@ class DiffusersDenoiser(_DropIn):
     ) -> None:
         super().__init__(record, dtype, device)
         self._denoiser, self._timestep = denoiser, timestep_input
-        self._output = _output_class(record.output)
+        self._output = _output_class(record)
         self._parameters_of_forward = _Parameters(record)
         self.forward = self._parameters_of_forward.of(self._forward)
         if size := record.config.get("projection_class_embeddings_input_dim"):
@@ -224,7 +224,7 @@ class _Method:
     def __init__(self, component: Callable[..., Any], signature: ComponentRecord) -> None:
         assert signature.diffusers is not None
         self._component, self._signature, self._record = component, signature, signature.diffusers
-        self._output = _output_class(self._record.output)
+        self._output = _output_class(self._record)
         self.parameters = _Parameters(self._record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,21 +265,6 @@ def _whole_numbers(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x if x.is_floating_point() else x.long() for name, x in named.items()}
 
 
-def _output_class(name: str) -> type:
-    """The class that `package.module:Class` names, of diffusers or transformers: a bundle must not choose what is imported.
-
-    Raises:
-        BackendUnavailable: the installed version has no such class.
-    """
-    module, _, attribute = name.partition(":")
-    try:
-        if module.partition(".")[0] not in ("diffusers", "transformers"):
-            raise ImportError(f"{module} is not a module of diffusers or transformers")
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(
-            "the class of a model's output cannot be imported",
-            expected=name,
-            got=str(error),
-            remedy="install the version that the bundle was built with; its manifest has it under versions",
-        ) from error
+def _output_class(record: DiffusersRecord) -> Any:
+    module, _, name = record.output.partition(":")
+    return library_class(module, name)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import UserError
+from trtconvert.runtime.libraries import library_class
 
 INDEX = "model_index.json"
-_LIBRARIES = ("diffusers", "transformers")
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
@@ -29,7 +28,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
     """
     index: dict[str, Any] = json.loads((folder / INDEX).read_text())
     title = str(index["_class_name"])
-    kind = _class("diffusers", title)
+    kind = library_class("diffusers", title)
     parameters = inspect.signature(kind.__init__).parameters
     given: dict[str, Any] = {}
     missing: list[str] = []
@@ -39,10 +38,10 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
             given[name] = parts[name]
         elif not isinstance(entry, list):  # a setting, or something newer than the pipeline that was saved
             given |= {name: entry} if name in index else {}
-        elif None in entry or name in kind._optional_components:
-            given[name] = _loaded(folder / name, entry) if (folder / name).is_dir() else None
         elif (folder / name).is_dir():
             given[name] = _loaded(folder / name, entry)
+        elif None in entry or name in kind._optional_components:
+            given[name] = None
         else:
             missing.append(name)
     if missing:
@@ -59,7 +58,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
 
 def _loaded(folder: Path, entry: list[str]) -> Any:
     """A tokenizer, scheduler or processor. Nothing is downloaded."""
-    kind = _class(*entry)
+    kind = library_class(*entry)
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -68,23 +67,4 @@ def _loaded(folder: Path, entry: list[str]) -> Any:
             expected="the files that `save_pretrained` wrote",
             got=str(error).strip().splitlines()[0],
             remedy="copy the bundle again, or install the versions that its manifest has under versions",
-        ) from error
-
-
-def _class(library: str, name: str) -> Any:
-    """A class of diffusers or transformers: a bundle must not choose what is imported.
-
-    Raises:
-        BackendUnavailable: there is no such class here.
-    """
-    try:
-        if library not in _LIBRARIES:
-            raise ImportError(f"{library} is not one of {', '.join(_LIBRARIES)}")
-        return getattr(importlib.import_module(library), name)
-    except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(
-            f"the pipeline's {name} cannot be imported",
-            expected=f"{name} of {library}",
-            got=str(error),
-            remedy="pip install 'trtconvert[diffusers]', in the versions that the bundle's manifest has under versions",
         ) from error
