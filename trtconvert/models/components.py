@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,7 @@ class PipelineComponents:
     record: DiffusersRecord
     timestep_input: str
     prediction: tuple[int | str, ...]
+    _decoding: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict, init=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,11 +119,11 @@ class PipelineComponents:
         return take_apart(_without(arguments))
 
     def _decoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-        vae = self.caller.pipe.vae
-        with self._denoising_with_nothing():
-            structure, tensors = take_apart(
-                _without(self.caller.first_call(range(sizes["batch"]), sizes, vae, "decode"))
-            )
+        vae, asked = self.caller.pipe.vae, tuple(sizes.values())
+        if asked not in self._decoding:  # both halves want it, and the pipeline's text encoders run for it
+            with self._denoising_with_nothing():
+                self._decoding[asked] = self.caller.first_call(range(sizes["batch"]), sizes, vae, "decode")
+        structure, tensors = take_apart(_without(self._decoding[asked]))
         first = next(iter(tensors))
         return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
