@@ -192,8 +192,8 @@ def run(
         )
     loaded = runtime.load(bundle)
     # Samplers choose a prompt by the seed: the first sample should show the first one.
-    first = seed % len(prompts) if prompts else 0
-    draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first] if first else prompts)
+    first = seed % max(1, len(prompts))
+    draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first])
     samples = samples or len(prompts) or 16
     with whole_file(output) as partial:
         started = time.perf_counter()

@@ -561,6 +561,6 @@ def _fields_at(keys: tuple) -> Iterator[str]:
         annotation = field.annotation if field else None
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             section = annotation
-        elif field or section is not ComponentSection:  # engine.shapes, and places in engine.profiles, hold ranges
+        elif field:  # a mapping: components, or the ranges of engine.shapes and engine.profiles
             section = ComponentSection if key == "components" else Range
     yield from (field.alias or name for name, field in section.model_fields.items())
