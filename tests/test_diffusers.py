@@ -282,26 +282,7 @@ def test_the_command_line_samples_with_the_pipeline(flux, tmp_path, monkeypatch)
 def saved(tmp_path_factory) -> Path:
     """Stable Diffusion with a text encoder."""
     folder = tmp_path_factory.mktemp("saved")
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    config = transformers.CLIPTextConfig(
-        vocab_size=len(tokens),
-        hidden_size=tiny_pipelines.WIDTH,
-        intermediate_size=tiny_pipelines.WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=8,
-        bos_token_id=vocabulary["<|startoftext|>"],
-        eos_token_id=vocabulary["<|endoftext|>"],
-        pad_token_id=vocabulary["<|endoftext|>"],
-    )
-    pipe = tiny_pipelines.stable_diffusion()
-    pipe.register_modules(
-        text_encoder=tiny_pipelines.randomised(transformers.CLIPTextModel(config)),
-        tokenizer=transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=8),
-    )
-    pipe.save_pretrained(folder)
+    tiny_pipelines.with_text("stable_diffusion").save_pretrained(folder)
     return folder
 
 
