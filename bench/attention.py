@@ -3,9 +3,10 @@
     python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
 
 Quantisation is inside every time. Latency is the median of CUDA events over rotating inputs, in a queue that is full before it
-starts, so that no call waits for the host; its spread is half the distance between the quartiles.
+starts, so that no call waits for the host; its spread is half the distance between the quartiles. The kernels of a shape take
+turns, so that none has the GPU cooler than another, nor throttled by the one before.
 TFLOP/s = 4 B H N² D / time. The error is relative L2 against FP32 attention of the same FP16 inputs.
-Power is sampled through NVML while a kernel loops. Writes attention.md and attention.png; nothing is asserted.
+Power is sampled through NVML while a kernel loops, after all times. Writes attention.md and attention.png; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import contextlib
 import datetime
 import importlib
+import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ SHAPES = [(1, 24, 1024, 128), (1, 24, 4096, 128), (1, 24, 16384, 128)]  # B, H, 
 SHAPES += [(2, 10, 4096, 64), (1, 24, 16384, 64), (2, 8, 4096, 40)]
 SWEEP = [(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [(b, 10, 4096, 64) for b in (1, 8, 16, 32)]
 EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
-REPEATS, WARM_UP, ROTATION = 30, 5, 3
+ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
 QUEUE_CYCLES = 10_000_000  # of the GPU's clock, some 5 ms: the host enqueues all calls meanwhile
 LARGEST_EXACT = 4096  # tokens up to which the error is computed: exact attention holds N² logits per head
 
@@ -81,8 +83,8 @@ def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
     return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, tables, scaling="dynamic")
 
 
-def time_calls(calls: list[Callable[[], object]]) -> tuple[float, float]:
-    """Median and half the interquartile distance, in microseconds."""
+def time_calls(calls: list[Callable[[], object]]) -> list[float]:
+    """Microseconds of each."""
     for i in range(WARM_UP):
         calls[i % len(calls)]()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
@@ -93,12 +95,17 @@ def time_calls(calls: list[Callable[[], object]]) -> tuple[float, float]:
         calls[i % len(calls)]()
         end.record()
     torch.cuda.synchronize()
-    times = sorted(1e3 * start.elapsed_time(end) for start, end in events)
-    return times[REPEATS // 2], (times[3 * REPEATS // 4] - times[REPEATS // 4]) / 2
+    return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
-def joules_per_call(call: Callable[[], object], microseconds: float, seconds: float) -> float | None:
-    """Mean power of the GPU while `call` loops, times its latency; None without NVML."""
+def median_and_spread(times: list[float]) -> tuple[float, float]:
+    """Median, and half the interquartile distance."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return middle, (high - low) / 2
+
+
+def joules_per_call(call: Callable[[], object], seconds: float) -> float | None:
+    """Mean power of the GPU while `call` loops, times the time of one; None without NVML."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -113,16 +120,17 @@ def joules_per_call(call: Callable[[], object], microseconds: float, seconds: fl
             samples.append(nvml.nvmlDeviceGetPowerUsage(device) / 1e3)
 
     thread = threading.Thread(target=sample)
-    end = time.perf_counter() + seconds
     thread.start()
-    while time.perf_counter() < end:
+    calls, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
         for _ in range(10):
             call()
         torch.cuda.synchronize()
+        calls += 10
     done.set()
     thread.join()
     steady = samples[len(samples) // 3 :]  # NVML averages over some time: the first samples still hold what was before
-    return sum(steady) / len(steady) * microseconds * 1e-6 if steady else None
+    return sum(steady) / len(steady) * elapsed / calls if steady else None
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -131,15 +139,26 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows).view_as(q)
 
 
-def measure(shape: tuple[int, int, int, int], energy: float) -> list[Figure]:
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel with inputs to rotate over."""
+
+    name: str
+    calls: list[Callable[[], Tensor]]
+    error: float | None
+    memory: int
+
+
+def candidates(shape: tuple[int, int, int, int]) -> list[Candidate]:
+    """Those that take this shape, each called once."""
     batch, heads, tokens, dim = shape
     sets = [tuple(torch.randn(batch, heads, tokens, dim, device="cuda").half() for _ in "qkv") for _ in range(ROTATION)]
     expected = exact(*sets[0]) if tokens <= LARGEST_EXACT else None
-    candidates = {name: [attend] * ROTATION for name, attend in peers().items()}
+    by_name = {name: [attend] * ROTATION for name, attend in peers().items()}
     for mode in Mode:
-        candidates[f"mode {int(mode)} {mode.name.lower()}"] = [ours(mode, inputs) for inputs in sets]
-    figures = []
-    for name, attends in candidates.items():
+        by_name[f"mode {int(mode)} {mode.name.lower()}"] = [ours(mode, inputs) for inputs in sets]
+    found = []
+    for name, attends in by_name.items():
         calls = [lambda a=a, x=x: a(*x) for a, x in zip(attends, sets, strict=True)]
         try:
             out = calls[0]()
@@ -151,11 +170,23 @@ def measure(shape: tuple[int, int, int, int], energy: float) -> list[Figure]:
         before = torch.cuda.memory_allocated()
         del out
         calls[0]()
-        memory = torch.cuda.max_memory_allocated() - before
-        microseconds, spread = time_calls(calls)
-        joules = joules_per_call(calls[0], microseconds, energy) if energy else None
-        figures.append(Figure(shape, name, microseconds, spread, error, memory, joules))
-    return figures
+        found.append(Candidate(name, calls, error, torch.cuda.max_memory_allocated() - before))
+    return found
+
+
+def measure(shape: tuple[int, int, int, int]) -> list[Figure]:
+    found = candidates(shape)
+    times: dict[str, list[float]] = {c.name: [] for c in found}
+    for _ in range(ROUNDS):
+        for c in found:
+            times[c.name] += time_calls(c.calls)
+    return [Figure(shape, c.name, *median_and_spread(times[c.name]), c.error, c.memory, None) for c in found]
+
+
+def with_energy(figures: list[Figure], seconds: float) -> list[Figure]:
+    """Figures of one shape, their kernels looped for so long each."""
+    calls = {c.name: c.calls[0] for c in candidates(figures[0].shape)}
+    return [replace(f, joules=joules_per_call(calls[f.name], seconds)) for f in figures]
 
 
 def table(figures: list[Figure]) -> str:
@@ -202,11 +233,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="FOLDER")
     arguments = parser.parse_args()
     title = f"{torch.cuda.get_device_name()}, {datetime.date.today()}"
-    figures = []
+    by_shape = []
     for shape in SHAPES + (SWEEP if arguments.sweep else []):
-        figures += measure(shape, arguments.energy)
+        by_shape.append(measure(shape))
         torch.cuda.empty_cache()
-    text = f"{title}, torch {torch.__version__}, median of {REPEATS}\n\n{table(figures)}\n"
+    if arguments.energy:
+        by_shape = [with_energy(figures, arguments.energy) for figures in by_shape]
+    figures = [figure for figures in by_shape for figure in figures]
+    text = f"{title}, torch {torch.__version__}, median of {ROUNDS * REPEATS}\n\n{table(figures)}\n"
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "attention.md").write_text(text)
     plot(figures, arguments.output / "attention.png", title)

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "launch.h"
+#include "sm90/tensor_map.h"
 #include "workspace.h"
 
 namespace trtconvert::attention {
@@ -240,9 +241,12 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   Params p = make_params(*params, device);
   lay_out_workspace(p, params->workspace);
   const auto stream = static_cast<cudaStream_t>(params->stream);
+  CUtensorMap values = {};
+  // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.
+  p.direct_values = uses_sm90(*params, device) && !params->key_lengths && describe_values(p, values);
   if (launched(launch_prepass(p, stream), "pre-pass", report)) return report.status;
 #ifdef TRTCONVERT_SM90
-  if (uses_sm90(*params, device)) return launched(launch_attention_sm90(p, stream), "attention (sm_90a)", report);
+  if (uses_sm90(*params, device)) return launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)", report);
 #endif
   return launched(launch_attention_mma(p, stream), "attention (mma.sync)", report);
 }

@@ -54,6 +54,10 @@ constexpr PaddedDims padded_dims(int head_dim) {
   return {256, 256};
 }
 
+// Whether the kernel of sm_90a takes 16-bit values of this many padded channels as blocks of 64 keys by 64 channels with the
+// 128-byte swizzle: 16-byte chunk c of row r at place c ^ r % 8.
+TRTCONVERT_HOST_DEVICE constexpr bool swizzled_values(int columns) { return columns % 64 == 0; }
+
 // What a key tile carries besides its images. Arrays are in permuted order: slot s of group g is key 16 g + permuted_key(s),
 // so thread t of a quad reads its four keys of a group as one float4 at 16 g + 4 t.
 struct TileScales {
@@ -79,6 +83,7 @@ struct Params {
   int query_blocks;  // ceil(Nq / kQueryBlock)
   int key_tiles;     // ceil(Nk / kKeyTile)
   int multiprocessors;  // for the kernel of sm_90a; 0 elsewhere
+  bool direct_values;   // the kernel of sm_90a reads 16-bit values from v, not from v_images
   PaddedDims dims;
 
   bool bf16, dynamic, smooth_k;
@@ -114,7 +119,8 @@ struct Params {
   uint8_t* k_images;       // [B, Hkv, key_tiles][k_tile_bytes]: modes 1..3 INT8 rows of dims.qk bytes, 128 keys;
                            //   mode 0 two 16-bit images of 64 keys, rows of dims.pv elements
   uint8_t* v_images;       // [B, Hkv, key_tiles][v_tile_bytes]: modes 2, 3 INT8, transposed: dims.pv rows of 128 permuted keys;
-                           //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted
+                           //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted;
+                           //   for the kernel of sm_90a swizzled where swizzled_values(), and not written with direct_values
   int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
   // sm_90a: of units that several thread blocks compute, see sm90/schedule.h.
   int divided_units;       // room for so many

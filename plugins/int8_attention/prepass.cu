@@ -8,6 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "element.cuh"
 #include "launch.h"
 
 namespace trtconvert::attention {
@@ -112,26 +113,6 @@ __device__ __forceinline__ float row_max(float x) {
 
 __device__ __forceinline__ bool usable_scale(float s) { return isfinite(s) && s > 0.f; }
 
-// What a batch element asks for. An unusable timestep or mode is reported through `valid`.
-struct Element {
-  int mode, bin, num_keys;
-  bool valid;
-};
-
-__device__ __forceinline__ Element element_of(const Params& p, int b) {
-  const float t = p.timestep[b];
-  Element e;
-  // The product before the quotient: the edges are exact for integer timesteps, as in the reference.
-  const float position = floorf(__fdiv_rn(__fmul_rn(t, float(p.num_bins)), p.timestep_max));
-  // The clamp in floating point first: a huge timestep must not overflow the conversion.
-  e.bin = min(int(fminf(fmaxf(position, 0.f), float(p.num_bins - 1))), p.num_bins - 1);
-  e.mode = p.modes[e.bin];
-  e.valid = !isnan(t) && e.mode >= 0 && e.mode <= 3;
-  if (!e.valid) e.mode = 1;
-  e.num_keys = p.key_lengths ? min(max(p.key_lengths[b], 0), p.num_keys) : p.num_keys;
-  return e;
-}
-
 // Whether every table entry that this head's mode reads is usable. Called by the whole thread block.
 __device__ bool tables_usable(const Params& p, const Element& e, int head) {
   const int kv_head = head / p.group;
@@ -202,14 +183,16 @@ __device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses],
 // 16-bit copies of two images of 64 tokens: Q and K of mode 0, V of modes 0 and 1.
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ void copy_images(const uint4 (&data)[Map<Lanes>::kPasses], uint8_t* first, uint8_t* second,
-                                            int columns) {
+                                            int columns, bool swizzled = false) {
   const int lane = threadIdx.x % Lanes;
   if (lane * 8 >= columns) return;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
     const int row = row_of<Lanes, kPermuted>(i);
     uint8_t* const image = row < kHalfTile ? first : second;
-    if (image) *reinterpret_cast<uint4*>(image + lane * kHalfTile * 16 + row % kHalfTile * 16) = data[i];
+    const int offset = swizzled ? lane / 8 * kHalfTile * 128 + row % kHalfTile * 128 + (lane % 8 ^ row % 8) * 16
+                                : lane * kHalfTile * 16 + row % kHalfTile * 16;
+    if (image) *reinterpret_cast<uint4*>(image + offset) = data[i];
   }
 }
 
@@ -359,18 +342,19 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   const Element& e = at.element;
   const int lane = threadIdx.x % Lanes;
   uint8_t* const image = p.v_images + at.index * p.v_tile_bytes;
-  if (e.mode <= 1) return copy_images<Lanes, true>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
+  if (e.mode <= 1) {
+    const bool swizzled = p.multiprocessors > 0 && swizzled_values(p.dims.pv);
+    return copy_images<Lanes, true>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv, swizzled);
+  }
 
   TileScales& scales = p.tile_scales[at.index];
   const bool has_channels = lane * 8 < p.head_dim;
-  float factor[8], addend[8];  // (v - offset) / scale = v * factor + addend
+  // (v - offset) * factor, in this order: where a channel hardly varies its factor is huge, and v * factor would not cancel.
+  float factor[8], offset[8];
   load_channels(factor, p.v_scale, at.table_row, has_channels);
-  load_channels(addend, p.v_offset, at.table_row, has_channels);
+  load_channels(offset, p.v_offset, at.table_row, has_channels);
 #pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
-    addend[c] *= -factor[c];
-  }
+  for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
   float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; i += 4) {
@@ -382,7 +366,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
       float x[8];
       unpack8<T>(data[i + j], x);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) x[c] = exists ? fmaf(x[c], factor[c], addend[c]) : 0.f;
+      for (int c = 0; c < 8; ++c) x[c] = exists ? (x[c] - offset[c]) * factor[c] : 0.f;
       if (e.mode == 2) {
         float amax = 0.f;
 #pragma unroll
@@ -458,6 +442,7 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   } else if (is_key) {
     load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
   } else {
+    if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
     load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
   }
   at.element = element_of(p, at.batch);

@@ -1,9 +1,9 @@
 #!/bin/sh
 # compute-sanitizer over small cases of every mode: memory errors, races in shared memory, reads of unwritten memory.
-# Usage: tests/gpu/sanitize.sh, on a machine with a GPU and compute-sanitizer on the PATH.
+# Usage: [TOOLS="memcheck …"] tests/gpu/sanitize.sh, on a machine with a GPU and compute-sanitizer on the PATH.
 set -eu
 cd "$(dirname "$0")/../.."
-for tool in memcheck racecheck initcheck; do
+for tool in ${TOOLS:-memcheck racecheck initcheck}; do
     echo "== $tool"
     # initcheck has to see torch's kernels as well, which write what ours read.
     filter="--kernel-regex kns=trtconvert"

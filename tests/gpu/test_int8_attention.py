@@ -152,7 +152,9 @@ def test_sinks_do_not_drown_other_values_in_balanced_mode() -> None:
 
 @pytest.mark.parametrize("scaling", ["calibrated", "dynamic"])
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("case", ["limit of FP16", "rows of all sizes", "zero queries", "zero values", "one-hot"])
+@pytest.mark.parametrize(
+    "case", ["limit of FP16", "rows of all sizes", "zero queries", "zero values", "one-hot", "constant channels"]
+)
 def test_extreme_inputs(case: str, mode: Mode, scaling: str) -> None:
     q, k, v = draw("gauss", 1, 2, 2, 300, 600, 64)
     if case == "limit of FP16":
@@ -168,6 +170,8 @@ def test_extreme_inputs(case: str, mode: Mode, scaling: str) -> None:
     elif case == "one-hot":
         q, k = torch.zeros_like(q), torch.zeros_like(k)
         q[..., 3], k[:, :, 77, 3] = 100.0, 100.0
+    elif case == "constant channels":  # their scale is the smallest there is
+        q[..., 5], k[..., 7], v[..., 9] = -3.0, 2.7, 1.1
     tables = reference.tables_from_data(q, k, v, mode)
     timestep = torch.zeros(1, device="cuda")
     out = attend((q, k, v), timestep, tables, scaling=scaling)

@@ -7,35 +7,51 @@
 
 namespace trtconvert::attention::sm90 {
 
-// Modes 0 and 1: issues the first product of a tile. `query` and `key` are the operands' descriptors.
-template <int kMode, bool kBf16, int kDimQk, int kDimPv, typename Score, int kRegisters>
-__device__ __forceinline__ void issue_scores(Score (&s)[kRegisters], uint64_t query, uint64_t key) {
-  if constexpr (kMode == 1) {
-    issue_qk_int8<kDimQk, false>(s, query, key);
-  } else {
-#pragma unroll
-    for (int half = 0; half < kRegisters / 32; ++half) {
-      float(&part)[32] = *reinterpret_cast<float(*)[32]>(s + half * 32);
-#pragma unroll
-      for (int k = 0; k < kDimPv / 16; ++k)
-        wgmma_16bit<kBf16>(part, advance(query, k * 2 * kQueryBlock * 16),
-                           advance(key, half * kHalfTile * 2 * kDimPv + k * 2 * kHalfTile * 16), k > 0);
-    }
-    wgmma_commit();
-  }
+// A thread's scores of 64 keys.
+template <typename Score, int N>
+__device__ __forceinline__ Score (&half_of(Score (&s)[N], int half))[32] {
+  return *reinterpret_cast<Score(*)[32]>(s + half * 32);
 }
 
-// exp2(x c + shift) of a tile as the A operand of the second product in 16 bits, and this thread's part of the row sums where
-// the second product does not compute them. `value(i)` gives x[i] as a float.
+// Issues the first product of a tile, for kCount registers of S from kFirst on. `query` and `key` are the operands' descriptors.
+template <int kMode, bool kBf16, int kDimQk, int kDimPv, int kFirst, int kCount, typename Score, int N>
+__device__ __forceinline__ void issue_scores(Score (&s)[N], uint64_t query, uint64_t key) {
+#pragma unroll
+  for (int half = kFirst / 32; half < (kFirst + kCount) / 32; ++half) pin(half_of(s, half));
+  wgmma_fence();
+  if constexpr (kMode == 1 && kCount == 64) {
+    issue_qk_int8<kDimQk, false>(s, query, key);
+    return;
+  }
+#pragma unroll
+  for (int half = kFirst / 32; half < (kFirst + kCount) / 32; ++half) {
+    if constexpr (kMode == 1) {
+#pragma unroll
+      for (int k = 0; k < kDimQk / 32; ++k)
+        wgmma_s8(half_of(s, half), advance(query, k * 2 * kQueryBlock * 16),
+                 advance(key, half * kHalfTile * 16 + k * 2 * kKeyTile * 16), k > 0);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kDimPv / 16; ++k)
+        wgmma_16bit<kBf16>(half_of(s, half), advance(query, k * 2 * kQueryBlock * 16),
+                           advance(key, half * kHalfTile * 2 * kDimPv + k * 2 * kHalfTile * 16), k > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// exp2(x c - reference) of a tile as the A operand of the second product in 16 bits, and this thread's part of the row sums where
+// the second product does not compute them. `value(i)` gives x[i] as a float. x c is exact in the sum, so that only the
+// exponent itself is rounded, however large the logits are.
 template <bool kBf16, bool kSums, int N, typename Value>
-__device__ __forceinline__ void weights_16bit(const Value& value, const float (&c)[2], const float (&shift)[2],
+__device__ __forceinline__ void weights_16bit(const Value& value, const float (&c)[2], const float (&reference)[2],
                                               uint32_t (&probability)[N / 8][4], float (&sum)[2]) {
   float partial[2][2] = {};
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
     const int r = i / 2 % 2;
-    const float low = exp2_approx(fmaf(value(i), c[r], shift[r]));
-    const float high = exp2_approx(fmaf(value(i + 1), c[r], shift[r]));
+    const float low = exp2_approx(fmaf(value(i), c[r], -reference[r]));
+    const float high = exp2_approx(fmaf(value(i + 1), c[r], -reference[r]));
     probability[i / 8][i % 8 / 4 * 2 + r] = pack_16bit<kBf16>(low, high);
     if constexpr (kSums) {
       partial[r][0] += low;
@@ -48,110 +64,161 @@ __device__ __forceinline__ void weights_16bit(const Value& value, const float (&
   }
 }
 
+// Takes the columns of a partial tile that do not exist out of P. Their scores were the lowest there are, but times a tiny scale
+// that is not low enough.
+template <int N>
+__device__ __forceinline__ void hide_weights(uint32_t (&probability)[N][4], int columns) {
+#pragma unroll
+  for (int i = 0; i < N * 8; i += 2) {
+    uint32_t& pair = probability[i / 8][i % 8 / 2];
+    if (column_of(i) >= columns) {
+      pair = 0;
+    } else if (column_of(i + 1) >= columns) {
+      pair &= 0xffff;
+    }
+  }
+}
+
 // Modes 0 and 1: P and V in 16 bits, O in the tensor cores' FP32 accumulators.
 //
 // A consumer's turn at the tensor cores is the second product of one tile and the first product of the next; its softmax
-// runs in the others' turns.
+// runs in the others' turns. S::kAhead registers of the next scores are issued behind the second product, so that the tensor
+// cores have work until its end is noticed; without room for them the second product ends in the iteration that computed P.
 template <int kMode, bool kBf16, int kDimQk, int kDimPv>
 __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared, int consumer) {
   using S = Shape<kMode, kDimQk, kDimPv>;
-  constexpr int kStages = S::kStages;
-  constexpr int kChunk = S::kChunk, kChunks = S::kChunks, kKeys = S::kKeys;
-  constexpr int kRegisters = kKeys / 2;  // of S per thread
+  constexpr int kStages = S::kStages, kKeys = S::kKeys, kScores = S::kScores, kAhead = S::kAhead;
+  constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
+  constexpr bool kSums = S::kOnes == 0;
   using Score = std::conditional_t<kMode == 0, float, int32_t>;
-  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
-  const uint32_t queries = shared_address(shared) + kBarrierBytes;
-  uint8_t* const ring = shared + kBarrierBytes + S::kConsumers * S::kConsumerBytes;
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared + S::kBarriers);
+  const uint32_t ring = shared_address(shared);
   // Descriptors of the first stage: the others' lie a multiple of the stage's size further on.
-  const uint64_t query = matrix_descriptor(queries + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
-  const uint64_t first_key = matrix_descriptor(shared_address(ring), (kMode == 0 ? kHalfTile : kKeyTile) * 16, 128);
-  const uint64_t first_value =
-      matrix_descriptor(shared_address(ring) + S::kKeyBytes + int(sizeof(TileScales)), 128, kHalfTile * 16);
+  const uint64_t query = matrix_descriptor(ring + S::kConsumerArea + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
+  const uint64_t first_key = matrix_descriptor(ring + S::kValueRoom, (kMode == 0 ? kHalfTile : kKeyTile) * 16, 128);
+  // With the swizzle the next 64 columns are the next block, or the block of ones, which is the same for all stages: the
+  // distance to it shrinks by what the start moves on.
+  constexpr bool kSharedOnes = S::kOnesBytes > 0;
+  const uint64_t first_value = S::kSwizzled ? swizzled_descriptor(ring, kSharedOnes ? S::kOnesBlock : kSwizzledBlock, 1024)
+                                            : matrix_descriptor(ring, 128, kHalfTile * 16);
+  const auto moved = [](int bytes) { return int64_t(bytes >> 4) * (kSharedOnes ? 1 - (1 << 16) : 1); };
   const int lane = lane_id();
 
-  const float* const scale_of_row = p.row_scales + (task.q_block(p) + consumer) * kQueryBlock + first_row();
+  const float* const scale_of_row = p.row_scales + task.q_block(p, consumer) * kQueryBlock + first_row();
   const float row_scale[2] = {scale_of_row[0], scale_of_row[8]};
-  const int last_columns = task.num_keys - (task.first_step + task.steps - 1) * kKeys;
-  const int partial_step = last_columns < kKeys ? task.steps - 1 : -1;
+  // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
+  const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
+  const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
+  const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeys;
+  const int partial_step = last_columns < kKeys ? steps - 1 : -1;
 
   Rows rows;
   float o[kChunks][(kChunk + S::kOnes) / 2] = {};
-  Turns turns(consumer, task.active);
-  Cursor<kStages> at;
-  mbarrier_wait(&barriers.query[consumer], 0);
-  if (task.steps > 0) turns.wait();
-  for (int step = 0; step < task.steps; ++step) {
-    mbarrier_wait(&barriers.key_full[at.stage], at.parity);
-    Score s[kRegisters];
-    pin(s);
-    wgmma_fence();
-    issue_scores<kMode, kBf16, kDimQk, kDimPv>(s, query, advance(first_key, at.stage * S::kStageBytes));
-    turns.pass();
-    // Asked now, needed later: an answer takes some fifty cycles.
-    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
-    float c[2] = {row_scale[0], row_scale[1]};  // base-2 exponent per unit of the score
-    if constexpr (kMode == 1) {
-      const float k = reinterpret_cast<const TileScales*>(ring + at.stage * S::kStageBytes + S::kKeyBytes)->k;
-      c[0] *= k;
-      c[1] *= k;
-    }
-    wgmma_wait<0>();
-    pin(s);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(&barriers.key_empty[at.stage]);
-
-    const int columns = step == partial_step ? last_columns : kKeys;
-    if (__builtin_expect(columns < kKeys, 0)) hide_columns(s, columns);
-    float peak[2], maximum[2], shift[2];
-    row_maxima(s, peak);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) maximum[r] = peak[r] * c[r];
-    take_maxima(rows, maximum, o);
-
-    uint32_t probability[kKeys / 16][4];
-    const bool large = fmaxf(fabsf(maximum[0]), fabsf(maximum[1])) > kLargestPlainMaximum;
-    if (__builtin_expect(columns < kKeys || __any_sync(0xffffffffu, large), 0)) {
-      // Columns that do not exist; or logits so large that the rounding of their maximum shows: subtracting before
-      // multiplying is exact where it counts.
-#pragma unroll
-      for (int r = 0; r < 2; ++r) shift[r] = maximum[r] - rows.reference[r];
-      const auto value = [&](int i) { return column_of(i) < columns ? float(s[i]) - peak[i / 2 % 2] : -INFINITY; };
-      weights_16bit<kBf16, S::kOnes == 0, kRegisters>(value, c, shift, probability, rows.sum);
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) shift[r] = fmaf(-peak[r], c[r], maximum[r] - rows.reference[r]);
-      weights_16bit<kBf16, S::kOnes == 0, kRegisters>([&](int i) { return float(s[i]); }, c, shift, probability, rows.sum);
-    }
-
-    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
-    const uint64_t value = advance(first_value, at.stage * S::kStageBytes);
-#pragma unroll
-    for (int n = 0; n < kChunks; ++n) pin(o[n]);
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) pin(probability[k]);
-    turns.wait();
+  uint32_t probability[kKeys / 16][4];
+  const auto issue_values = [&](int stage) {
+    const uint64_t value = first_value + stage * moved(S::kStageBytes);
+    pin(o);
+    pin(probability);
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < kChunks; ++n)
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
-        const int offset = k / 4 * kHalfTile * 2 * (kDimPv + S::kOnes) + n * kChunk / 8 * kHalfTile * 16 + k % 4 * 256;
-        wgmma_16bit_pv<kBf16, kChunk + S::kOnes>(o[n], probability[k], advance(value, offset), 1);
+        const int offset = S::kSwizzled ? n * kChunk / 64 * kSwizzledBlock + k % 4 * 16 * 128
+                                        : n * kChunk / 8 * kHalfTile * 16 + k % 4 * 256;
+        wgmma_16bit_pv<kBf16, kChunk + S::kOnes>(o[n], probability[k], advance(value + moved(k / 4 * S::kHalfBytes), offset), 1);
       }
     wgmma_commit();
+  };
+
+  Turns turns(consumer, task.active);
+  Cursor<kStages> at;
+  if (streams > 1) at.advance(consumer);
+  Cursor<kStages> previous = at;
+  mbarrier_wait(&barriers.query[consumer], 0);
+  if (steps > 0) turns.wait();
+  for (int step = 0; step < steps; ++step) {
+    Score s[kScores];
+    if (kAhead > 0 && step > 0) issue_values(previous.stage);
+    mbarrier_wait(&barriers.key_full[at.stage], at.parity);
+    const uint64_t key = advance(first_key, at.stage * S::kStageBytes);
+    if constexpr (kAhead > 0) issue_scores<kMode, kBf16, kDimQk, kDimPv, 0, kAhead>(s, query, key);
+    if constexpr (kAhead < kScores) {
+      if constexpr (kAhead > 0) {
+        wgmma_wait<1>();
+        pin(o);
+        if (lane == 0 && step > 0) mbarrier_arrive(&barriers.value_empty[previous.stage]);
+      }
+      issue_scores<kMode, kBf16, kDimQk, kDimPv, kAhead, kScores - kAhead>(s, query, key);
+    }
+    turns.pass();
+    // Asked now, needed later: an answer takes some fifty cycles.
+    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
+    float c[2] = {row_scale[0], row_scale[1]};  // base-2 exponent per unit of the score
+    if constexpr (kMode == 1) {
+      const float k = reinterpret_cast<const TileScales*>(shared + S::kScales + at.stage * int(sizeof(TileScales)))->k;
+      c[0] *= k;
+      c[1] *= k;
+    }
     wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < kChunks; ++n) pin(o[n]);
-    if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
-    at.advance();
+    pin(s);
+    pin(o);
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&barriers.key_empty[at.stage]);
+      if (kAhead == kScores && step > 0) mbarrier_arrive(&barriers.value_empty[previous.stage]);
+    }
+
+    const int columns = step == partial_step ? last_columns : kKeys;
+    if (__builtin_expect(columns < kKeys, 0)) hide_columns(s, columns);
+    float reference[2] = {rows.reference[0], rows.reference[1]};
+    const auto score = [&](int i) { return float(s[i]); };
+    if constexpr (S::kOptimistic) {
+      // The references of the tiles before mostly serve. Whether they do is known while the exponentials run, which are
+      // repeated where they do not.
+      bool settle = step == 0, settled = false;
+      do {
+        if (settle) {
+          settle_references(rows, s, c, reference, o);
+          settled = true;
+        }
+        const bool outgrown = outgrows(rows, s, c);
+        weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
+        settle = __any_sync(0xffffffffu, outgrown & !settled);
+      } while (__builtin_expect(settle, 0));
+    } else {
+      if (__builtin_expect(__any_sync(0xffffffffu, outgrows(rows, s, c)), 0)) settle_references(rows, s, c, reference, o);
+      if (kSums && __builtin_expect(columns < kKeys, 0)) {
+        const auto existing = [&](int i) { return column_of(i) < columns ? float(s[i]) : -INFINITY; };
+        weights_16bit<kBf16, kSums, kScores>(existing, c, reference, probability, rows.sum);
+      } else {
+        weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
+      }
+    }
+    if (!kSums && __builtin_expect(columns < kKeys, 0)) hide_weights(probability, columns);
+
+    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
+    pin(probability);
+    turns.wait();
+    if constexpr (kAhead == 0) {
+      issue_values(at.stage);
+      wgmma_wait<0>();
+      pin(o);
+      if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
+    }
+    previous = at;
+    at.advance(streams);
   }
+  if (kAhead > 0 && steps > 0) issue_values(previous.stage);
+  wgmma_wait<0>();
+  pin(o);
   turns.pass();
   if constexpr (S::kOnes > 0) {
     // The column of ones: the quad's first thread has it.
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows.sum[r] = lane % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
   }
-  finish(p, task, shared, consumer, row_scale, rows, o, nullptr);
+  finish<kDimPv>(p, task, barriers, consumer, row_scale, rows, o, nullptr, kBf16);
 }
 
 }  // namespace trtconvert::attention::sm90

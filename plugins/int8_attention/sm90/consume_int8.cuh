@@ -99,7 +99,8 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
 #pragma unroll
     for (int i = 0; i < 64; ++i)
       x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - state.offset, inverse[i / 2 % 2], x[i] - kMagic);
-    row_maxima(x, maxima.top);
+    thread_maxima(x, maxima.top);
+    quad_max(maxima.top);
 #pragma unroll
     for (int i = 0; i < 64; ++i) x[i] -= maxima.top[i / 2 % 2];  // exact for the maximum, however large c is
     maxima.peak[0] = maxima.peak[1] = 0.f;
@@ -156,27 +157,28 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   using S = Shape<kMode, kDimQk, kDimPv>;
   constexpr int kStages = S::kStages;
   constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
-  Barriers& barriers = *reinterpret_cast<Barriers*>(shared);
-  const uint32_t queries = shared_address(shared) + kBarrierBytes;
-  uint8_t* const ring = shared + kBarrierBytes + S::kConsumers * S::kConsumerBytes;
-  float* const tables = reinterpret_cast<float*>(shared + kBarrierBytes + consumer * S::kConsumerBytes + S::kQueryBytes);
-  const uint64_t query = matrix_descriptor(queries + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
+  Barriers& barriers = *reinterpret_cast<Barriers*>(shared + S::kBarriers);
+  uint8_t* const own = shared + S::kConsumerArea + consumer * S::kConsumerBytes;
+  float* const tables = reinterpret_cast<float*>(own + S::kQueryBytes);
+  const uint64_t query = matrix_descriptor(shared_address(own), kQueryBlock * 16, 128);
   const int lane = lane_id(), quad = lane % 4;
   const int row = first_row();
   RowScales& row_scales = *reinterpret_cast<RowScales*>(tables + 2 * kDimPv);
   const auto scales_of = [&](int stage) -> const TileScales& {
-    return *reinterpret_cast<const TileScales*>(ring + stage * S::kStageBytes + S::kKeyBytes);
+    return *reinterpret_cast<const TileScales*>(shared + S::kScales + stage * int(sizeof(TileScales)));
   };
   // Descriptors of the first stage: the others' lie a multiple of the stage's size further on.
-  const uint64_t first_key = matrix_descriptor(shared_address(ring), kKeyTile * 16, 128);
-  const uint64_t first_value =
-      matrix_descriptor(shared_address(ring) + S::kKeyBytes + int(sizeof(TileScales)), kDimPv * 16, 128);
+  const uint64_t first_key = matrix_descriptor(shared_address(shared) + S::kValueRoom, kKeyTile * 16, 128);
+  const uint64_t first_value = matrix_descriptor(shared_address(shared), kDimPv * 16, 128);
   const auto value_of = [&](int stage) { return advance(first_value, stage * S::kStageBytes); };
 
-  load_channel_tables<kDimPv>(p, task.head, tables);
-  load_row_scales(row_scales, p.row_scales + (task.q_block(p) + consumer) * kQueryBlock, consumer);
-  const int last_columns = task.num_keys - (task.first_step + task.steps - 1) * kKeyTile;
-  const int partial_step = last_columns < kKeyTile ? task.steps - 1 : -1;
+  load_channel_tables<kDimPv>(p, task.head_of(consumer), tables);
+  load_row_scales(row_scales, p.row_scales + task.q_block(p, consumer) * kQueryBlock, consumer);
+  // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
+  const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
+  const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
+  const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeyTile;
+  const int partial_step = last_columns < kKeyTile ? steps - 1 : -1;
 
   Rows rows;
   float o[kChunks][kChunk / 2] = {};
@@ -199,10 +201,12 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   };
 
   Turns turns(consumer, task.active);
-  Cursor<kStages> at, previous;
+  Cursor<kStages> at;
+  if (streams > 1) at.advance(consumer);
+  Cursor<kStages> previous = at;
   mbarrier_wait(&barriers.query[consumer], 0);
   bool key_ready = false;
-  for (int step = 0; step < task.steps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     const bool partial = step == partial_step;
     const TileScales& scales = scales_of(at.stage);
     if (!key_ready) mbarrier_wait(&barriers.key_full[at.stage], at.parity);
@@ -225,9 +229,10 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
       issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
     // Asked now, needed later: an answer takes some fifty cycles.
     Cursor<kStages> next = at;
-    next.advance();
+    next.advance(streams);
     const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
-    key_ready = mbarrier_test(&barriers.key_full[next.stage], next.parity);
+    // Where the stage before is another consumer's, the turn has to come first: S::kCanGather.
+    key_ready = (S::kPipelined || streams == 1) && mbarrier_test(&barriers.key_full[next.stage], next.parity);
     if constexpr (kMode == 3) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) state.c[r] = row_scales.scale[row + 8 * r] * scales.k;
@@ -268,7 +273,8 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
     } else {
       if (__builtin_expect(partial, 0)) hide_columns(s, last_columns);
       float peak[2];
-      row_maxima(s, peak);
+      thread_maxima(s, peak);
+      quad_max(peak);
       const float largest = fmaxf(fabsf(peak[0] * state.c[0]), fabsf(peak[1] * state.c[1]));
       previous_done();
       if (__builtin_expect(partial || __any_sync(0xffffffffu, largest > kLargestPlainMaximum), 0)) {
@@ -306,13 +312,13 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
   }
   if constexpr (S::kPipelined) {
     issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
-    if (task.steps > 0) take_tile();
+    if (steps > 0) take_tile();
     wgmma_wait<0>();
     pin(product);
     promote(0, 0, kChunk / 2);
   }
   const float row_scale[2] = {row_scales.scale[row], row_scales.scale[row + 8]};
-  finish(p, task, shared, consumer, row_scale, rows, o, tables);
+  finish<kDimPv>(p, task, barriers, consumer, row_scale, rows, o, tables, p.bf16);
 }
 
 }  // namespace trtconvert::attention::sm90

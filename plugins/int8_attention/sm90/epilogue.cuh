@@ -15,43 +15,81 @@ __device__ __forceinline__ void load_channel_tables(const Params& p, int head, f
   }
 }
 
-// out = o / sum[row], with `tables` times v_scale plus v_offset, for the rows and columns that exist.
-template <int kChunks, int kHalf>
-__device__ __forceinline__ void store(const Params& p, int head, int block, const Rows& rows,
-                                      const float (&o)[kChunks][kHalf], const float* tables) {
-  constexpr int kDimPv = kChunks * kHalf * 2;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+// A 4 x 4 transpose over the four threads of a quad: thread number `quad` gets word `quad` of each, in the order of the threads.
+__device__ __forceinline__ uint4 quad_transpose(const uint32_t (&x)[4], int quad) {
+  const bool odd = quad % 2, upper = quad / 2;
+  uint32_t pair[2][2];  // words t % 2 and t % 2 + 2 of the threads 2 (t / 2) and 2 (t / 2) + 1
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t mine = odd ? x[2 * i + 1] : x[2 * i];
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? x[2 * i] : x[2 * i + 1], 1);
+    pair[i][0] = odd ? theirs : mine;
+    pair[i][1] = odd ? mine : theirs;
+  }
+  uint32_t other[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) other[i] = __shfl_xor_sync(0xffffffffu, upper ? pair[0][i] : pair[1][i], 2);
+  return upper ? make_uint4(other[0], other[1], pair[1][0], pair[1][1])
+               : make_uint4(pair[0][0], pair[0][1], other[0], other[1]);
+}
+
+// out = o / sum[row], with `tables` times v_scale plus v_offset, for the rows and columns that exist. In 16 bytes where four
+// groups of eight columns meet: everything is computed before the first store, without a branch.
+template <int kDimPv, int kChunks, int kHalf>
+__device__ __forceinline__ void store(const Params& p, int head, int block, const Rows& rows, const float (&o)[kChunks][kHalf],
+                                      const float* tables, bool bf16) {
+  constexpr int kGroups = kDimPv / 8, kPerChunk = kGroups / kChunks;
+  const int lane = lane_id(), quad = lane % 4;
+  float inverse[2];
+  bool empty[2];  // no visible key: zeros
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(rows.sum[r]);
-    const int row = block * kQueryBlock + warp * 16 + lane / 4 + 8 * r;
-    const bool empty = sum == 0.f;  // no visible key: zeros
-    const float inverse = empty ? 0.f : 1.f / sum;
+    empty[r] = sum == 0.f;
+    inverse[r] = empty[r] ? 0.f : reciprocal(sum);
+  }
+  uint32_t packed[2][kGroups];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    float2 scale, offset;
+    if (tables) {
+      scale = *reinterpret_cast<const float2*>(tables + g * 8 + quad * 2);
+      offset = *reinterpret_cast<const float2*>(tables + kDimPv + g * 8 + quad * 2);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float* const x = o[g / kPerChunk] + g % kPerChunk * 4 + 2 * r;
+      float low = x[0] * inverse[r], high = x[1] * inverse[r];
+      if (tables) {
+        low = fmaf(low, scale.x, empty[r] ? 0.f : offset.x);
+        high = fmaf(high, scale.y, empty[r] ? 0.f : offset.y);
+      }
+      packed[r][g] = bf16 ? pack_16bit<true>(low, high) : pack_16bit<false>(low, high);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = block * kQueryBlock + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * r;
     uint16_t* const out = static_cast<uint16_t*>(p.out) + blockIdx.y * p.out_strides.batch + row * p.out_strides.token +
                           head * p.out_strides.head;
     const int columns = row < p.num_queries ? p.head_dim : 0;
+    constexpr int kQuads = kGroups / 4 * 4;
 #pragma unroll
-    for (int n = 0; n < kChunks; ++n)
+    for (int g = 0; g < kQuads; g += 4) {
+      const uint4 eight = quad_transpose({packed[r][g], packed[r][g + 1], packed[r][g + 2], packed[r][g + 3]}, quad);
+      const int column = (g + quad) * 8;
+      if (column < columns) *reinterpret_cast<uint4*>(out + column) = eight;
+    }
 #pragma unroll
-      for (int c = 0; c < kHalf / 4; ++c) {
-        const int column = n * kHalf * 2 + c * 8 + lane % 4 * 2;
-        float low = o[n][4 * c + 2 * r] * inverse, high = o[n][4 * c + 2 * r + 1] * inverse;
-        if (tables) {
-          const float2 scale = *reinterpret_cast<const float2*>(tables + column);
-          const float2 offset = *reinterpret_cast<const float2*>(tables + kDimPv + column);
-          low = fmaf(low, scale.x, empty ? 0.f : offset.x);
-          high = fmaf(high, scale.y, empty ? 0.f : offset.y);
-        }
-        if (column < columns)
-          *reinterpret_cast<uint32_t*>(out + column) = p.bf16 ? pack_16bit<true>(low, high) : pack_16bit<false>(low, high);
-      }
+    for (int g = kQuads; g < kGroups; ++g)
+      if (g * 8 < columns) *reinterpret_cast<uint32_t*>(out + g * 8 + quad * 2) = packed[r][g];
   }
 }
 
 // Leaves this consumer's part of a query block in the workspace. In the consumer that finishes the block's last part, rows and
 // o become those of the whole block, summed in the order of the keys whoever it is; false in the others.
 template <int kChunks, int kHalf>
-__device__ __forceinline__ bool merge(const Params& p, const Task& task, uint8_t* shared, int consumer, Rows& rows,
+__device__ __forceinline__ bool merge(const Params& p, const Task& task, Barriers& barriers, int consumer, Rows& rows,
                                       float (&o)[kChunks][kHalf]) {
   constexpr int kOutputs = kChunks * kHalf;
   const int thread = threadIdx.x % kWarpgroup;
@@ -70,11 +108,11 @@ __device__ __forceinline__ bool merge(const Params& p, const Task& task, uint8_t
   __threadfence();
   named_barrier_sync(1 + consumer, kWarpgroup);
   if (thread == 0) {
-    last_part(shared, consumer) = atomicAdd(&p.parts_done[task.divided * kMaxConsumers + consumer], 1) == task.parts - 1;
+    barriers.last_part[consumer] = atomicAdd(&p.parts_done[task.divided * kMaxConsumers + consumer], 1) == task.parts - 1;
     __threadfence();
   }
   named_barrier_sync(1 + consumer, kWarpgroup);
-  if (!last_part(shared, consumer)) return false;
+  if (!barriers.last_part[consumer]) return false;
 
   rows = Rows();
 #pragma unroll
@@ -99,16 +137,16 @@ __device__ __forceinline__ bool merge(const Params& p, const Task& task, uint8_t
   return true;
 }
 
-// What a consumer does with its result. `row_scale` is NaN for rows that have to be NaN.
-template <int kChunks, int kHalf>
-__device__ __forceinline__ void finish(const Params& p, const Task& task, uint8_t* shared, int consumer,
+// What a consumer does with its result, of kDimPv columns. `row_scale` is NaN for rows that have to be NaN.
+template <int kDimPv, int kChunks, int kHalf>
+__device__ __forceinline__ void finish(const Params& p, const Task& task, Barriers& barriers, int consumer,
                                        const float (&row_scale)[2], Rows& rows, float (&o)[kChunks][kHalf],
-                                       const float* tables) {
-  if (task.parts > 1 && !merge(p, task, shared, consumer, rows, o)) return;
+                                       const float* tables, bool bf16) {
+  if (task.parts > 1 && !merge(p, task, barriers, consumer, rows, o)) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (isnan(row_scale[r])) rows.sum[r] = row_scale[r];
-  store(p, task.head, task.first_block + consumer, rows, o, tables);
+  store<kDimPv>(p, task.head_of(consumer), task.block_of(consumer), rows, o, tables, bf16);
 }
 
 }  // namespace trtconvert::attention::sm90

@@ -1,6 +1,8 @@
 // Thin wrappers of the sm_90a instructions that the kernel uses. Names follow the PTX manual.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 
 namespace trtconvert::attention::sm90 {
@@ -64,6 +66,21 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, uint
       : "memory");
 }
 
+// One box of a tensor of four dimensions, from the given coordinates on, to shared memory; what lies outside the tensor is zero
+// and counts among the bytes. Completes on the barrier.
+__device__ __forceinline__ void tensor_copy(void* target, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared_address(target)),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The first copy would wait for the tensor's description.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Makes ordinary stores to shared memory visible to wgmma and the copy engine; a barrier has to follow.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -121,17 +138,14 @@ __device__ __forceinline__ float reciprocal(float x) {
   return result;
 }
 
-// rne(e) of four values in [0, 255] as the bytes of a word, the first lowest. Scaled by 2^-149 a float is denormal and its
-// bits are the rounded integer, so that one multiply both rounds and converts.
+// rne(e) of four values in [0, 255] as the bytes of a word, the first lowest. A conversion to s32 whose result is packed at once
+// is one instruction of the packing (F2IP.U8.F32), for two values; on its own it would take the exponential unit's pipe.
 __device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) {
-  const float scaled[4] = {a * 0x1p-149f, b * 0x1p-149f, c * 0x1p-149f, d * 0x1p-149f};
   uint32_t high, result;
-  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;"
-      : "=r"(high)
-      : "r"(__float_as_int(scaled[3])), "r"(__float_as_int(scaled[2])), "r"(0));
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(__float2int_rn(d)), "r"(__float2int_rn(c)), "r"(0));
   asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;"
       : "=r"(result)
-      : "r"(__float_as_int(scaled[1])), "r"(__float_as_int(scaled[0])), "r"(high));
+      : "r"(__float2int_rn(b)), "r"(__float2int_rn(a)), "r"(high));
   return result;
 }
 
@@ -142,6 +156,12 @@ __device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) 
 // MN-major: `leading` bytes between groups of 8 along the depth, `stride` between chunks of 8 columns.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32;
+}
+
+// The same with the 128-byte swizzle, MN-major: rows of 64 16-bit elements along the columns. `leading` bytes between blocks of
+// 64 columns, `stride` between groups of 8 along the depth. Groups are aligned to 1024 bytes.
+__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  return matrix_descriptor(address, leading, stride) | uint64_t(1) << 62;
 }
 
 // A descriptor whose start is `bytes` further on; sums stay within the address field.
@@ -170,6 +190,12 @@ template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <typename T, int M, int N>
+__device__ __forceinline__ void pin(T (&x)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) pin(x[i]);
 }
 
 // clang-format off
@@ -207,9 +233,12 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
                : TRT_REGS_##R(C, d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d))
 // clang-format on
 
-// d[64 x 128] (+)= a[64 x 32] * b[128 x 32]^T, s8.
+// d[64 x 128] or d[64 x 64] (+)= a[64 x 32] * b^T, s8.
 __device__ __forceinline__ void wgmma_s8(int32_t (&d)[64], uint64_t a, uint64_t b, int use_d) {
   TRT_WGMMA_SS("m64n128k32.s32.s8.s8", "+r", 64, "%64", "%65", "%66", "");
+}
+__device__ __forceinline__ void wgmma_s8(int32_t (&d)[32], uint64_t a, uint64_t b, int use_d) {
+  TRT_WGMMA_SS("m64n64k32.s32.s8.s8", "+r", 32, "%32", "%33", "%34", "");
 }
 
 // d[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T in 16 bits.

@@ -90,26 +90,57 @@ __device__ __forceinline__ void hide_columns(Score (&x)[N], int columns) {
     if (column_of(i) >= columns) x[i] = lowest(Score());
 }
 
-// Largest of each row, over its four threads.
+// Largest of each row among what this thread holds.
 template <int N>
-__device__ __forceinline__ void row_maxima(const int32_t (&x)[N], float (&maximum)[2]) {
+__device__ __forceinline__ void thread_maxima(const int32_t (&x)[N], float (&maximum)[2]) {
   int32_t partial[4] = {x[0], x[2], x[4], x[6]};  // two chains per row
 #pragma unroll
   for (int i = 0; i < N; i += 2) partial[i / 2 % 4] = __vimax3_s32(partial[i / 2 % 4], x[i], x[i + 1]);
   // Sums are exact in FP32, and so is their order.
   maximum[0] = float(max(partial[0], partial[2]));
   maximum[1] = float(max(partial[1], partial[3]));
-  quad_max(maximum);
 }
 
 template <int N>
-__device__ __forceinline__ void row_maxima(const float (&x)[N], float (&maximum)[2]) {
+__device__ __forceinline__ void thread_maxima(const float (&x)[N], float (&maximum)[2]) {
   float partial[4] = {x[0], x[1], x[2], x[3]};  // two chains per row
 #pragma unroll
   for (int i = 4; i < N; ++i) partial[i % 4] = fmaxf(partial[i % 4], x[i]);
   maximum[0] = fmaxf(partial[0], partial[1]);
   maximum[1] = fmaxf(partial[2], partial[3]);
-  quad_max(maximum);
+}
+
+// Modes 0 and 1: whether one of this thread's rows needs settle_references(): its maximum grew past the threshold, or is so
+// large that its rounding might leave the range of the weights. The scores are x c.
+template <typename Score, int N>
+__device__ __forceinline__ bool outgrows(const Rows& rows, const Score (&x)[N], const float (&c)[2]) {
+  float largest[2];
+  thread_maxima(x, largest);
+  bool result = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    result |= largest[r] * c[r] > rows.reference[r] + kRescaleThreshold || fabsf(rows.reference[r]) > kLargestPlainReference;
+  return result;
+}
+
+// Takes the row maxima of such a tile. `reference` becomes what its x c are relative to: large maxima are subtracted from x, as
+// subtracting before multiplying is exact where it counts.
+template <typename Score, int N, int kChunks, int kHalf>
+__device__ __forceinline__ void settle_references(Rows& rows, Score (&x)[N], const float (&c)[2], float (&reference)[2],
+                                                  float (&o)[kChunks][kHalf]) {
+  float peak[2];
+  thread_maxima(x, peak);
+  quad_max(peak);
+  const float maximum[2] = {peak[0] * c[0], peak[1] * c[1]};
+  take_maxima(rows, maximum, o);
+  reference[0] = rows.reference[0];
+  reference[1] = rows.reference[1];
+  if (__any_sync(0xffffffffu, fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kLargestPlainReference)) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] -= Score(peak[i / 2 % 2]);
+    reference[0] -= maximum[0];
+    reference[1] -= maximum[1];
+  }
 }
 
 }  // namespace trtconvert::attention::sm90

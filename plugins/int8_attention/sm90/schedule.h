@@ -1,7 +1,8 @@
 // How the work of the sm_90a kernel is cut into thread blocks.
 //
 // A unit is what the consumers of a thread block compute together: query blocks of one head, over all its keys. Those with a
-// query block for every consumer come first, head by head, then each head's last one where it has fewer. One thread block
+// query block for every consumer come first, head by head, then each head's last one where it has fewer. Where that is a single
+// query block, a unit takes those of several heads, and each consumer has the keys of its own. One thread block
 // computes one unit, but for the last units of a launch that would leave most multiprocessors idle: their keys are divided
 // among several thread blocks, whose results meet in the workspace (merge() in epilogue.cuh).
 #pragma once
@@ -15,18 +16,25 @@ namespace trtconvert::attention {
 struct Schedule {
   int full, rest;     // per head: units with a block for every consumer, and blocks of the one unit after them
   int full_units;     // of all heads of a batch element
+  int gathered;       // heads of a unit after them
   int units;          // of a batch element
   int divided, parts; // of the last batch element: how many of the last units are divided, and into how many parts
 
   Schedule() = default;
 
-  Schedule(const Params& p, int consumers)
+  // `can_gather`: whether the consumers can have keys of their own.
+  Schedule(const Params& p, int consumers, bool can_gather)
       : full(p.query_blocks / consumers),
         rest(p.query_blocks % consumers),
         full_units(p.heads * full),
-        units(p.heads * ceil_div(p.query_blocks, consumers)),
+        gathered(1),
+        units(full_units + (rest ? p.heads : 0)),
         divided(0),
         parts(1) {
+    if (can_gather && rest == 1 && int64_t(units) * p.batch > p.multiprocessors) {
+      gathered = consumers;
+      units = full_units + ceil_div(p.heads, gathered);
+    }
     const int64_t all = int64_t(units) * p.batch;
     const int last_wave = int(all % p.multiprocessors);
     if (last_wave == 0 || last_wave > units) return;
