@@ -36,6 +36,7 @@ SWEEP = [(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [(b, 10, 4096, 64)
 EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
 ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
 QUEUE_CYCLES = 10_000_000  # of the GPU's clock, some 5 ms: the host enqueues all calls meanwhile
+WARM_UP_SECONDS, CALLS_PER_MARK = 1.0, 10  # of the loop whose power is sampled
 LARGEST_EXACT = 4096  # tokens up to which the error is computed: exact attention holds N² logits per head
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -119,18 +120,30 @@ def joules_per_call(call: Callable[[], object], seconds: float) -> float | None:
         while not done.wait(0.01):
             samples.append(nvml.nvmlDeviceGetPowerUsage(device) / 1e3)
 
+    # NVML averages over a second: the load before is forgotten first.
+    loop(call, WARM_UP_SECONDS)
     thread = threading.Thread(target=sample)
     thread.start()
-    calls, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        for _ in range(10):
-            call()
-        torch.cuda.synchronize()
-        calls += 10
+    elapsed, calls = loop(call, seconds)
     done.set()
     thread.join()
-    steady = samples[len(samples) // 3 :]  # NVML averages over some time: the first samples still hold what was before
-    return sum(steady) / len(steady) * elapsed / calls if steady else None
+    return sum(samples) / len(samples) * elapsed / calls if samples else None
+
+
+def loop(call: Callable[[], object], seconds: float) -> tuple[float, int]:
+    """How long it looped, and how often it called. The queue is never empty: short kernels would wait for the host."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event() for _ in range(2)]
+    calls, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for mark in marks:
+            mark.synchronize()
+            for _ in range(CALLS_PER_MARK):
+                call()
+            mark.record()
+            calls += CALLS_PER_MARK
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, calls
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -127,18 +127,20 @@ def tensors(
     layout: str = "BHND",
     mask: tuple[int, ...] | None = None,
     mask_type: int = BOOL,
+    packed: bool = False,
 ) -> list[Desc]:
-    """Descriptions of the node's inputs and output for one shape."""
+    """Descriptions of the node's inputs and output for one shape; `packed`: of one tensor of q, k and v."""
 
     def tokens(heads: int, count: int) -> tuple[int, ...]:
         return (batch, heads, count, dim) if layout == "BHND" else (batch, count, heads, dim)
 
-    q, k = tokens(heads, queries), tokens(kv_heads, keys)
+    out = tokens(heads, queries)
+    q, k = (out, tokens(kv_heads, keys)) if not packed else [(batch, queries, 3, heads, dim)] * 2
     shapes = [(q, dtype), (k, dtype), (k, dtype), ((batch,), FLOAT), ((bins, heads), FLOAT), ((bins, kv_heads), FLOAT)]
     shapes += [((bins, kv_heads, dim), FLOAT)] * 3 + [((bins,), INT32)]
     if mask is not None:
         shapes.append((mask, mask_type))
-    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, (q, dtype)]]
+    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, (out, dtype)]]
 
 
 def dynamic(smallest: list[Desc], largest: list[Desc]) -> ctypes.Array[DynamicDesc]:
@@ -290,6 +292,12 @@ def test_output_follows_q(driver: Driver, plugin: ctypes.c_void_p) -> None:
     out = DimsExprs()
     assert driver.lib.driver_output_shape(plugin, exprs, 10, ctypes.byref(out)) == 0
     assert (out.nb, list(out.d[:4])) == (4, [1, 2, 0x1234, 4])
+    exprs[0].nb = 5  # packed: without the axis of q, k and v
+    assert driver.lib.driver_output_shape(plugin, exprs, 10, ctypes.byref(out)) == 0
+    assert (out.nb, list(out.d[:4])) == (4, [1, 2, 4, 5])
+    exprs[0].nb = 6
+    assert driver.lib.driver_output_shape(plugin, exprs, 10, ctypes.byref(out)) != 0
+    assert "expected 4 dimensions, or 5 where q, k and v are packed, got 6" in driver.messages()
 
 
 def test_workspace_is_that_of_the_largest_shapes(driver: Driver, plugin: ctypes.c_void_p) -> None:
@@ -311,8 +319,22 @@ def test_good_shapes_are_taken(driver: Driver, layout: str, mask: tuple[int, ...
     assert driver.lib.driver_shape_change(plugin, (Desc * len(descs))(*descs), inputs) == 0, driver.messages()
 
 
-def replaced(position: int, shape: tuple[int, ...]) -> list[Desc]:
-    descs = tensors()
+PACKED = {"heads": 6, "kv_heads": 6, "queries": 77, "keys": 77, "layout": "BNHD", "packed": True}
+
+
+@pytest.mark.parametrize("mask", [None, (77, 77)])
+def test_packed_inputs_are_taken(driver: Driver, mask: tuple[int, ...] | None) -> None:
+    plugin = driver.create(layout="BNHD")
+    packed, apart = (tensors(**(PACKED | {"mask": mask, "packed": value})) for value in (True, False))
+    inputs = len(packed) - 1
+    assert driver.lib.driver_configure(plugin, dynamic(packed, packed), inputs) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(plugin, (Desc * len(packed))(*packed), inputs) == 0, driver.messages()
+    sizes = [driver.lib.driver_workspace(plugin, dynamic(descs, descs), inputs) for descs in (packed, apart)]
+    assert sizes[0] == sizes[1] > 0
+
+
+def replaced(position: int, shape: tuple[int, ...], **options: object) -> list[Desc]:
+    descs = tensors(**options)
     descs[position].dims = Dims(shape)
     return descs
 
@@ -339,6 +361,10 @@ def replaced(position: int, shape: tuple[int, ...]) -> list[Desc]:
         (replaced(7, (4, 6, 64)), "input 'k_offset': expected shape [4, 3, 64]"),
         (replaced(8, (1, 3, 64)), "input 'v_offset': expected shape [4, 3, 64]"),
         (replaced(9, (3,)), "expected shape [3, 6]"),
+        (tensors(**PACKED), "input 'q': expected [B, N, 3, H, D] and layout BNHD where q, k and v are packed"),
+        (replaced(1, (2, 77, 2, 6, 64), **PACKED), "got [2, 77, 3, 6, 64] and BHND"),
+        (replaced(0, (2, 77, 2, 6, 64), **PACKED), "got [2, 77, 2, 6, 64] and BHND"),
+        (replaced(1, (2, 77, 6, 64), **PACKED), "input 'k': expected 5 dimensions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -377,11 +403,13 @@ def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
-@pytest.mark.parametrize("mask", [None, (1, 100, 77)])
-def test_enqueue_computes_what_the_operator_does(driver: Driver, layout: str, mask: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("shape", [{"layout": "BHND"}, {"layout": "BNHD"}, PACKED], ids=["BHND", "BNHD", "packed"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_enqueue_computes_what_the_operator_does(driver: Driver, shape: dict[str, object], masked: bool) -> None:
+    layout, packed = shape["layout"], "packed" in shape
     plugin = driver.create(layout=layout, scaling="dynamic", softmax_scale=0.2, timestep_max=500.0, smooth_k=0)
-    descs = (Desc * (11 if mask is None else 12))(*tensors(layout=layout, mask=mask))
+    mask = (1, 77 if packed else 100, 77) if masked else None
+    descs = (Desc * (11 if mask is None else 12))(*tensors(**shape, mask=mask))
     inputs = len(descs) - 1
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -396,7 +424,10 @@ def test_enqueue_computes_what_the_operator_does(driver: Driver, layout: str, ma
 
     data = [random(desc) for desc in descs[:inputs]]
     data[3] = torch.tensor([60.0, 450.0], device="cuda")  # the first and the last bin
-    out = torch.full_like(data[0], torch.nan)
+    if packed:
+        data[1] = data[2] = data[0]
+    out_desc = descs[inputs].dims
+    out = torch.full(out_desc.d[: out_desc.nb], torch.nan, dtype=torch.float16, device="cuda")
     workspace = torch.full(
         (driver.lib.driver_workspace(plugin, dynamic(descs, descs), inputs),), 0xFF, dtype=torch.uint8
     )
@@ -407,7 +438,8 @@ def test_enqueue_computes_what_the_operator_does(driver: Driver, layout: str, ma
     status = driver.lib.driver_enqueue(plugin, descs, inputs, pointers, outputs, ctypes.c_void_p(workspace.data_ptr()))
     assert status == 0, driver.messages()
     options = {"layout": layout, "scaling": "dynamic", "softmax_scale": 0.2, "timestep_max": 500.0, "smooth_k": False}
-    expected = int8_attention(*data, **options)
+    qkv = data[0].unbind(2) if packed else data[:3]
+    expected = int8_attention(*qkv, *data[3:], **options)
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 

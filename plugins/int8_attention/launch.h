@@ -8,7 +8,7 @@
 
 namespace trtconvert::attention {
 
-// Writes the whole workspace of `params` from its inputs. All architectures.
+// Writes what the attention kernels read of the workspace of `params`, from its inputs. All architectures.
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream);
 
 // wgmma and bulk copies; sm_90a only. Everything but general masks. `values` describes V where params.direct_values is set.

@@ -1,4 +1,4 @@
-// One trip over Q, K and V: writes the tile images, their scales and the per-element information of params.h.
+// One trip over Q, K and V (V only where the attention kernel does not read it itself): writes the tile images, their scales and the per-element information of params.h.
 //
 // One thread block takes 128 tokens of one head of Q, K or V. All of them are held in registers: every 16-byte load is in
 // flight before the first use, and the data is read once although the scales need a reduction first.
@@ -435,7 +435,8 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   at.tile = index / heads;
   at.batch = blockIdx.y;
 
-  // The loads come first: what the element's mode is takes two more trips to memory.
+  // The loads come first: what the element's mode is takes two more trips to memory. Where that may spare the load of V, it is
+  // asked first.
   uint4 data[Map<Lanes>::kPasses];
   if (is_query) {
     load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);

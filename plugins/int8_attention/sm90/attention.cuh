@@ -1,8 +1,9 @@
-// The attention kernel for sm_90a (Hopper): bulk copies into a ring of key tiles, wgmma for both products.
+// The attention kernel for sm_90a (Hopper): the copy engine fills a ring of key tiles, wgmma computes both products.
 //
-// A thread block takes two or three query blocks of 64 rows of one head, one consumer warpgroup each, and all or some of the
-// keys (schedule.h). A producer warpgroup, of which one thread works, feeds the ring. The consumers take turns at the tensor
-// cores, so that while one multiplies the others are in their softmax.
+// A thread block takes two or three query blocks of 64 rows, one consumer warpgroup each, and all or some of the keys
+// (schedule.h). A producer warpgroup, of which one thread works, feeds the ring. The consumers take turns at the tensor cores,
+// so that while one multiplies the others are in their softmax; where a consumer runs its second product under its own next
+// softmax instead (S::kPipelined) they take none.
 #pragma once
 
 #include "element.cuh"

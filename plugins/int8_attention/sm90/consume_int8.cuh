@@ -108,9 +108,9 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
   return maxima;
 }
 
-// P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in u8, and
-// this thread's part of the row sums of the unrounded P (over sv in mode 2). Between the groups of 16 keys `meanwhile(group)`
-// runs: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
+// P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in
+// u8, and this thread's part of the row sums of the unrounded P (over sv in mode 2). Between the groups of 16 keys
+// `meanwhile(group)` runs: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
 template <int kMode, typename Value, typename Meanwhile>
 __device__ __forceinline__ void weights(const Value& value, const float (&c)[2], const float (&shift)[2],
                                         const TileScales& scales, int quad, uint32_t (&probability)[4][4],
@@ -278,7 +278,8 @@ __device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared,
       const float largest = fmaxf(fabsf(peak[0] * state.c[0]), fabsf(peak[1] * state.c[1]));
       previous_done();
       if (__builtin_expect(partial || __any_sync(0xffffffffu, largest > kLargestPlainMaximum), 0)) {
-        // As in the 16-bit modes: columns that do not exist, or logits that call for subtracting before multiplying.
+        // Columns that do not exist, or logits so large that the rounding of their maximum shows: subtracting before
+        // multiplying is exact where it counts.
         take_shift(peak, {0.f, 0.f});
         const int columns = partial ? last_columns : kKeyTile;
         weights<kMode>(

@@ -65,6 +65,7 @@ struct HeadsFirst {
 };
 
 HeadsFirst heads_first(Dims const& dims, Attributes const& attributes) noexcept {
+  if (is_packed(dims)) return {dims.d[0], dims.d[3], dims.d[1], dims.d[4]};
   int64_t const heads = dims.d[attributes.heads_first ? 1 : 2];
   int64_t const tokens = dims.d[attributes.heads_first ? 2 : 1];
   return {dims.d[0], heads, tokens, dims.d[3]};
@@ -74,6 +75,19 @@ TrtConvertStrides contiguous(HeadsFirst const& shape, Attributes const& attribut
   int64_t const batch = shape.heads * shape.tokens * shape.dim;
   if (attributes.heads_first) return {batch, shape.dim, shape.tokens * shape.dim};
   return {batch, shape.heads * shape.dim, shape.dim};
+}
+
+// Of one of the three in a packed input.
+TrtConvertStrides packed(HeadsFirst const& shape) noexcept {
+  int64_t const token = kPacked * shape.heads * shape.dim;
+  return {shape.tokens * token, token, shape.dim};
+}
+
+bool check_packed(Dims const& dims, Attributes const& attributes) noexcept {
+  if (dims.d[2] == kPacked && !attributes.heads_first) return true;
+  log(Severity::kERROR, "input 'q': expected [B, N, 3, H, D] and layout BNHD where q, k and v are packed, got %s and %s",
+      ShapeText(dims).text, attributes.heads_first ? "BHND" : "BNHD");
+  return false;
 }
 
 // Strides that broadcast the mask to [B, H, Nq, Nk], dimensions aligned at the right as in ONNX.
@@ -118,6 +132,8 @@ bool type_fits(int32_t position, DataType type, DataType q_type) noexcept {
 
 }  // namespace
 
+bool is_packed(nvinfer1::Dims const& dims) noexcept { return dims.nbDims == 5; }
+
 bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept {
   if (num_inputs >= kMinInputs && num_inputs <= kMaxInputs && num_outputs == 1) return true;
   log(Severity::kERROR,
@@ -148,7 +164,9 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   Dims const& q_dims = inputs[kQ].dims;
   Dims const& k_dims = inputs[kK].dims;
   Dims const& modes = inputs[kModes].dims;
-  if (!check_rank(kQ, q_dims, 4) || !check_rank(kK, k_dims, 4) || !check_rank(kModes, modes, 1)) return false;
+  int32_t const rank = is_packed(q_dims) ? 5 : 4;
+  if (!check_rank(kQ, q_dims, rank) || !check_rank(kK, k_dims, rank) || !check_rank(kModes, modes, 1)) return false;
+  if (rank == 5 && (!check_packed(q_dims, attributes) || !check_shape(kK, k_dims, q_dims))) return false;
 
   HeadsFirst const q = heads_first(q_dims, attributes);
   HeadsFirst const k = heads_first(k_dims, attributes);
@@ -184,8 +202,9 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   params.softmax_scale = attributes.softmax_scale > 0.0f ? attributes.softmax_scale
                                                          : 1.0f / std::sqrt(static_cast<float>(q.dim));
   params.timestep_max = attributes.timestep_max;
-  params.q_strides = params.out_strides = contiguous(q, attributes);
-  params.k_strides = params.v_strides = contiguous(k, attributes);
+  params.out_strides = contiguous(q, attributes);
+  params.q_strides = rank == 5 ? packed(q) : params.out_strides;
+  params.k_strides = params.v_strides = rank == 5 ? packed(k) : contiguous(k, attributes);
   params.mask_kind = TRTCONVERT_MASK_NONE;
   return num_inputs <= kMask || describe_mask(inputs[kMask], params);
 }

@@ -7,7 +7,9 @@
 
 namespace trtconvert::plugin {
 
-// H query heads, Hkv key/value heads, T timestep bins, D head_dim.
+// H query heads, Hkv key/value heads, T timestep bins, D head_dim. Instead of three tensors q, k and v may be one, given three
+// times: [B, N, 3, H, D] in layout BNHD, as one projection computes them. TensorRT computes it as one anyway, and for three
+// tensors copies the parts out.
 enum Input : int32_t {
   kQ,          // [B, H, Nq, D] (BHND) or [B, Nq, H, D] (BNHD), FP16 or BF16
   kK,          // [B, Hkv, Nk, D] or [B, Nk, Hkv, D], as q
@@ -23,6 +25,10 @@ enum Input : int32_t {
   kMaxInputs,
 };
 constexpr int32_t kMinInputs = kMask;
+constexpr int32_t kPacked = 3;  // tensors in a packed one
+
+// Whether q, k and v are one tensor, from the shape of q.
+bool is_packed(nvinfer1::Dims const& dims) noexcept;
 
 // False, and a logged reason, unless the node has 10 or 11 inputs and one output.
 bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept;

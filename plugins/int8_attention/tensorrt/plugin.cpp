@@ -96,11 +96,17 @@ int32_t Int8AttentionPlugin::getOutputDataTypes(DataType* outputTypes, int32_t n
 int32_t Int8AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t,
                                              DimsExprs* outputs, int32_t nbOutputs, nvinfer1::IExprBuilder&) noexcept {
   if (!check_counts(nbInputs, nbOutputs)) return kFailed;
-  if (inputs[kQ].nbDims != 4) {
-    log(Severity::kERROR, "input 'q': expected 4 dimensions, got %d", inputs[kQ].nbDims);
+  DimsExprs const& q = inputs[kQ];
+  if (q.nbDims == 4) {
+    outputs[0] = q;
+    return kOk;
+  }
+  if (q.nbDims != 5) {
+    log(Severity::kERROR, "input 'q': expected 4 dimensions, or 5 where q, k and v are packed, got %d", q.nbDims);
     return kFailed;
   }
-  outputs[0] = inputs[kQ];
+  outputs[0].nbDims = 4;
+  for (int32_t i = 0; i < 4; ++i) outputs[0].d[i] = q.d[i < 2 ? i : i + 1];  // without the axis of q, k and v
   return kOk;
 }
 
@@ -138,9 +144,10 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
   TrtConvertStatus status =
       trtconvert_attention_workspace_size(&params, &params.workspace_size, message, sizeof(message));
   if (status != TRTCONVERT_OK) return report(status, message);
+  int64_t const part = is_packed(inputDesc[kQ].dims) ? int64_t{params.num_heads} * params.head_dim : 0;
   params.q = inputs[kQ];
-  params.k = inputs[kK];
-  params.v = inputs[kV];
+  params.k = static_cast<uint16_t const*>(inputs[kK]) + part;
+  params.v = static_cast<uint16_t const*>(inputs[kV]) + 2 * part;
   params.out = outputs[0];
   params.timestep = static_cast<float const*>(inputs[kTimestep]);
   params.q_scale = static_cast<float const*>(inputs[kQScale]);

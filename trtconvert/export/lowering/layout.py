@@ -29,7 +29,7 @@ def fold_transposes(model: ir.Model) -> int:
         for index, source in enumerate(sources):
             _replace_input(node, index, source)
         node.attributes["layout"] = ir.AttrString("layout", "BNHD")
-        _transpose_output(node)
+        output_tokens_first(node)
         count += 1
     return count
 
@@ -51,7 +51,7 @@ def _replace_input(node: ir.Node, index: int, source: ir.Value | None) -> None:
         producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
 
 
-def _transpose_output(node: ir.Node) -> None:
+def output_tokens_first(node: ir.Node) -> None:
     """Give the node an output in BNHD; consumers that want BHND get it through a transpose."""
     out = node.outputs[0]
     heads_first = out.shape
