@@ -6,8 +6,9 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from trtconvert.recipe import EngineSection
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from trtconvert.engine.engine_choice import ChosenEngine, TimeEngine
 
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
@@ -161,35 +164,57 @@ def build_engine(
     import onnx_ir as ir
 
     from trtconvert.attention.kernel import library_version
-    from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+    from trtconvert.engine.engine_choice import ChosenEngine
+    from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export.nodes import require_attention_nodes
 
     trt = load()
     profiles = component.profiles or [component.dims]
     model = ir.load(onnx)
     sites = list(require_attention_nodes(model)) if component.is_denoiser else []
-    native = faster_native(trt, model, profiles, options, watch) if sites and options.attention == "auto" else []
-    kept = sites if options.attention == "native" else [site.name for site in native]
-    if kept:
-        lower_to_native(model, kept)
-    with_plugin = len(kept) < len(sites)
-    if with_plugin:
-        lower_to_plugin(model)
-    plan = build_lowered(trt, model, onnx, component.inputs, profiles, options, watch)
+
+    def build(native: Collection[str]) -> bytes:
+        return build_lowered(trt, lowered(model, native), onnx, component.inputs, profiles, options, watch)
+
+    if sites and options.attention == "auto":
+        time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
+        engine = fastest_engine(trt, model, profiles, build, time_engine, options, watch)
+    else:
+        native = sites if options.attention == "native" else []
+        engine = ChosenEngine(build(native), len(native) < len(sites), [], None)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture())).model_copy(
         update={
-            "attention": "plugin" if with_plugin else "native",
-            "plugin": library_version() if with_plugin else "",
+            "attention": "plugin" if engine.with_plugin else "native",
+            "plugin": library_version() if engine.with_plugin else "",
             "gpu": device_name(),
             "profiles": profiles,
-            "native_sites": native,
+            "native_sites": engine.native_sites,
+            "plugin_us": engine.times.plugin if engine.times else None,
+            "native_us": engine.times.native if engine.times else None,
             "refittable": options.refittable,
             "version_compatible": options.version_compatible,
             "hardware_compatible": options.hardware_compatible,
             "weight_streaming": options.weight_streaming,
         }
     )
-    return BuiltEngine(plan, record)
+    return BuiltEngine(engine.plan, record)
+
+
+def lowered(model: ir.Model, native: Collection[str]) -> ir.Model:
+    """A copy of an exported model for TensorRT: some sites with its own attention, the others with the plugin.
+
+    Raises:
+        UserError: the model has no site of one of the names.
+    """
+    from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+    from trtconvert.export.nodes import attention_nodes
+
+    model = model.clone()
+    if native:
+        lower_to_native(model, native)
+    if attention_nodes(model):
+        lower_to_plugin(model)
+    return model
 
 
 def build_lowered(
@@ -247,6 +272,43 @@ def apply_options(trt: Any, config: Any, options: EngineSection) -> None:
             config.set_flag(flag)
     if options.hardware_compatible:
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+
+
+# Which attention ------------------------------------------------------------------------------------------------------
+
+
+def fastest_engine(
+    trt: Any,
+    model: ir.Model,
+    profiles: Sequence[Dims],
+    build: Callable[[Collection[str]], bytes],
+    time_engine: TimeEngine,
+    options: EngineSection,
+    watch: BuildWatcher,
+) -> ChosenEngine:
+    """The engine of a denoiser that is the fastest on this GPU, by measurement.
+
+    Each site's attention is chosen by times of its own. If any is left to the plugin, the whole engine then has to be no slower
+    than one with TensorRT's own attention at every site.
+
+    Args:
+        trt: what `load` gave.
+        model: as it is exported.
+        build: a plan with TensorRT's own attention at some sites, the plugin at the others; time_engine: times such a plan.
+    Raises:
+        TrtconvertError, KeyboardInterrupt: see `faster_native` and `build_plan`.
+    """
+    from trtconvert.engine.engine_choice import ChosenEngine, distinct_bins, keep_faster
+    from trtconvert.export.nodes import attention_nodes
+
+    nodes = attention_nodes(model)
+    sites = faster_native(trt, model, profiles, options, watch)
+    native = [site.name for site in sites]
+    with_plugin = [node for site, node in nodes.items() if site not in native]
+    engine = ChosenEngine(build(native), bool(with_plugin), sites, None)
+    if not with_plugin:
+        return engine
+    return keep_faster(engine, distinct_bins(with_plugin), lambda: build(list(nodes)), time_engine, watch)
 
 
 def faster_native(
