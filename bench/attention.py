@@ -37,6 +37,7 @@ EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both produ
 ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
 QUEUE_CYCLES = 10_000_000  # of the GPU's clock, some 5 ms: the host enqueues all calls meanwhile
 WARM_UP_SECONDS, CALLS_PER_MARK = 1.0, 10  # of the loop whose power is sampled
+SHAPES_PER_ROW = 7  # of the plot
 LARGEST_EXACT = 4096  # tokens up to which the error is computed: exact attention holds N² logits per head
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -225,16 +226,21 @@ def plot(figures: list[Figure], path: Path, title: str) -> None:
     shapes = list(dict.fromkeys(f.shape for f in figures))
     names = list(dict.fromkeys(f.name for f in figures))
     width = 0.8 / len(names)
-    _, axes = pyplot.subplots(figsize=(1.6 * len(shapes) + 3, 4.5), layout="constrained")
-    for i, name in enumerate(names):
-        values = {f.shape: f.tflops for f in figures if f.name == name}
-        axes.bar([x + i * width for x in range(len(shapes))], [values.get(s, 0) for s in shapes], width, label=name)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))], [" ".join(map(str, s)) for s in shapes])
-    axes.set_xlabel("B H N D")
-    axes.set_ylabel("TFLOP/s, quantisation included")
-    axes.set_title(title)
-    axes.legend(fontsize="small")
-    pyplot.savefig(path, dpi=120)
+    rows = [shapes[i : i + SHAPES_PER_ROW] for i in range(0, len(shapes), SHAPES_PER_ROW)]
+    figure, grid = pyplot.subplots(
+        len(rows), squeeze=False, sharey=True, figsize=(12, 3.6 * len(rows)), layout="constrained"
+    )
+    for axes, row in zip(grid[:, 0], rows, strict=True):
+        for i, name in enumerate(names):
+            values = {f.shape: f.tflops for f in figures if f.name == name}
+            axes.bar([x + i * width for x in range(len(row))], [values.get(s, 0) for s in row], width, label=name)
+        axes.set_xlim(-0.3, SHAPES_PER_ROW)
+        axes.set_xticks([x + 0.4 - width / 2 for x in range(len(row))], [" ".join(map(str, s)) for s in row])
+        axes.set_ylabel("TFLOP/s")
+    grid[-1, 0].set_xlabel("B H N D")
+    grid[0, 0].legend(fontsize="small")
+    figure.suptitle(f"{title}, quantisation included")
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
