@@ -47,9 +47,14 @@ def gpu(monkeypatch):
         native.unlink()
         site = NativeSite(name="denoiser", query_tokens=16, key_tokens=77, native_us=21.2, plugin_us=33.7)
         record = EngineRecord.of(name, "tensorrt", "10.6.0", targets[threading.current_thread().name])
-        return BuiltEngine(
-            plan, record.model_copy(update={"gpu": "NVIDIA H200", "plugin": "0.1.0", "native_sites": [site]})
-        )
+        found = {
+            "gpu": "NVIDIA H200",
+            "plugin": "0.1.0",
+            "native_sites": [site],
+            "plugin_us": 418.3,
+            "native_us": 456.0,
+        }
+        return BuiltEngine(plan, record.model_copy(update=found))
 
     monkeypatch.setattr(tensorrt, "load", lambda: None)
     monkeypatch.setattr(tensorrt, "build_engine", build_engine)
@@ -175,6 +180,10 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
         text = " ".join(outcome.output.replace("│", " ").split())
         assert "sm90: built on NVIDIA H200, holds the plugin 0.1.0" in text
         assert "sm90: 1 site stays native: 16 × 77 tokens, 21 µs against 34 µs" in text
+        assert (
+            "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster is kept"
+            in text
+        )
 
 
 def test_files_are_copied_where_they_cannot_be_linked(bundle, gpu, monkeypatch):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper
+from torch.overrides import TorchFunctionMode
 
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
-from trtconvert.bundle import TensorRecord
-from trtconvert.engine import builder, tensorrt, timing_cache
+from trtconvert.bundle import NativeSite, TensorRecord, read_manifest
+from trtconvert.engine import builder, engine_timer, tensorrt, timing_cache
 from trtconvert.engine.attention_choice import (
     AttentionCase,
     CaseTimes,
@@ -29,10 +32,13 @@ from trtconvert.engine.attention_choice import (
     timestep_of,
 )
 from trtconvert.engine.builder import build_plan
+from trtconvert.engine.engine_choice import ChosenEngine, EngineTimes, distinct_bins, keep_faster
+from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_native
+from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import intercepted
 from trtconvert.recipe import EngineSection
@@ -45,10 +51,11 @@ class Watch:
     """Keeps what it is told."""
 
     def __init__(self):
-        self.shares, self.notices = [], []
+        self.shares, self.details, self.notices = [], [], []
 
     def share(self, detail, done):
         self.shares.append(done)
+        self.details.append(detail)
 
     def notice(self, text):
         self.notices.append(text)
@@ -333,6 +340,12 @@ def test_every_version_has_what_the_builder_uses(version):
         "OnnxParser": ("parse", "get_error", "num_errors"),
         "ParserError": ("node", "node_name", "node_operator", "desc", "local_function_stack"),
         "Runtime": ("deserialize_cuda_engine", "engine_host_code_allowed"),
+        "ICudaEngine": ("create_execution_context", "get_tensor_mode", "get_tensor_dtype", "num_io_tensors"),
+        "IExecutionContext": (
+            "set_optimization_profile_async", "set_input_shape", "get_tensor_shape", "set_tensor_address", "execute_async_v3",
+        ),
+        "TensorIOMode": ("INPUT",),
+        "DataType": ("itemsize",),
         "IProgressMonitor": ("phase_start", "step_complete", "phase_finish"),
     }  # fmt: skip
     code = f"""
@@ -460,3 +473,255 @@ def test_the_node_that_is_timed_becomes_an_engine_of_native_attention(mask):
         watch=Watch(), title="here",
     )  # fmt: skip
     assert len(plan) > 1000
+
+
+# Which engine ---------------------------------------------------------------------------------------------------------
+
+
+def node_of(*modes):
+    """An `Int8Attention` node with a timestep bin per mode, up to a timestep of 1000."""
+    (node,) = attention_nodes(one_node_model(case(64, 64))).values()
+    table = next(x for x in node.inputs if x.name == "modes")
+    table.const_value = ir.tensor([int(mode) for mode in modes], dtype=ir.DataType.INT32)
+    return node
+
+
+def test_bins_in_which_every_site_has_the_same_mode_are_timed_once():
+    first = [Mode.PRECISION, Mode.BALANCED, Mode.BALANCED, Mode.AGGRESSIVE, Mode.AGGRESSIVE]
+    second = [Mode.PRECISION, Mode.PRECISION, Mode.PRECISION, Mode.AGGRESSIVE, Mode.BALANCED]
+    assert distinct_bins([node_of(*first)]) == {100.0: 1, 300.0: 2, 700.0: 2}
+    found = distinct_bins([node_of(*first), node_of(*second)])
+    assert found == {100.0: 1, 300.0: 2, 700.0: 1, 900.0: 1}
+    assert reference.timestep_bin(torch.tensor(list(found)), 1000.0, 5).tolist() == [0, 1, 3, 4]
+
+
+WITH_PLUGIN = ChosenEngine(b"plugin", True, [], None)
+
+
+@pytest.mark.parametrize(("plugin_us", "native_us", "kept"), [(4560, 4180, b"native"), (4180, 4560, b"plugin")])
+def test_the_faster_of_two_whole_engines_is_kept(plugin_us, native_us, kept):
+    watch, times = Watch(), {b"plugin": plugin_us, b"native": native_us}
+    chosen = keep_faster(WITH_PLUGIN, {500.0: 1}, lambda: b"native", lambda plan, bins: times[plan], watch)
+    assert (chosen.plan, chosen.with_plugin) == (kept, kept == b"plugin")
+    assert chosen.times == EngineTimes(plugin_us, native_us)
+    assert f"whole engines, µs: TensorRT's own attention {native_us}, the plugin's {plugin_us}" in watch.details
+    told = "takes 4560 µs with the plugin, 4180 µs with TensorRT's own attention, which stays at every site"
+    assert [told in notice for notice in watch.notices] == ([True] if kept == b"native" else [])
+
+
+def refuse(*_):
+    raise TrtconvertError("no such engine", got="node 7 has no implementation")
+
+
+@pytest.mark.parametrize("failing", ["build", "time"])
+def test_an_engine_that_cannot_be_compared_keeps_the_plugin_and_says_why(failing):
+    watch = Watch()
+    build, time = ((refuse, lambda *_: 1.0), (lambda: b"native", refuse))[failing == "time"]
+    assert keep_faster(WITH_PLUGIN, {500.0: 1}, build, time, watch) is WITH_PLUGIN
+    (notice,) = watch.notices
+    assert "the engine with the plugin stays" in notice and "no such engine: node 7 has no implementation" in notice
+
+
+class OnCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class Device:
+    """Stands in for TensorRT's module and one engine: two inputs and an index, at 1 µs per element of x and unit of timestep.
+
+    Attributes:
+        calls: profile, batch and timestep of each call, read where the engine was told that its inputs lie.
+        x: the first numbers of x in each call.
+    """
+
+    ILogger = trt.ILogger
+    TensorIOMode = trt.TensorIOMode
+    NAMES = ("x", "timestep", "label", "out")
+
+    def __init__(self, loads=True, takes=True):
+        self.loads, self.takes, self.calls, self.x = loads, takes, [], []
+        self.profile, self.shapes, self.addresses = 0, {}, {}
+        self.num_io_tensors = len(self.NAMES)
+
+    def Runtime(self, log):
+        self.log = log
+        return self
+
+    def deserialize_cuda_engine(self, plan):
+        if not self.loads:
+            self.log.log(trt.ILogger.ERROR, "the plan is of another GPU")
+        return self if self.loads else None
+
+    def create_execution_context(self):
+        return self
+
+    def get_tensor_name(self, index):
+        return self.NAMES[index]
+
+    def get_tensor_mode(self, name):
+        return trt.TensorIOMode.OUTPUT if name == "out" else trt.TensorIOMode.INPUT
+
+    def get_tensor_dtype(self, name):
+        return SimpleNamespace(itemsize=4)
+
+    def get_tensor_shape(self, name):
+        return self.shapes["x"]
+
+    def set_optimization_profile_async(self, profile, stream):
+        self.profile, self.shapes, self.addresses = profile, {}, {}
+        return True
+
+    def set_input_shape(self, name, shape):
+        self.shapes[name] = shape
+        return self.takes
+
+    def set_tensor_address(self, name, address):
+        self.addresses[name] = address
+
+    def execute_async_v3(self, stream):
+        batch, width = self.shapes["x"]
+        timesteps = (ctypes.c_float * batch).from_address(self.addresses["timestep"])
+        labels = (ctypes.c_int64 * batch).from_address(self.addresses["label"])
+        x = (ctypes.c_float * (batch * width)).from_address(self.addresses["x"])
+        ctypes.memset(self.addresses["out"], 1, 4 * batch * width)
+        assert len(set(timesteps)) == 1 and set(labels) == {0}
+        self.calls.append((self.profile, batch, timesteps[0]))
+        self.x.append(list(x))
+        return True
+
+    def microseconds(self, calls):
+        """In place of `device_microseconds`."""
+        before = len(self.calls)
+        for call in calls:
+            call()
+        return sum(batch * timestep for _, batch, timestep in self.calls[before:]) / len(calls)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+    monkeypatch.setattr(engine_timer, "device_microseconds", made.microseconds)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    with OnCpu():
+        yield made
+
+
+SIGNATURE = [
+    TensorRecord(name="x", dtype="float32", shape=["batch", 8]),
+    TensorRecord(name="timestep", dtype="float32", shape=["batch"]),
+    TensorRecord(name="label", dtype="int64", shape=["batch"]),
+]
+BATCHES = [{"batch": (1, 2, 4)}, {"batch": (4, 6, 8)}]
+
+
+def test_a_denoiser_is_timed_at_the_opt_shape_of_every_profile_and_bins_weigh_by_their_number(device):
+    found = denoiser_microseconds(device, SIGNATURE, "timestep", BATCHES, b"plan", {100.0: 3, 500.0: 1})
+    assert found == pytest.approx((2 + 6) * (3 * 100 + 500) / 4)
+    assert set(device.calls) == {(i, n, t) for i, n in ((0, 2), (1, 6)) for t in (100.0, 500.0)}
+
+
+def test_inputs_take_turns_and_are_spread_like_noise(device):
+    denoiser_microseconds(device, SIGNATURE, "timestep", [{"batch": (1, 64, 64)}], b"plan", {100.0: 1})
+    sets = [torch.tensor(x) for x in device.x]
+    assert len({tuple(x.tolist()) for x in sets}) == engine_timer.ROTATION == len(sets)
+    assert all(abs(float(x.mean())) < 0.3 and 0.8 < float(x.std()) < 1.2 for x in sets)
+
+
+def timing_refusal(device, *parts):
+    with pytest.raises(TrtconvertError) as error:
+        denoiser_microseconds(device, SIGNATURE, "timestep", BATCHES, b"plan", {100.0: 1})
+    for part in ("expected: ", "remedy: ", "engine.attention", *parts):
+        assert part in str(error.value), str(error.value)
+
+
+def test_an_engine_that_cannot_be_timed_says_why(device, monkeypatch):
+    timing_refusal(Device(loads=False), "cannot be loaded", "got: the plan is of another GPU")
+    timing_refusal(Device(takes=False), "does not take the shapes")
+    monkeypatch.setattr(device, "execute_async_v3", lambda stream: False)
+    timing_refusal(device, "an engine could not be timed")
+
+    def out_of_memory(calls):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.")
+
+    monkeypatch.setattr(engine_timer, "device_microseconds", out_of_memory)
+    timing_refusal(device, "an engine could not be timed", "got: CUDA out of memory.")
+
+
+@pytest.fixture
+def builds(monkeypatch, digits_build):
+    """`build_engine` of the shipped model on a GPU that is not there: plans are the names of the sites with the plugin.
+
+    Returns the times that engines take, by plan, what was timed, and a function that builds.
+    """
+    found = SimpleNamespace(times={}, timed=[], alone=[], watch=Watch())
+
+    def build_lowered(trt, model, path, inputs, profiles, options, watch):
+        return ",".join(attention_nodes(model)).encode()
+
+    def time_engine(trt, inputs, timestep_input, profiles, plan, bins):
+        found.timed.append((plan, bins))
+        assert timestep_input in {spec.name for spec in inputs} and len(profiles) == 1
+        return found.times[plan]
+
+    def build(attention="auto"):
+        component = read_manifest(digits_build.bundle).components["denoiser"]
+        onnx, options = digits_build.bundle / component.onnx, EngineSection(attention=attention)
+        return tensorrt.build_engine("denoiser", component, onnx, options, found.watch)
+
+    found.build = build
+    monkeypatch.setattr(tensorrt, "load", lambda: SimpleNamespace(__version__="10.6.0"))
+    monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
+    monkeypatch.setattr(tensorrt, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
+    monkeypatch.setattr(tensorrt, "faster_native", lambda *_: found.alone)
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", time_engine)
+    return found
+
+
+SITES = [f"blocks.{i}.attn" for i in range(6)]
+ALL = ",".join(SITES).encode()
+REST = ",".join(SITES[1:]).encode()
+
+
+def native_sites(*names):
+    return [NativeSite(name=n, query_tokens=64, key_tokens=64, native_us=3.0, plugin_us=4.0) for n in names]
+
+
+@pytest.mark.parametrize("alone", [[], SITES[:1]])
+@pytest.mark.parametrize("native_us", [70.004, 90.0])
+def test_auto_keeps_the_plugin_where_the_whole_engine_is_no_slower_with_it(builds, alone, native_us):
+    builds.alone, mixed = native_sites(*alone), REST if alone else ALL
+    builds.times = {mixed: 80.0, b"": native_us}
+    plan, record = (built := builds.build()).plan, built.record
+    # Of the modes precision, balanced, balanced and aggressive.
+    assert builds.timed == [(plan, {125.0: 1, 375.0: 2, 875.0: 1}) for plan in (mixed, b"")]
+    faster = native_us > 80
+    assert (plan, record.attention) == ((mixed, "plugin") if faster else (b"", "native"))
+    assert bool(record.plugin) == faster and record.native_sites == builds.alone
+    assert (record.plugin_us, record.native_us) == (80.0, 90.0 if faster else 70.0)
+
+
+def test_auto_compares_no_engines_where_no_site_is_left_to_the_plugin(builds):
+    builds.alone = native_sites(*SITES)
+    record = builds.build().record
+    assert (record.attention, record.plugin_us, record.native_us, builds.timed) == ("native", None, None, [])
+
+
+@pytest.mark.parametrize(("attention", "plan"), [("plugin", ALL), ("native", b"")])
+def test_one_attention_for_all_sites_is_built_without_timing(builds, attention, plan):
+    built = builds.build(attention)
+    assert (built.plan, built.record.attention, built.record.plugin_us) == (plan, attention, None)
+    assert builds.timed == []
+
+
+def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", refuse)
+    record = builds.build().record
+    assert (record.attention, record.plugin_us, record.native_us) == ("plugin", None, None)
+    assert len(builds.watch.notices) == 1

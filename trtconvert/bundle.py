@@ -63,7 +63,7 @@ class TensorRecord(_Record):
 
 
 class NativeSite(_Record):
-    """A site that keeps TensorRT's own attention: on the engine's GPU that was the faster of the two.
+    """A site that keeps TensorRT's own attention: on the engine's GPU that was the faster of the two, each timed alone.
 
     Attributes:
         name: the site; query_tokens, key_tokens: its lengths at the opt shape of the first profile.
@@ -89,7 +89,10 @@ class EngineRecord(_Record):
         plugin: version of the plugin library that the plan holds; empty where it holds none.
         profiles: the optimisation profiles in the engine's order, each symbolic dimension: [min, opt, max]. Empty in bundles
             of before: one profile, the component's dims.
-        native_sites: the sites that keep native attention in an engine with the plugin, because it was measured faster.
+        native_sites: the sites that keep native attention because alone it was measured faster.
+        plugin_us, native_us: device time of one call in microseconds, summed over the profiles' opt shapes, of the whole engine
+            with the plugin at the other sites (the mean over the timestep bins) and with native attention at every site. The
+            faster is the one that was kept. None where they were not compared.
         refittable: weights can be replaced. version_compatible: later TensorRT versions load it. hardware_compatible: any GPU
             from sm80 on runs it. weight_streaming: weights may stay in host memory.
     """
@@ -103,6 +106,8 @@ class EngineRecord(_Record):
     plugin: str = ""
     profiles: list[Dims] = Field(default_factory=list)
     native_sites: list[NativeSite] = Field(default_factory=list)
+    plugin_us: float | None = None
+    native_us: float | None = None
     refittable: bool = False
     version_compatible: bool = False
     hardware_compatible: bool = False

@@ -112,6 +112,11 @@ def _engine_lines(engine: EngineRecord) -> Iterator[str]:
     for (queries, keys, native, plugin), count in same.items():
         sites = "1 site stays" if count == 1 else f"{count} sites stay"
         yield f"{sites} native: {queries} × {keys} tokens, {native:.0f} µs against {plugin:.0f} µs"
+    if engine.plugin_us is not None and engine.native_us is not None:
+        yield (
+            f"a call takes {engine.plugin_us:.0f} µs with the plugin, {engine.native_us:.0f} µs with native attention at every "
+            "site: the faster is kept"
+        )
 
 
 def _calibration(made: Provenance) -> str:

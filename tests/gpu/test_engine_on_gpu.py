@@ -22,6 +22,7 @@ from trtconvert.compile import compile_bundle
 from trtconvert.engine import tensorrt, timing_cache
 from trtconvert.engine.attention_choice import AttentionCase, one_node_model, site_plans
 from trtconvert.engine.attention_timer import AttentionTimer
+from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
@@ -209,6 +210,23 @@ def test_masked_and_fp32_cases_are_timed_as_well(trt):
         assert found.native > 0 and found.plugin[Mode.BALANCED] > 0
 
 
+def test_an_engine_is_timed_at_the_opt_shape_of_each_profile(trt):
+    model = one_node_model(AttentionCase((1, 1, 8, 128), (1, 1, 8, 128), "BNHD", ir.DataType.FLOAT16, "dynamic", True))
+    *qkv, timestep = model.graph.inputs
+    for value in (*qkv, model.graph.outputs[0]):
+        value.shape = ir.Shape([1, "tokens", 8, 128])
+    inputs = [TensorRecord(name=x.name, dtype="float16", shape=[1, "tokens", 8, 128]) for x in qkv]
+    inputs.append(TensorRecord(name=timestep.name, dtype="float32", shape=[1]))
+    profiles = [{"tokens": (64, 256, 512)}, {"tokens": (4096, 4096, 8192)}]
+    plan = tensorrt.build_lowered(
+        trt, tensorrt.lowered(model, []), Path("m.onnx"), inputs, profiles, EngineSection(), Watch()
+    )
+    short, both = (
+        denoiser_microseconds(trt, inputs, "timestep", found, plan, {500.0: 1}) for found in (profiles[:1], profiles)
+    )
+    assert 1 < short < both / 3
+
+
 # Bundles --------------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +252,10 @@ def test_compile_finishes_a_bundle(bundle, tmp_path, attention):
     (record,) = component.engines
     assert (record.target, record.gpu) == (tensorrt.device_architecture(), tensorrt.device_name())
     assert record.profiles == component.profiles and len(record.profiles) == 2
-    native = {"auto": len(record.native_sites) == 1, "plugin": False, "native": True}[attention]
+    left_to_plugin = attention == "auto" and not record.native_sites
+    assert (record.plugin_us is not None) == (record.native_us is not None) == left_to_plugin
+    slower = left_to_plugin and record.native_us < record.plugin_us
+    native = {"auto": not left_to_plugin or slower, "plugin": False, "native": True}[attention]
     assert record.attention == ("native" if native else "plugin") and bool(record.plugin) != native
     assert all(site.native_us < site.plugin_us for site in record.native_sites)
     with runtime.load(folder, backend="tensorrt") as on_gpu, runtime.load(folder, backend="onnxruntime") as on_cpu:
@@ -245,6 +266,22 @@ def test_compile_finishes_a_bundle(bundle, tmp_path, attention):
             assert relative_error(on_gpu["denoiser"](x.cuda(), timestep.cuda()).cpu(), expected) <= HALF_DENOISER
     outcome = run("inspect", folder)
     assert tensorrt.device_name() in outcome.output, outcome.output
+
+
+def test_the_faster_of_two_whole_engines_goes_into_the_bundle(bundle, tmp_path, monkeypatch):
+    """The only site is left to the plugin, whatever it takes alone: whole engines are compared."""
+    monkeypatch.setattr(tensorrt, "faster_native", lambda *_: [])
+    folder = shutil.copytree(bundle, tmp_path / "bundle")
+    _with_attention(folder, "auto")
+    manifest = compile_bundle(folder, Reporter(Console(quiet=True)))
+    (record,) = manifest.components["denoiser"].engines
+    assert min(record.plugin_us, record.native_us) > 1
+    assert record.attention == ("plugin" if record.plugin_us <= record.native_us else "native")
+    assert bool(record.plugin) == (record.attention == "plugin")
+    with runtime.load(folder, backend="tensorrt") as on_gpu:
+        assert on_gpu["denoiser"](torch.zeros(3, 1, 4, 4).cuda(), torch.full((3,), 400.0).cuda()).isfinite().all()
+    outcome = run("inspect", folder)
+    assert "at every site: the faster is kept" in " ".join(outcome.output.replace("│", " ").split())
 
 
 def _with_attention(folder, attention):

@@ -92,12 +92,16 @@ def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]
     found = {}
     for site, node in attention_nodes(model).items():
         cases = [_case(node, opt) for opt in sizes]
-        modes = node.inputs[INPUTS.index("modes")]
-        if all(cases) and modes is not None and modes.const_value is not None:
-            found[site] = SitePlan(
-                tuple(case for case in cases if case), tuple(Mode(int(m)) for m in modes.const_value.numpy())
-            )
+        if all(cases):
+            found[site] = SitePlan(tuple(case for case in cases if case), bin_modes(node))
     return found
+
+
+def bin_modes(node: ir.Node) -> tuple[Mode, ...]:
+    """The mode of each timestep bin of an `Int8Attention` node."""
+    modes = node.inputs[INPUTS.index("modes")]
+    assert modes is not None and modes.const_value is not None  # the exporter makes tables initializers
+    return tuple(Mode(int(mode)) for mode in modes.const_value.numpy())
 
 
 def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
