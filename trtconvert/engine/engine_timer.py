@@ -1,0 +1,143 @@
+"""Times TensorRT engines on this machine's GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.device_time import device_microseconds
+from trtconvert.bundle import Dims, TensorRecord
+from trtconvert.engine.builder import make_log
+from trtconvert.errors import TrtconvertError
+
+ROTATION = 4
+"""Sets of inputs that take turns, so that none is read twice in a row."""
+
+_REMEDY = "end other programs on the GPU, or set engine.attention to plugin or native, which needs no timing"
+
+
+@contextmanager
+def timing_failures(what: str) -> Iterator[None]:
+    """Says what could not be timed where CUDA fails inside the block.
+
+    Raises:
+        TrtconvertError: memory ran out, or the device refused; `what` names what was timed.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        raise TrtconvertError(
+            f"{what} could not be timed",
+            expected=f"room on the GPU for {ROTATION} sets of inputs, and an engine that a CUDA graph can record",
+            got=str(error).splitlines()[0],
+            remedy=_REMEDY,
+        ) from error
+
+
+class EngineRunner:
+    """A plan, loaded for as long as this lives.
+
+    Args:
+        trt: the bindings' module.
+    Raises:
+        TrtconvertError: TensorRT does not load it.
+    """
+
+    def __init__(self, trt: Any, plan: bytes) -> None:
+        self._log = make_log(trt)
+        self._runtime = trt.Runtime(self._log)
+        self._runtime.engine_host_code_allowed = True  # the plan carries our plugin library
+        engine = self._runtime.deserialize_cuda_engine(plan)
+        context = None if engine is None else engine.create_execution_context()
+        if engine is None or context is None:
+            raise self._refused("an engine cannot be loaded to be timed")
+        self._engine, self._context = engine, context
+        names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+        self._inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        self._outputs = [name for name in names if name not in self._inputs]
+
+    def microseconds(self, feeds: Sequence[Mapping[str, Tensor]], profile: int = 0) -> float:
+        """Median device time of one call in µs, over calls that take the feeds in turn.
+
+        Args:
+            feeds: inputs on the GPU by name, all of one shape. What the engine has no input for is left out: without the
+                plugin it may have none for the timestep.
+            profile: index of the optimisation profile that holds their shapes.
+        Raises:
+            TrtconvertError: the engine does not take them, or does not run.
+            torch.OutOfMemoryError, torch.AcceleratorError: see `timing_failures`.
+        """
+        context = self._context
+        taken = [context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream)]
+        taken += [context.set_input_shape(name, tuple(feeds[0][name].shape)) for name in self._inputs]
+        if not all(taken):
+            raise self._refused("an engine does not take the shapes that it was built for")
+        outputs = [self._room(name) for name in self._outputs]
+        for name, output in zip(self._outputs, outputs, strict=True):
+            context.set_tensor_address(name, output.data_ptr())
+        return device_microseconds([partial(self._enqueue, feed) for feed in feeds])
+
+    def _room(self, name: str) -> Tensor:
+        """Bytes for an output, which nobody reads."""
+        size = math.prod(self._context.get_tensor_shape(name)) * self._engine.get_tensor_dtype(name).itemsize
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def _enqueue(self, feed: Mapping[str, Tensor]) -> None:
+        for name in self._inputs:
+            self._context.set_tensor_address(name, feed[name].data_ptr())
+        if not self._context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise self._refused("an engine could not be timed")
+
+    def _refused(self, problem: str) -> TrtconvertError:
+        return TrtconvertError(
+            problem,
+            expected="an engine that was built just now, to run on this GPU",
+            got=self._log.last(),
+            remedy=_REMEDY,
+        )
+
+
+def denoiser_microseconds(
+    trt: Any,
+    inputs: Sequence[TensorRecord],
+    timestep_input: str,
+    profiles: Sequence[Dims],
+    plan: bytes,
+    bins: Mapping[float, int],
+) -> float:
+    """Device time of one call of a denoiser's engine in µs: the mean over timestep bins, summed over the profiles' opt shapes.
+
+    Floating-point inputs are N(0, 1), others zeros, which are valid wherever they are indices.
+
+    Args:
+        trt: the bindings' module.
+        inputs: the signature; timestep_input: which of them is the timestep.
+        profiles: the engine's, in its order.
+        bins: timesteps to time at, and of how many bins each stands for the time.
+    Raises:
+        TrtconvertError: the engine cannot be loaded or run, or memory ran out.
+    """
+    with timing_failures("an engine"):
+        runner = EngineRunner(trt, plan)
+        total = 0.0
+        for index, dims in enumerate(profiles):
+            feeds = [{spec.name: _draw(spec, dims) for spec in inputs} for _ in range(ROTATION)]
+            for timestep, count in bins.items():
+                for feed in feeds:
+                    feed[timestep_input].fill_(timestep)
+                total += count * runner.microseconds(feeds, index)
+        return total / sum(bins.values())
+
+
+def _draw(spec: TensorRecord, dims: Dims) -> Tensor:
+    shape = [dims[dim][1] if isinstance(dim, str) else dim for dim in spec.shape]
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, device="cuda").to(dtype)
+    return torch.zeros(shape, dtype=dtype, device="cuda")
