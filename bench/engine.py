@@ -366,20 +366,21 @@ class Bench:
             TensorRecord(name=x.name, dtype="float32" if x.name == "timestep" else "float16", shape=list(x.shape))
             for x in self.model.inputs
         ]
+        options = EngineSection()
         plans: dict[frozenset[str], tuple[bytes, float]] = {}  # and seconds, by the sites that are native
 
         def build(native: Collection[str]) -> bytes:
             key = frozenset(native)
             if key not in plans:  # what `auto` builds may be one of the others
                 started = time.perf_counter()
-                model = tensorrt.lowered(exported, native)
-                plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], EngineSection(), Notices())
+                model = tensorrt.lowered(exported, native, options)
+                plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
                 plans[key] = plan, time.perf_counter() - started
             return plans[key][0]
 
         started = time.perf_counter()
         time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
-        auto = tensorrt.fastest_engine(trt, exported, [{}], build, time_engine, EngineSection(), Notices())
+        auto = tensorrt.fastest_engine(trt, exported, [{}], build, time_engine, options, Notices())
         chosen = time.perf_counter() - started
         for what, native in (("its own FP16 attention", sites), ("our plugin", [])):
             self._engine(trt, f"TensorRT, {what}", build(native), not native, plans[frozenset(native)][1])

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -718,6 +719,29 @@ def test_one_attention_for_all_sites_is_built_without_timing(builds, attention, 
     built = builds.build(attention)
     assert (built.plan, built.record.attention, built.record.plugin_us) == (plan, attention, None)
     assert builds.timed == []
+
+
+def test_a_refittable_engine_keeps_the_names_of_its_weights():
+    """Of three projections of one tensor, which are one product otherwise."""
+    model = one_node_model(case(64, 64, "BNHD"))
+    (node,) = attention_nodes(model).values()
+    x = ir.val("x", ir.DataType.FLOAT16, (2, 64, 256))
+    model.graph.inputs[:3] = [x]
+    heads = ir.node("Constant", [], {"value": ir.tensor([0, 0, 4, 64])})
+    model.graph.insert_before(node, heads)
+    for index, name in enumerate("qkv"):
+        weight = ir.val(f"to_{name}", const_value=ir.tensor(np.ones((256, 256), np.float16), name=f"to_{name}"))
+        model.graph.register_initializer(weight)
+        product = ir.node("MatMul", [x, weight])
+        split = ir.node("Reshape", [product.outputs[0], heads.outputs[0]])
+        split.outputs[0].dtype, split.outputs[0].shape = x.dtype, ir.Shape((2, 64, 4, 64))
+        model.graph.insert_before(node, [product, split])
+        node.replace_input_with(index, split.outputs[0])
+    weights = {"to_q", "to_k", "to_v"}
+    for refittable, kept in ((True, weights), (False, set())):
+        found = tensorrt.lowered(model, [], EngineSection(refittable=refittable))
+        assert found.graph.initializers.keys() & weights == kept
+    assert model.graph.initializers.keys() > weights
 
 
 def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):

@@ -218,9 +218,8 @@ def test_an_engine_is_timed_at_the_opt_shape_of_each_profile(trt):
     inputs = [TensorRecord(name=x.name, dtype="float16", shape=[1, "tokens", 8, 128]) for x in qkv]
     inputs.append(TensorRecord(name=timestep.name, dtype="float32", shape=[1]))
     profiles = [{"tokens": (64, 256, 512)}, {"tokens": (4096, 4096, 8192)}]
-    plan = tensorrt.build_lowered(
-        trt, tensorrt.lowered(model, []), Path("m.onnx"), inputs, profiles, EngineSection(), Watch()
-    )
+    lower_to_plugin(model)
+    plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs, profiles, EngineSection(), Watch())
     short, both = (
         denoiser_microseconds(trt, inputs, "timestep", found, plan, {500.0: 1}) for found in (profiles[:1], profiles)
     )

@@ -174,7 +174,7 @@ def build_engine(
     sites = list(require_attention_nodes(model)) if component.is_denoiser else []
 
     def build(native: Collection[str]) -> bytes:
-        return build_lowered(trt, lowered(model, native), onnx, component.inputs, profiles, options, watch)
+        return build_lowered(trt, lowered(model, native, options), onnx, component.inputs, profiles, options, watch)
 
     if sites and options.attention == "auto":
         time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
@@ -200,8 +200,10 @@ def build_engine(
     return BuiltEngine(engine.plan, record)
 
 
-def lowered(model: ir.Model, native: Collection[str]) -> ir.Model:
+def lowered(model: ir.Model, native: Collection[str], options: EngineSection) -> ir.Model:
     """A copy of an exported model for TensorRT: some sites with its own attention, the others with the plugin.
+
+    Refittable engines keep their projections apart: a weight is replaced by the name that it has in the state dict.
 
     Raises:
         UserError: the model has no site of one of the names.
@@ -213,7 +215,7 @@ def lowered(model: ir.Model, native: Collection[str]) -> ir.Model:
     if native:
         lower_to_native(model, native)
     if attention_nodes(model):
-        lower_to_plugin(model)
+        lower_to_plugin(model, pack=not options.refittable)
     return model
 
 
