@@ -26,6 +26,7 @@ from trtconvert.engine import builder, engine_timer, tensorrt, timing_cache
 from trtconvert.engine.attention_choice import (
     AttentionCase,
     CaseTimes,
+    Choice,
     SitePlan,
     choose,
     one_node_model,
@@ -33,7 +34,7 @@ from trtconvert.engine.attention_choice import (
     timestep_of,
 )
 from trtconvert.engine.builder import build_plan
-from trtconvert.engine.engine_choice import ChosenEngine, EngineTimes, distinct_bins, keep_faster
+from trtconvert.engine.engine_choice import EngineTimes, distinct_bins, fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
@@ -425,8 +426,11 @@ def test_each_site_keeps_the_faster_attention_over_its_profiles_and_bins():
         "first": SitePlan((long,), (Mode.FP16,)),
         "both": SitePlan((short, long), modes),
     }
-    kept = {site.name: site for site in choose(sites, time_case)}
+    choice = choose(sites, time_case)
+    kept = {site.name: site for site in choice.native}
     assert set(kept) == {"cross", "first"}  # in `both` the profile of long sequences outweighs
+    # By the lengths of the first profile, those that gain least first: 221 against 164 µs, 200 against 130.
+    assert [[site.name for site in group] for group in choice.plugin] == [["both"], ["self"]]
     cross = kept["cross"]
     assert (cross.query_tokens, cross.key_tokens, cross.native_us) == (4096, 77, 21.0)
     assert cross.plugin_us == (22 + 3 * 38) / 4
@@ -496,29 +500,68 @@ def test_bins_in_which_every_site_has_the_same_mode_are_timed_once():
     assert reference.timestep_bin(torch.tensor(list(found)), 1000.0, 5).tolist() == [0, 1, 3, 4]
 
 
-WITH_PLUGIN = ChosenEngine(b"plugin", True, [], None)
+def timed_site(name, keys=64, native_us=4.0, plugin_us=3.0):
+    return NativeSite(name=name, query_tokens=64, key_tokens=keys, native_us=native_us, plugin_us=plugin_us)
 
 
-@pytest.mark.parametrize(("plugin_us", "native_us", "kept"), [(4560, 4180, b"native"), (4180, 4560, b"plugin")])
-def test_the_faster_of_two_whole_engines_is_kept(plugin_us, native_us, kept):
-    watch, times = Watch(), {b"plugin": plugin_us, b"native": native_us}
-    chosen = keep_faster(WITH_PLUGIN, {500.0: 1}, lambda: b"native", lambda plan, bins: times[plan], watch)
-    assert (chosen.plan, chosen.with_plugin) == (kept, kept == b"plugin")
-    assert chosen.times == EngineTimes(plugin_us, native_us)
-    assert f"whole engines, µs: TensorRT's own attention {native_us}, the plugin's {plugin_us}" in watch.details
-    told = "takes 4560 µs with the plugin, 4180 µs with TensorRT's own attention, which stays at every site"
-    assert [told in notice for notice in watch.notices] == ([True] if kept == b"native" else [])
+# By the letters of the sites that keep the plugin; "d" is faster with TensorRT's own attention alone.
+CHOICE = Choice([timed_site("d", 77, 3.0, 4.0)], [[timed_site("c", 77)], [timed_site("b"), timed_site("a")]])
+
+
+def mix(times, choice=CHOICE, build=None):
+    """The fastest mix of four sites, with what was timed and the watcher."""
+    watch, timed = Watch(), []
+    nodes = {name: node_of(Mode.BALANCED, Mode.PRECISION) for name in "abcd"}
+
+    def build_mix(native):
+        return "".join(name for name in nodes if name not in native).encode()
+
+    def time_engine(plan, bins):
+        assert bins == {250.0: 1, 750.0: 1}
+        timed.append(plan.decode())
+        return times[plan.decode()]
+
+    return fastest_mix(choice, nodes, build or build_mix, time_engine, watch), timed, watch
+
+
+@pytest.mark.parametrize(
+    ("times", "kept", "timed"),
+    [
+        # In the whole network the plugin costs more than alone, and then less, and again more.
+        ({"abc": 90.0, "": 100.0, "ab": 80.004}, "ab", ["abc", "", "ab"]),
+        ({"abc": 90.0, "": 100.0, "ab": 90.0}, "abc", ["abc", "", "ab"]),
+        ({"abc": 110.0, "": 100.0, "ab": 105.0}, "", ["abc", "", "ab"]),
+        ({"abc": 110.0, "": 100.0, "ab": 120.0}, "", ["abc", "", "ab"]),
+    ],
+)
+def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
+    chosen, found, watch = mix(times)
+    assert (chosen.plan.decode(), chosen.with_plugin, found) == (kept, bool(kept), timed)
+    assert chosen.times == EngineTimes(round(min(t for plan, t in times.items() if plan), 2), times[""])
+    native = {"ab": ["d", "c"], "abc": ["d"], "": ["d"]}[kept]  # all are native in the last one, for another reason
+    assert [site.name for site in chosen.native_sites] == native
+    assert any("with TensorRT's own attention at 64 × 77 tokens too" in line for line in watch.details)
+    told = "TensorRT's own attention, which stays at every site"
+    assert [told in notice for notice in watch.notices] == ([True] if not kept else [])
+
+
+def test_sites_of_one_length_are_compared_with_none_only():
+    _, timed, _ = mix({"abcd": 90.0, "": 100.0}, Choice([], [[timed_site(name) for name in "abcd"]]))
+    assert timed == ["abcd", ""]
 
 
 def refuse(*_):
     raise TrtconvertError("no such engine", got="node 7 has no implementation")
 
 
-@pytest.mark.parametrize("failing", ["build", "time"])
-def test_an_engine_that_cannot_be_compared_keeps_the_plugin_and_says_why(failing):
-    watch = Watch()
-    build, time = ((refuse, lambda *_: 1.0), (lambda: b"native", refuse))[failing == "time"]
-    assert keep_faster(WITH_PLUGIN, {500.0: 1}, build, time, watch) is WITH_PLUGIN
+@pytest.mark.parametrize(("times", "kept"), [({}, "abc"), ({"abc": 90.0, "": 100.0}, "abc")])
+def test_engines_that_cannot_be_compared_leave_the_best_so_far_and_say_why(times, kept):
+    def build(native):
+        names = "".join(name for name in "abcd" if name not in native)
+        return names.encode() if names in times or names == "abc" else refuse()
+
+    chosen, _, watch = mix(times, build=build)
+    assert chosen.plan.decode() == kept and (chosen.times is None) == (not times)
     (notice,) = watch.notices
     assert "the engine with the plugin stays" in notice and "no such engine: node 7 has no implementation" in notice
 
@@ -680,7 +723,7 @@ def builds(monkeypatch, digits_build):
     monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
     monkeypatch.setattr(tensorrt, "device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
-    monkeypatch.setattr(tensorrt, "faster_native", lambda *_: found.alone)
+    monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice(found.alone, []))
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", time_engine)
     return found
 
@@ -691,7 +734,7 @@ REST = ",".join(SITES[1:]).encode()
 
 
 def native_sites(*names):
-    return [NativeSite(name=n, query_tokens=64, key_tokens=64, native_us=3.0, plugin_us=4.0) for n in names]
+    return [timed_site(name, native_us=3.0, plugin_us=4.0) for name in names]
 
 
 @pytest.mark.parametrize("alone", [[], SITES[:1]])

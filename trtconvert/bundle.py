@@ -63,12 +63,12 @@ class TensorRecord(_Record):
 
 
 class NativeSite(_Record):
-    """A site that keeps TensorRT's own attention: on the engine's GPU that was the faster of the two, each timed alone.
+    """A site that keeps TensorRT's own attention: on the engine's GPU that was the faster, alone or in the whole engine.
 
     Attributes:
         name: the site; query_tokens, key_tokens: its lengths at the opt shape of the first profile.
-        native_us, plugin_us: device time of one call in microseconds, summed over the profiles' opt shapes. The plugin's
-            is the mean over the site's timestep bins, quantisation included.
+        native_us, plugin_us: device time of one call in microseconds, each attention alone, summed over the profiles' opt
+            shapes. The plugin's is the mean over the site's timestep bins, quantisation included.
     """
 
     name: str
@@ -89,7 +89,7 @@ class EngineRecord(_Record):
         plugin: version of the plugin library that the plan holds; empty where it holds none.
         profiles: the optimisation profiles in the engine's order, each symbolic dimension: [min, opt, max]. Empty in bundles
             of before: one profile, the component's dims.
-        native_sites: the sites that keep native attention because alone it was measured faster.
+        native_sites: the sites that keep native attention because it was measured faster, in the order in which they were found.
         plugin_us, native_us: device time of one call in microseconds, summed over the profiles' opt shapes, of the whole engine
             with the plugin at the other sites (the mean over the timestep bins) and with native attention at every site. The
             faster is the one that was kept. None where they were not compared.

@@ -20,7 +20,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.bundle import MANIFEST, TensorRecord, check_files, read_manifest, write_manifest
 from trtconvert.compile import compile_bundle
 from trtconvert.engine import tensorrt, timing_cache
-from trtconvert.engine.attention_choice import AttentionCase, one_node_model, site_plans
+from trtconvert.engine.attention_choice import AttentionCase, Choice, one_node_model, site_plans
 from trtconvert.engine.attention_timer import AttentionTimer
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.errors import TrtconvertError
@@ -269,7 +269,7 @@ def test_compile_finishes_a_bundle(bundle, tmp_path, attention):
 
 def test_the_faster_of_two_whole_engines_goes_into_the_bundle(bundle, tmp_path, monkeypatch):
     """The only site is left to the plugin, whatever it takes alone: whole engines are compared."""
-    monkeypatch.setattr(tensorrt, "faster_native", lambda *_: [])
+    monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice([], []))
     folder = shutil.copytree(bundle, tmp_path / "bundle")
     _with_attention(folder, "auto")
     manifest = compile_bundle(folder, Reporter(Console(quiet=True)))
@@ -306,6 +306,7 @@ def test_weights_beside_the_graph_are_built_in(trt, bundle, tmp_path, monkeypatc
 def test_timing_is_told_and_names_sites_of_the_graph(trt, bundle):
     component = read_manifest(bundle).components["denoiser"]
     model, watch = ir.load(bundle / component.onnx), Watch()
-    kept = tensorrt.faster_native(trt, model, component.profiles, EngineSection(), watch)
+    choice = tensorrt.choose_alone(trt, model, component.profiles, EngineSection(), watch)
+    timed = [*choice.native, *(site for group in choice.plugin for site in group)]
     assert any(detail.startswith("timing attention of 16 × 16 tokens") for detail in watch.details)
-    assert {site.name for site in kept} <= set(site_plans(model, component.profiles)) == {"denoiser"}
+    assert {site.name for site in timed} == set(site_plans(model, component.profiles)) == {"denoiser"}

@@ -135,10 +135,22 @@ def _dtype(value: ir.Value | None) -> ir.DataType:
     return value.dtype
 
 
-def choose(
-    sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, frozenset[Mode]], CaseTimes]
-) -> list[NativeSite]:
-    """The sites at which TensorRT's own attention is the faster.
+@dataclass(frozen=True)
+class Choice:
+    """What each site is better off with, timed alone.
+
+    Attributes:
+        native: the sites at which TensorRT's own attention is the faster.
+        plugin: the others, by their lengths, as they would be recorded with TensorRT's own. Those that the plugin makes faster
+            by the smallest factor come first.
+    """
+
+    native: list[NativeSite]
+    plugin: list[list[NativeSite]]
+
+
+def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, frozenset[Mode]], CaseTimes]) -> Choice:
+    """Time every site's attention in both forms.
 
     Args:
         time_case: times a case, with the plugin in the modes that it is given. Called once per distinct case.
@@ -148,22 +160,26 @@ def choose(
         for case in plan.cases:
             needed.setdefault(case, set()).update(plan.modes)
     times = {case: time_case(case, frozenset(modes)) for case, modes in needed.items()}
-    kept = []
+    native: list[NativeSite] = []
+    plugin: dict[tuple[int, int], list[NativeSite]] = {}
     for name, plan in sites.items():
-        native = sum(times[case].native for case in plan.cases)
-        plugin = sum(times[case].plugin[mode] for case in plan.cases for mode in plan.modes) / len(plan.modes)
-        if native < plugin:
-            first = plan.cases[0]
-            kept.append(
-                NativeSite(
-                    name=name,
-                    query_tokens=first.query_tokens,
-                    key_tokens=first.key_tokens,
-                    native_us=round(native, 2),
-                    plugin_us=round(plugin, 2),
-                )
-            )
-    return kept
+        first = plan.cases[0]
+        native_us = sum(times[case].native for case in plan.cases)
+        plugin_us = sum(times[case].plugin[mode] for case in plan.cases for mode in plan.modes) / len(plan.modes)
+        lengths = first.query_tokens, first.key_tokens
+        site = NativeSite(
+            name=name,
+            query_tokens=lengths[0],
+            key_tokens=lengths[1],
+            native_us=round(native_us, 2),
+            plugin_us=round(plugin_us, 2),
+        )
+        (native if native_us < plugin_us else plugin.setdefault(lengths, [])).append(site)
+
+    def factor(group: list[NativeSite]) -> float:
+        return sum(site.native_us for site in group) / sum(site.plugin_us for site in group)
+
+    return Choice(native, sorted(plugin.values(), key=factor))
 
 
 def one_node_model(case: AttentionCase) -> ir.Model:

@@ -7,14 +7,14 @@ faster with the plugin, and the step slower (H200, blocks of SDXL: 4.56 ms with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from trtconvert.bundle import NativeSite
 from trtconvert.engine import BuildWatcher
-from trtconvert.engine.attention_choice import bin_modes
+from trtconvert.engine.attention_choice import Choice, bin_modes
 from trtconvert.errors import TrtconvertError
 
 
@@ -32,7 +32,7 @@ class ChosenEngine:
     """A plan, and why it is the one.
 
     Attributes:
-        native_sites: the sites at which TensorRT's own attention was the faster alone.
+        native_sites: the sites at which TensorRT's own attention was the faster, alone or in the whole engine.
         times: of the whole engines; None where they were not compared.
     """
 
@@ -60,37 +60,66 @@ def distinct_bins(nodes: Iterable[ir.Node]) -> dict[float, int]:
     return {(by_bin.index(modes) + 0.5) * width: by_bin.count(modes) for modes in dict.fromkeys(by_bin)}
 
 
-def keep_faster(
-    engine: ChosenEngine,
-    bins: Mapping[float, int],
-    build_native: Callable[[], bytes],
+def fastest_mix(
+    choice: Choice,
+    nodes: Mapping[str, ir.Node],
+    build: Callable[[Collection[str]], bytes],
     time_engine: TimeEngine,
     watch: BuildWatcher,
 ) -> ChosenEngine:
-    """An engine with the plugin, or the one with TensorRT's own attention at every site where that is the faster.
+    """The fastest of several whole engines, by measurement.
 
-    Where the two cannot be compared the first stays, and the watcher is told why.
+    First the one with the plugin wherever that is the faster alone. Then those with TensorRT's own attention at further sites
+    of the same lengths, beginning where the plugin gains least, for as long as that makes the engine faster. And the one with
+    TensorRT's own attention at every site. Where engines cannot be compared the best so far stays, and the watcher is told why.
 
     Args:
-        bins: of the plugin's nodes, see `distinct_bins`.
-        build_native: builds the other.
+        nodes: `Int8Attention` nodes by their site.
+        build: a plan with TensorRT's own attention at some sites, the plugin at the others; time_engine: times such a plan.
+    Raises:
+        TrtconvertError, KeyboardInterrupt: the first engine cannot be built.
     """
+    native = list(choice.native)
+    with_plugin = nodes.keys() - {site.name for site in native}
+    best = ChosenEngine(build(_names(native)), bool(with_plugin), native, None)
+    if not with_plugin:
+        return best
+    bins = distinct_bins(nodes[site] for site in nodes if site in with_plugin)
+
+    def timed(plan: bytes) -> float:
+        return round(time_engine(plan, bins), 2)  # what the manifest keeps: it must show the choice that was made
+
     try:
-        native = build_native()
+        all_native = build(list(nodes))
         watch.share("timing the engines with and without the plugin", 0.0)
-        # Two digits are what the manifest keeps: it must show the choice that was made.
-        times = EngineTimes(round(time_engine(engine.plan, bins), 2), round(time_engine(native, bins), 2))
+        times = EngineTimes(timed(best.plan), timed(all_native))
+        best = replace(best, times=times)
+        for group in choice.plugin:
+            native = [*native, *group]
+            if len(native) == len(nodes):
+                break
+            plan = build(_names(native))
+            us, where = timed(plan), f"{group[0].query_tokens} × {group[0].key_tokens} tokens"
+            watch.share(f"with TensorRT's own attention at {where} too, µs: {us:.0f}, before {times.plugin:.0f}", 0.0)
+            if us >= times.plugin:
+                break
+            times = replace(times, plugin=us)
+            best = ChosenEngine(plan, True, native, times)
     except TrtconvertError as error:
         watch.notice(
-            "the engine with the plugin stays, not compared with TensorRT's own attention at every site: "
+            "the engine with the plugin stays, not compared with others that have TensorRT's own attention at more sites: "
             f"{error.problem}: {error.got}"
         )
-        return engine
+        return best
     watch.share(f"whole engines, µs: TensorRT's own attention {times.native:.0f}, the plugin's {times.plugin:.0f}", 0.0)
     if times.plugin <= times.native:
-        return ChosenEngine(engine.plan, True, engine.native_sites, times)
+        return best
     watch.notice(
         f"no INT8 attention: a call of the whole engine takes {times.plugin:.0f} µs with the plugin, {times.native:.0f} µs "
         "with TensorRT's own attention, which stays at every site"
     )
-    return ChosenEngine(native, False, engine.native_sites, times)
+    return ChosenEngine(all_native, False, choice.native, times)
+
+
+def _names(sites: Iterable[NativeSite]) -> list[str]:
+    return [site.name for site in sites]

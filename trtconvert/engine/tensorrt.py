@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, NativeSite, TensorRecord
+from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.timing_cache import timing_cache_path
@@ -24,6 +24,7 @@ from trtconvert.recipe import EngineSection
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from trtconvert.engine.attention_choice import Choice
     from trtconvert.engine.engine_choice import ChosenEngine, TimeEngine
 
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
@@ -288,35 +289,27 @@ def fastest_engine(
     options: EngineSection,
     watch: BuildWatcher,
 ) -> ChosenEngine:
-    """The engine of a denoiser that is the fastest on this GPU, by measurement.
-
-    Each site's attention is chosen by times of its own. If any is left to the plugin, the whole engine then has to be no slower
-    than one with TensorRT's own attention at every site.
+    """The engine of a denoiser that is the fastest on this GPU, by measurement: each site's attention is timed alone, and then
+    whole engines, see `fastest_mix`.
 
     Args:
         trt: what `load` gave.
         model: as it is exported.
         build: a plan with TensorRT's own attention at some sites, the plugin at the others; time_engine: times such a plan.
     Raises:
-        TrtconvertError, KeyboardInterrupt: see `faster_native` and `build_plan`.
+        TrtconvertError, KeyboardInterrupt: see `choose_alone` and `build_plan`.
     """
-    from trtconvert.engine.engine_choice import ChosenEngine, distinct_bins, keep_faster
+    from trtconvert.engine.engine_choice import fastest_mix
     from trtconvert.export.nodes import attention_nodes
 
-    nodes = attention_nodes(model)
-    sites = faster_native(trt, model, profiles, options, watch)
-    native = [site.name for site in sites]
-    with_plugin = [node for site, node in nodes.items() if site not in native]
-    engine = ChosenEngine(build(native), bool(with_plugin), sites, None)
-    if not with_plugin:
-        return engine
-    return keep_faster(engine, distinct_bins(with_plugin), lambda: build(list(nodes)), time_engine, watch)
+    choice = choose_alone(trt, model, profiles, options, watch)
+    return fastest_mix(choice, attention_nodes(model), build, time_engine, watch)
 
 
-def faster_native(
+def choose_alone(
     trt: Any, model: ir.Model, profiles: Sequence[Dims], options: EngineSection, watch: BuildWatcher
-) -> list[NativeSite]:
-    """The sites of an exported model at which TensorRT's own attention is the faster on this GPU, by measurement.
+) -> Choice:
+    """Which attention is the faster at each site of an exported model, timed alone on this GPU.
 
     Raises:
         TrtconvertError: an engine that is timed cannot be built, or memory ran out.
