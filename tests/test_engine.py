@@ -22,7 +22,7 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.bundle import NativeSite, TensorRecord, read_manifest
-from trtconvert.engine import builder, engine_timer, tensorrt, timing_cache
+from trtconvert.engine import attention_timer, builder, engine_timer, tensorrt, timing_cache
 from trtconvert.engine.attention_choice import (
     AttentionCase,
     CaseTimes,
@@ -574,6 +574,31 @@ class OnCpu(TorchFunctionMode):
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+def test_attention_is_timed_with_inputs_of_the_shapes_that_its_engine_has(monkeypatch, layout):
+    runs = []
+
+    class Runner:
+        def __init__(self, trt, shapes):
+            self.shapes = shapes
+
+        def microseconds(self, feeds):
+            for feed in feeds:
+                assert {name: tuple(feed[name].shape) for name in self.shapes} == self.shapes
+            runs.append({name: feed[name].data_ptr() for name in "qkv" for feed in feeds[:1]})
+            return float(len(runs))
+
+    def build(model):  # the shapes stand for the plan
+        return {str(x.name): tuple(x.shape.numpy()) for x in model.graph.inputs}
+
+    monkeypatch.setattr(attention_timer, "EngineRunner", Runner)
+    timer = attention_timer.AttentionTimer(None, build, pytest.fail)
+    with OnCpu():
+        times = timer(case(100, 77, layout), [Mode.PRECISION, Mode.BALANCED])
+    assert times == CaseTimes(3.0, {Mode.PRECISION: 1.0, Mode.BALANCED: 2.0})
+    assert runs[0] == runs[1] == runs[2]  # the same memory, whichever order it is read in
 
 
 class Device:
