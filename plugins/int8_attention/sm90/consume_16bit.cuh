@@ -90,6 +90,7 @@ __device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared
   constexpr int kStages = S::kStages, kKeys = S::kKeys, kScores = S::kScores, kAhead = S::kAhead;
   constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
   constexpr bool kSums = S::kOnes == 0;
+  static_assert(!S::kOptimistic || !kSums, "weights that are computed twice must not be summed twice");
   using Score = std::conditional_t<kMode == 0, float, int32_t>;
   Barriers& barriers = *reinterpret_cast<Barriers*>(shared + S::kBarriers);
   const uint32_t ring = shared_address(shared);
