@@ -30,12 +30,13 @@ from trtconvert.errors import GateError, UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model  # noqa: E402
 from trtconvert.models.pipelines import Observed, load_pipeline  # noqa: E402
-from trtconvert.pipeline import ERROR, SIGNATURE, build, component_stages  # noqa: E402
+from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
 from trtconvert.recipe import EngineSection, load_recipe  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder  # noqa: E402
 from trtconvert.runtime.session import OnnxRuntimeComponent  # noqa: E402
 from trtconvert.runtime.signature import shape_of  # noqa: E402
+from trtconvert.stages import ERROR, SIGNATURE, component_stages  # noqa: E402
 
 NAMES = ["stable_diffusion_xl", "stable_diffusion_3", "ltx", "wan"]
 """CLIP, T5, UMT5, results that are looked into in part, settings read off a VAE, and videos; Flux is below."""

@@ -1,0 +1,474 @@
+"""The stages of a build. Each makes a folder in the cache from what the stages before it left, filed under the hash of what it
+reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.bundle import (
+    ComponentRecord,
+    Dims,
+    EngineRecord,
+    QualityRecord,
+    SiteRecord,
+    TensorRecord,
+    covering,
+)
+from trtconvert.cache import Cache, Stage
+from trtconvert.calib.frontier import read_frontier
+from trtconvert.calib.identity import calibration_reads, observations_folder, search_reads
+from trtconvert.engine import BackendStatus
+from trtconvert.errors import UserError
+from trtconvert.files import one_at_a_time, sha256
+from trtconvert.library import library_path
+from trtconvert.progress import Bar, Reporter
+from trtconvert.recipe import ComponentSection, Range, Recipe
+
+if TYPE_CHECKING:
+    from trtconvert.attention.reference import AttentionTables
+    from trtconvert.attention.sites import Site
+    from trtconvert.models import DiffusionModel
+
+COMPONENT = "denoiser"
+CALIBRATION, SITES = "calibration.safetensors", "sites.json"
+ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
+NAMES, ERROR = "names.json", "error.json"
+PLAN, FRONTIER = "plan.json", "frontier.json"
+ENGINE, RECORD = "engine.plan", "engine.json"
+QUALITY, SAMPLES = "quality.json", "samples.png"
+
+
+def component_stages(
+    recipe: Recipe, weights: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> dict[str, Stage]:
+    """Export the pipeline's other models that the recipe names, and compare each with torch, first of all: it takes little time.
+
+    Each stage leaves a model, its signature and its error.
+    """
+    if not recipe.components:
+        return {}
+
+    def name_them(folder: Path) -> None:
+        (folder / NAMES).write_text(json.dumps(_component_names(recipe, model())))
+
+    asked = sorted(recipe.components)
+    names = json.loads(
+        (cache.stage("components", {"weights": weights, "asked": asked}, name_them).folder / NAMES).read_text()
+    )
+    return {name: component_stage(recipe, weights, name, model, cache, report) for name in names}
+
+
+def component_stage(
+    recipe: Recipe, weights: str, name: str, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Export one of the pipeline's models beside the denoiser, and hold it to float32 in torch."""
+    asked: dict[str, Any] = {}
+    for section in ("all", name):  # what the component says itself counts
+        asked |= recipe.components.get(section, ComponentSection()).model_dump(exclude_none=True)
+    limit = recipe.verify.max_component_error
+    reads = {"weights": weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
+
+    def make(folder: Path, bar: Bar) -> None:
+        import onnx
+        import torch
+
+        from trtconvert.evaluate.verify import check_component
+        from trtconvert.export import storage
+        from trtconvert.export.trace import trace_component
+        from trtconvert.runtime.session import OnnxRuntimeComponent
+
+        components = model().components
+        assert components is not None  # or there were no names
+        source = components(name)
+        dtype = asked.get("dtype") or ("float32" if source.high_precision else recipe.model.dtype)
+        if dtype == "float16" and source.overflows:
+            raise UserError(
+                f"{name} is not converted to float16",
+                expected="float32: its configuration says force_upcast, since its values leave the range of float16",
+                got="float16",
+                remedy=f"set components.{name}.dtype to float32 in the recipe",
+            )
+        onnx_file = folder / f"{name}.onnx"
+        storage.save(trace_component(source, getattr(torch, dtype)), onnx_file)
+        onnx.checker.check_model(onnx_file, full_check=True)
+        component = ComponentRecord(
+            onnx=onnx_file.name,
+            inputs=[
+                TensorRecord(name=i.name, dtype=dtype if i.dtype == "float32" else i.dtype, shape=list(i.shape))
+                for i in source.inputs
+            ],
+            outputs=[TensorRecord(name=o.name, dtype=dtype, shape=list(o.shape)) for o in source.outputs],
+            dims=dict(source.dims),
+            profiles=[dict(source.dims)],
+            engines=[],
+            diffusers=source.diffusers,
+        )
+        error = check_component(source, OnnxRuntimeComponent(onnx_file, component), limit)
+        (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
+        (folder / ERROR).write_text(json.dumps(error))
+
+    return _run(f"export {name}", reads, make, cache, report)
+
+
+def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
+    """
+    Raises:
+        UserError: the model has no other models, or not those that the recipe names.
+    """
+    if model.components is None:
+        raise UserError(
+            f"{model.name} has no components beside the denoiser",
+            expected="a recipe without the section components",
+            got=", ".join(recipe.components),
+            remedy="remove it, or convert a pipeline with model.source: diffusers",
+        )
+    known, named = model.components.names, recipe.components.keys() - {"all"}
+    if unknown := sorted(named - set(known)):
+        raise UserError(
+            f"the pipeline has no {', '.join(unknown)}",
+            expected=", ".join(known) or "no section components: it was saved with its denoiser alone",
+            got=", ".join(unknown),
+            remedy="correct components in the recipe, or save the pipeline with it",
+        )
+    used = model.components.used if "all" in recipe.components else ()
+    return [name for name in known if name in named or name in used]
+
+
+def calibrate_stage(
+    recipe: Recipe,
+    weights: str,
+    model: Callable[[], DiffusionModel],
+    cache: Cache,
+    report: Reporter,
+    skip_bad: bool = False,
+) -> Stage:
+    """Find the attention sites and observe their ranges. Leaves the calibration and the sites."""
+    reads = calibration_reads(recipe, weights)
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.calibrate import calibrate, sites_to_convert, taken
+
+        source = model()
+        _refuse_unfit_steps(recipe, source)
+        chosen, left = sites_to_convert(source, recipe.attention)
+        if recipe.calibration.from_ is not None:
+            made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)
+        else:
+            # Observations outlive a build that is killed, and go when the stage is done.
+            work = observations_folder(cache, reads | {"device": "cpu"})
+            with one_at_a_time(work):
+                made = calibrate(source, recipe.calibration, weights, chosen, work, bar, skip_bad=skip_bad)
+                shutil.rmtree(work)
+        made.save(folder / CALIBRATION)
+        (folder / SITES).write_text(json.dumps([asdict(site) for site in (*chosen, *left)], indent=1))
+
+    # A calibration that bad samples are missing from is another one than a build without --skip-bad asks for.
+    return _run("calibrate", reads | {"skip_bad": skip_bad}, make, cache, report)
+
+
+def plan_stage(
+    recipe: Recipe, calibration: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Give each site and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
+    attention, section = recipe.attention, recipe.plan
+    reads: dict[str, Any] = {"calibration": calibration.key, "attention": attention.model_dump(mode="json")}
+    searched = search_stage(recipe, calibration, model, cache, report) if attention.modes == "auto" else None
+    if searched is not None:
+        reads |= {"search": searched.key, "point": section.point}
+
+    def make(folder: Path, bar: Bar) -> None:
+        if searched is not None:
+            frontier = read_frontier(searched.folder / FRONTIER)
+            point = frontier.choose(section.point)
+            chosen = frontier.model_copy(update={"chosen": point.name})
+            (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
+            modes = point.modes
+        else:
+            from trtconvert.calib.plan import make_plan
+
+            sites = [site.name for site in _sites(calibration) if not site.obstacle]
+            plan = make_plan(attention, sites, model().sigmas, recipe.calibration.bins)
+            modes = {site: row.tolist() for site, row in plan.items()}
+        (folder / PLAN).write_text(json.dumps(modes, indent=1))
+
+    return _run("plan", reads, make, cache, report)
+
+
+def search_stage(
+    recipe: Recipe, calibration: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Try plans and sample with each. Leaves the frontier; which of them is built is the plan stage's choice."""
+    reads = {
+        "calibration": calibration.key,
+        "attention": recipe.attention.model_dump(mode="json"),
+        "plan": search_reads(recipe.plan),
+        "shapes": _ranges(recipe),
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.calibration import Calibration
+        from trtconvert.calib.plan import search
+        from trtconvert.evaluate.budget import load_budget
+
+        source, bins = model(), recipe.calibration.bins
+        sites = [site for site in _sites(calibration) if not site.obstacle]
+        tables = Calibration.load(calibration.folder / CALIBRATION).tables
+        batch = _profiles(recipe, source)[0]["batch"][1]
+        budget = load_budget(recipe.plan)
+        frontier = search(source, sites, tables, recipe.attention, recipe.plan, budget, bins, batch, bar)
+        (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
+
+    return _run("search", reads, make, cache, report)
+
+
+def export_stage(
+    recipe: Recipe, calibration: Stage, plan: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
+) -> Stage:
+    """Trace the denoiser to ONNX, and lower it to native attention beside."""
+    reads = {
+        "calibration": calibration.key,
+        "plan": plan.key,
+        "dtype": recipe.model.dtype,
+        "shapes": _ranges(recipe),
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        import onnx
+        import onnx_ir as ir
+        import torch
+
+        from trtconvert.export import storage
+        from trtconvert.export.lowering import lower_to_native
+        from trtconvert.export.trace import SiteOptions, trace
+
+        source = model()
+        profiles = _profiles(recipe, source)
+        dims = covering(profiles)
+        options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
+        dtype = getattr(torch, recipe.model.dtype)
+        exported = trace(source, _tables(calibration, plan), options, dims=dims, dtype=dtype)
+        storage.save(exported, folder / ONNX)
+        onnx.checker.check_model(folder / ONNX, full_check=True)
+        native = ir.load(folder / ONNX)
+        lower_to_native(native)
+        storage.save(native, folder / NATIVE)
+        onnx.checker.check_model(folder / NATIVE, full_check=True)
+        component = ComponentRecord(
+            onnx=ONNX,
+            inputs=[
+                TensorRecord(name=i.name, dtype=_engine_dtype(recipe, source, i.name, i.dtype), shape=list(i.shape))
+                for i in source.inputs
+            ],
+            outputs=[TensorRecord(name=source.output.name, dtype=recipe.model.dtype, shape=list(source.output.shape))],
+            timestep_input=source.timestep_input,
+            timestep_max=source.timestep_max,
+            dims=dims,
+            profiles=profiles,
+            sites=_site_records(calibration, plan),
+            engines=[],
+            diffusers=source.diffusers,
+        )
+        (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
+
+    return _run("export", reads, make, cache, report)
+
+
+def engine_stages(
+    recipe: Recipe, name: str, exported: Stage, backend: BackendStatus, cache: Cache, report: Reporter
+) -> list[tuple[EngineRecord, Stage]]:
+    """One serialized engine of a component per target of the chosen backend; none for ONNX Runtime, which builds nothing."""
+    from trtconvert.engine import tensorrt, tensorrt_rtx
+
+    component, options = component_of(exported), recipe.engine
+    chosen = options.model_dump(mode="json", exclude={"backend", "targets"})
+    reads = {"onnx": exported.key, "engine": chosen, "library": backend.detail}
+    if backend.name == "tensorrt":  # what is measured and built depends on the GPU and on the kernels in the plugin
+        reads |= {"gpu": tensorrt.device_name(), "plugin": sha256(library) if (library := library_path()) else None}
+    targets = {"tensorrt_rtx": options.targets, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
+    built = []
+    for target in targets[backend.name]:
+
+        def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
+            if backend.name == "tensorrt_rtx":
+                # A component without attention nodes is what it is.
+                onnx = exported.folder / (NATIVE if component.is_denoiser else component.onnx)
+                engine = tensorrt_rtx.build_engine(name, component, onnx, options, target, bar)
+            else:
+                engine = tensorrt.build_engine(name, component, exported.folder / component.onnx, options, bar)
+            (folder / ENGINE).write_bytes(engine.plan)
+            (folder / RECORD).write_text(engine.record.model_dump_json(indent=1))
+
+        title = f"engine {target}" if name == COMPONENT else f"engine {name} {target}"
+        stage = _run(title, reads | {"target": target}, make, cache, report)
+        built.append((EngineRecord.model_validate_json((stage.folder / RECORD).read_text()), stage))
+    return built
+
+
+def verify_stage(
+    recipe: Recipe,
+    calibration: Stage,
+    plan: Stage,
+    exported: Stage,
+    model: Callable[[], DiffusionModel],
+    cache: Cache,
+    report: Reporter,
+) -> Stage:
+    """Measure what the gates need, and fail the build when one is missed. Leaves the figures and the sample grid."""
+    section = recipe.verify
+    reads = {
+        "onnx": exported.key,
+        "verify": section.model_dump(mode="json"),
+        "output": recipe.output.model_dump(mode="json"),
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        import copy
+
+        import torch
+
+        from trtconvert.calib.data import batches_of
+        from trtconvert.calib.sensitivity import Int8Sites
+        from trtconvert.evaluate import verify
+        from trtconvert.evaluate.grid import save_comparison
+        from trtconvert.models.base import intercepted
+        from trtconvert.runtime.session import OnnxRuntimeComponent
+
+        source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
+        denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
+        attention = recipe.attention
+        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, attention.scaling, attention.smooth_k)
+        batches = len(batches_of(section.samples, verify.BATCH))
+        bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
+
+        # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
+        inputs = source.example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
+        typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
+        reference = intercepted(source, sites.handler())
+        reference = reference if dtype == torch.float32 else copy.deepcopy(reference).to(dtype)
+        with torch.no_grad():
+            error = verify.relative_error(denoiser(**typed), reference(**typed))
+        bar.step()
+        difference, limit = verify.lowering_difference(
+            exported.folder / ONNX, exported.folder / NATIVE, typed, section.min_site_sqnr
+        )
+        bar.step()
+        sqnr = verify.site_sqnr(source, sites, recipe.calibration.bins, section.seed, bar.step)
+        full = verify.draw(source, source.denoiser, section, bar.step)
+        int8 = verify.draw(source, denoiser, section, bar.step)
+        per_sample = verify.psnr(int8, full)
+        quality = QualityRecord(
+            samples=section.samples,
+            steps=section.steps,
+            sampler=section.sampler,
+            psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
+            psnr_worst=float(per_sample.min()),
+            psnr_worst_seed=section.seed + int(per_sample.argmin()),
+            site_sqnr=sqnr,
+            error=error,
+            lowering_difference=difference,
+            lowering_limit=limit,
+        )
+        verify.check_gates(quality, {site: t.modes.tolist() for site, t in sites.tables.items()}, section)
+        (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
+        shown = min(recipe.output.grid, section.samples)
+        save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
+
+    return _run("verify", reads, make, cache, report)
+
+
+# What stages leave ----------------------------------------------------------------------------------------------------
+
+
+def _run(name: str, reads: dict[str, Any], make: Callable[[Path, Bar], None], cache: Cache, report: Reporter) -> Stage:
+    with report.stage(name) as bar:
+        stage = cache.stage(name.replace(" ", "-"), reads, lambda folder: make(folder, bar))
+        bar.reused = stage.reused
+    return stage
+
+
+def _sites(calibration: Stage) -> list[Site]:
+    from trtconvert.attention.sites import Site
+
+    return [Site(**site) for site in json.loads((calibration.folder / SITES).read_text())]
+
+
+def _modes(plan: Stage) -> dict[str, list[int]]:
+    return json.loads((plan.folder / PLAN).read_text())
+
+
+def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
+    import torch
+
+    from trtconvert.calib.calibration import Calibration
+
+    modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in _modes(plan).items()}
+    return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
+
+
+def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:
+    modes = _modes(plan)
+    return [
+        SiteRecord(name=s.name, heads=s.heads, head_dim=s.head_dim, modes=modes.get(s.name, []), reason=s.obstacle)
+        for s in _sites(calibration)
+    ]
+
+
+def component_of(exported: Stage) -> ComponentRecord:
+    return ComponentRecord.model_validate_json((exported.folder / SIGNATURE).read_text())
+
+
+def _ranges(recipe: Recipe) -> list[dict[str, Any]]:
+    """The shapes that a recipe asks for, as a stage's key reads them."""
+    return [{name: wanted.model_dump() for name, wanted in ranges.items()} for ranges in recipe.engine.ranges()]
+
+
+def _profiles(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
+    """The model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
+    return [_narrowed(wanted, model) for wanted in recipe.engine.ranges()]
+
+
+def _narrowed(ranges: Mapping[str, Range], model: DiffusionModel) -> Dims:
+    dims = dict(model.dims)
+    for name, wanted in ranges.items():
+        if name not in dims:
+            raise UserError(
+                f"the recipe's engine section names the dimension '{name}', which {model.name} does not have",
+                expected=", ".join(dims),
+                got=name,
+                remedy="correct engine.shapes or engine.profiles in the recipe",
+            )
+        low, _, high = dims[name]
+        if wanted.min < low or wanted.max > high:
+            raise UserError(
+                f"the recipe's engine section asks for more of '{name}' than {model.name} supports",
+                expected=f"{low} to {high}",
+                got=f"{wanted.min} to {wanted.max}",
+                remedy="narrow engine.shapes or engine.profiles in the recipe",
+            )
+        dims[name] = (wanted.min, wanted.opt, wanted.max)
+    return dims
+
+
+def _engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:
+    return recipe.model.dtype if dtype == "float32" and name != model.timestep_input else dtype
+
+
+def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
+    """
+    Raises:
+        UserError: a section asks for steps that the model's sampler does not take.
+    """
+    from trtconvert.models.base import refuse_steps
+
+    asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
+    if recipe.calibration.data != "denoise":
+        del asked[0]
+    if recipe.attention.modes == "auto":
+        asked.append(("plan", recipe.plan.steps, "ddim"))
+    for section, steps, solver in asked:
+        refuse_steps(model, f"{section}.steps", steps, solver)
