@@ -1,7 +1,6 @@
 """Export: the op's body against the reference, the traced model, and the three lowerings."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -66,21 +65,6 @@ def run(model, feeds):
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     return torch.from_numpy(onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)[0])
-
-
-def traced_projected(kind):
-    """A model of one attention, traced, with tables of its own data."""
-    source = tiny_models.build()
-    model = replace(source, denoiser=Projected(kind).eval().requires_grad_(False))
-    tables = {}
-
-    def handler(call):
-        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
-        return call.exact()
-
-    with torch.no_grad():
-        intercepted(model, handler)(**model.example(0, {"batch": 2}))
-    return trace(model, tables, SiteOptions(1000.0, "calibrated", True), dims=model.dims)
 
 
 def case(variant, keys=200, dtype=torch.float32):
@@ -189,40 +173,6 @@ def test_the_plugin_of_an_fp32_model_gets_and_gives_fp16(mask):
     assert error(out[:4], expected[:4]) < tolerances.HALF_INPUTS
 
 
-class Projected(torch.nn.Module):
-    """Attention of 2 heads of 32 channels over 16 tokens, its projections made in one way or another."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        bias = kind == "biased"
-        self.q, self.k, self.v = (torch.nn.Linear(64, 64, bias=bias) for _ in range(3))
-        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 1)
-        self.narrow = torch.nn.ModuleList(torch.nn.Linear(64, 32) for _ in "kv")
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=0.2, generator=generator)
-
-    def forward(self, x, timestep):
-        """x [B, 1, 4, 4], timestep [B] → [B, 1, 4, 4]."""
-        tokens = x.flatten(2).transpose(1, 2) * self.out.weight + timestep[:, None, None] / 1000
-        if self.kind in ("unbound", "another order"):
-            q, k, v = self.qkv(tokens).view(-1, 16, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
-            if self.kind == "another order":
-                q, k = k, q
-        else:
-            context = tokens.square() if self.kind == "of another tensor" else tokens
-            k, v = (
-                self.narrow if self.kind == "grouped" else (self.k, self.k if self.kind == "called twice" else self.v)
-            )
-            q, k, v = (
-                f(y).unflatten(2, (-1, 32)).transpose(1, 2) for f, y in ((self.q, tokens), (k, context), (v, context))
-            )
-        grouped = self.kind == "grouped"
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
-        return x - self.out(attended.flatten(2)).transpose(1, 2).reshape(x.shape)
-
-
 def unpacked(model):
     """The node's packed input cut into what it stands for."""
     (node,) = attention_nodes(model).values()
@@ -240,7 +190,10 @@ def unpacked(model):
 @pytest.mark.parametrize("kind", ["biased", "plain", "called twice", "unbound"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_packed_projection_is_what_three_were(kind, batch):
-    model, feeds = traced_projected(kind), {"x": np.random.default_rng(0).standard_normal((batch, 1, 4, 4), np.float32)}
+    model, feeds = (
+        tiny_models.traced_projections(kind),
+        {"x": np.random.default_rng(0).standard_normal((batch, 1, 4, 4), np.float32)},
+    )
     feeds["timestep"] = np.full(batch, 400, np.float32)
     expected = run(model, feeds)
     assert pack_projections(model) == 1
@@ -254,14 +207,14 @@ def test_a_packed_projection_is_what_three_were(kind, batch):
 
 @pytest.mark.parametrize("kind", ["of another tensor", "grouped", "another order"])
 def test_other_projections_are_left(kind):
-    model = traced_projected(kind)
+    model = tiny_models.traced_projections(kind)
     before = [node.name for node in model.graph]
     assert pack_projections(model) == 0
     assert [node.name for node in model.graph] == before
 
 
 def test_weights_in_files_are_joined_up_to_what_a_graph_may_hold(tmp_path, monkeypatch):
-    storage.save(traced_projected("plain"), tmp_path / "model.onnx")
+    storage.save(tiny_models.traced_projections("plain"), tmp_path / "model.onnx")
     model = ir.load(tmp_path / "model.onnx")
     weights = [value for value in model.graph.initializers.values() if value.const_value.nbytes == 64 * 64 * 4]
     ir.external_data.unload_from_model(model, tmp_path, "weights", size_threshold_bytes=1024)
@@ -273,11 +226,11 @@ def test_weights_in_files_are_joined_up_to_what_a_graph_may_hold(tmp_path, monke
 
 
 def test_packing_for_the_plugin_and_one_cast_for_the_three():
-    model = traced_projected("biased")
+    model = tiny_models.traced_projections("biased")
     lower_to_plugin(model, pack=False)
     (node,) = attention_nodes(model).values()
     assert len({id(value) for value in node.inputs[:3]}) == 3
-    model = traced_projected("biased")
+    model = tiny_models.traced_projections("biased")
     lower_to_plugin(model)
     (node,) = attention_nodes(model).values()
     assert len({id(value) for value in node.inputs[:3]}) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
@@ -12,7 +14,12 @@ from torch.nn import functional as F
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.evaluate.samplers import initial_noise, sample
 from trtconvert.models import DiffusionModel
-from trtconvert.models.base import InputSpec
+from trtconvert.models.base import InputSpec, intercepted
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from trtconvert.attention.sites import SiteCall
 
 SHAPE, WIDTH = (1, 4, 4), 32
 SCHEDULE = NoiseSchedule(ddpm_betas(1000))
@@ -59,6 +66,58 @@ def build(handwritten: bool = False, weights: Path | None = None) -> DiffusionMo
         dims={"batch": (1, 2, 4)},
         sample=draw,
     )
+
+
+class Projected(nn.Module):
+    """Attention of 2 heads of 32 channels over 16 tokens, its projections made in one way or another."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        bias = kind == "biased"
+        self.q, self.k, self.v = (nn.Linear(64, 64, bias=bias) for _ in range(3))
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 1)
+        self.narrow = nn.ModuleList(nn.Linear(64, 32) for _ in "kv")
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, 1, 4, 4], timestep [B] → [B, 1, 4, 4]."""
+        tokens = x.flatten(2).transpose(1, 2) * self.out.weight + timestep[:, None, None] / 1000
+        if self.kind in ("unbound", "another order"):
+            q, k, v = self.qkv(tokens).view(-1, 16, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+            if self.kind == "another order":
+                q, k = k, q
+        else:
+            context = tokens.square() if self.kind == "of another tensor" else tokens
+            k, v = (
+                self.narrow if self.kind == "grouped" else (self.k, self.k if self.kind == "called twice" else self.v)
+            )
+            q, k, v = (
+                f(y).unflatten(2, (-1, 32)).transpose(1, 2) for f, y in ((self.q, tokens), (k, context), (v, context))
+            )
+        grouped = self.kind == "grouped"
+        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
+        return x - self.out(attended.flatten(2)).transpose(1, 2).reshape(x.shape)
+
+
+def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Model:
+    """`Projected`, traced, with tables of its own data."""
+    from trtconvert.attention.modes import Mode
+    from trtconvert.attention.reference import tables_from_data
+    from trtconvert.export.trace import SiteOptions, trace
+
+    model = replace(build(), denoiser=Projected(kind).eval().requires_grad_(False))
+    tables = {}
+
+    def handler(call: SiteCall) -> Tensor:
+        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+        return call.exact()
+
+    with torch.no_grad():
+        intercepted(model, handler)(**model.example(0, {"batch": 2}))
+    return trace(model, tables, SiteOptions(1000.0, "calibrated", True), dims=model.dims, dtype=dtype)
 
 
 def draw(denoiser, seeds, *, steps, solver):

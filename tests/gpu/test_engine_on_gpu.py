@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+import tiny_models
 import torch
 from rich.console import Console
 from support import run, tiny_recipe
@@ -27,6 +28,7 @@ from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.nodes import attention_nodes
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
 
@@ -178,6 +180,40 @@ def test_an_unsupported_operator_is_named(trt):
     lower_to_plugin(model)
     with pytest.raises(TrtconvertError, match=r"(?s)node 'blocks\.3\.odd'.*remedy: write the model without Nothing"):
         tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs_of(model), [{}], EngineSection(), Watch())
+
+
+@pytest.mark.parametrize("kind", ["biased", "unbound"])
+def test_an_engine_with_packed_projections_computes_the_same(trt, kind):
+    """From one tensor what it computes from three, for another batch than the one that the profile is tuned for."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(3, 1, 4, 4, generator=generator, device="cuda").half()
+    feed = {"x": x, "timestep": torch.full((3,), 400.0, device="cuda")}
+    outputs = []
+    for pack in (True, False):
+        model = tiny_models.traced_projections(kind, torch.float16)
+        lower_to_plugin(model, pack=pack)
+        (node,) = attention_nodes(model).values()
+        assert len({id(value) for value in node.inputs[:3]}) == (1 if pack else 3)
+        inputs = [
+            TensorRecord(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=["batch", *t.shape[1:]])
+            for name, t in feed.items()
+        ]
+        plan = tensorrt.build_lowered(
+            trt, model, Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}], EngineSection(), Watch()
+        )
+        engine = loaded(trt, plan).engine
+        context = engine.create_execution_context()
+        for name, value in feed.items():
+            assert context.set_input_shape(name, tuple(value.shape)) and context.set_tensor_address(
+                name, value.data_ptr()
+            )
+        (name,) = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)} - feed.keys()
+        outputs.append(torch.full_like(x, torch.nan))
+        assert context.set_tensor_address(name, outputs[-1].data_ptr())
+        assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+    assert outputs[1].isfinite().all()
+    assert relative_error(outputs[0], outputs[1]) <= HALF_DENOISER
 
 
 # Which attention ------------------------------------------------------------------------------------------------------
