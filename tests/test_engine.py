@@ -554,6 +554,17 @@ def refuse(*_):
     raise TrtconvertError("no such engine", got="node 7 has no implementation")
 
 
+def test_a_mix_that_cannot_be_built_does_not_keep_a_slower_engine():
+    def build(native):
+        names = "".join(name for name in "abcd" if name not in native)
+        return refuse() if names == "ab" else names.encode()
+
+    chosen, timed, watch = mix({"abc": 110.0, "": 100.0}, build=build)
+    assert (chosen.plan, chosen.with_plugin, chosen.times) == (b"", False, EngineTimes(110.0, 100.0))
+    assert timed == ["abc", ""] and len(watch.notices) == 2
+    assert "TensorRT's own attention at every site stays, not compared with mixes of the two" in watch.notices[0]
+
+
 @pytest.mark.parametrize(("times", "kept"), [({}, "abc"), ({"abc": 90.0, "": 100.0}, "abc")])
 def test_engines_that_cannot_be_compared_leave_the_best_so_far_and_say_why(times, kept):
     def build(native):

@@ -1,4 +1,4 @@
-"""Whether a denoiser's engine keeps the plugin: whole engines, with and without it, against each other.
+"""How much of the plugin a denoiser's engine keeps: whole engines, with it at more sites, at fewer and at none, by their times.
 
 The comparison of `attention_choice` is one of attentions alone. In a whole network TensorRT's own attention costs less than
 alone, since it is fused with the layers around it, and a plugin stands between layers that would be fused: each site may be
@@ -71,7 +71,7 @@ def fastest_mix(
 
     First the one with the plugin wherever that is the faster alone. Then those with TensorRT's own attention at further sites
     of the same lengths, beginning where the plugin gains least, for as long as that makes the engine faster. And the one with
-    TensorRT's own attention at every site. Where engines cannot be compared the best so far stays, and the watcher is told why.
+    TensorRT's own attention at every site. Where engines cannot be compared the fastest so far stays, and the watcher is told.
 
     Args:
         nodes: `Int8Attention` nodes by their site.
@@ -93,7 +93,13 @@ def fastest_mix(
         all_native = build(list(nodes))
         watch.share("timing the engines with and without the plugin", 0.0)
         times = EngineTimes(timed(best.plan), timed(all_native))
-        best = replace(best, times=times)
+    except TrtconvertError as error:
+        watch.notice(
+            "the engine with the plugin stays, not compared with TensorRT's own attention at every site: "
+            f"{error.problem}: {error.got}"
+        )
+        return best
+    try:
         for group in choice.plugin:
             native = [*native, *group]
             if len(native) == len(nodes):
@@ -103,17 +109,15 @@ def fastest_mix(
             watch.share(f"with TensorRT's own attention at {where} too, µs: {us:.0f}, before {times.plugin:.0f}", 0.0)
             if us >= times.plugin:
                 break
-            times = replace(times, plugin=us)
-            best = ChosenEngine(plan, True, native, times)
+            best, times = ChosenEngine(plan, True, native, None), replace(times, plugin=us)
     except TrtconvertError as error:
-        watch.notice(
-            "the engine with the plugin stays, not compared with others that have TensorRT's own attention at more sites: "
-            f"{error.problem}: {error.got}"
+        stays = (
+            "the engine with the plugin" if times.plugin <= times.native else "TensorRT's own attention at every site"
         )
-        return best
+        watch.notice(f"{stays} stays, not compared with mixes of the two: {error.problem}: {error.got}")
     watch.share(f"whole engines, µs: TensorRT's own attention {times.native:.0f}, the plugin's {times.plugin:.0f}", 0.0)
     if times.plugin <= times.native:
-        return best
+        return replace(best, times=times)
     watch.notice(
         f"no INT8 attention: a call of the whole engine takes {times.plugin:.0f} µs with the plugin, {times.native:.0f} µs "
         "with TensorRT's own attention, which stays at every site"
