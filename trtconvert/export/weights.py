@@ -25,11 +25,12 @@ def name_weights(model: ir.Model, prefix: str) -> int:
         value.name = name.removeprefix(prefix)
         count += 1
         transposes = [user for user, _ in value.uses() if user.op_type == "Transpose"]
-        for number, user in enumerate(transposes):
-            if number == 0:
-                user.outputs[0].name = value.name + TRANSPOSED
-            elif user.attributes["perm"].value == transposes[0].attributes["perm"].value:
-                # A layer that is called again: one result cannot have two names, nor two results one.
-                ir.convenience.replace_all_uses_with(user.outputs[0], transposes[0].outputs[0])
+        if not transposes:
+            continue
+        first, *again = transposes
+        first.outputs[0].name = value.name + TRANSPOSED
+        for user in again:  # a layer that is called again: two results cannot have one name
+            if user.attributes["perm"].value == first.attributes["perm"].value:
+                ir.convenience.replace_all_uses_with(user.outputs[0], first.outputs[0])
                 model.graph.remove(user, safe=True)
     return count

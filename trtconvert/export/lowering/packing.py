@@ -95,7 +95,8 @@ def _part(value: ir.Value | None) -> tuple[ir.Value | None, int]:
 
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:
-    return value.const_value.numpy() if value is not None and value.const_value is not None else None
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy() if tensor is not None else None
 
 
 # Three projections ------------------------------------------------------------------------------------------------------
