@@ -1,4 +1,5 @@
-// One trip over Q, K and V (V only where the attention kernel does not read it itself): writes the tile images, their scales and the per-element information of params.h.
+// One trip over Q, K and V (V only where the attention kernel does not read it itself): writes the tile images, their scales and
+// the per-element information of params.h.
 //
 // One thread block takes 128 tokens of one head of Q, K or V. All of them are held in registers: every 16-byte load is in
 // flight before the first use, and the data is read once although the scales need a reduction first.

@@ -21,23 +21,17 @@ __device__ __forceinline__ void issue_scores(Score (&s)[N], uint64_t query, uint
   wgmma_fence();
   if constexpr (kMode == 1 && kCount == 64) {
     issue_qk_int8<kDimQk, false>(s, query, key);
-    return;
-  }
+  } else if constexpr (kMode == 1) {
+    issue_qk_int8<kDimQk, false>(half_of(s, kFirst / 32), query, advance(key, kFirst / 32 * kHalfTile * 16));
+  } else {
 #pragma unroll
-  for (int half = kFirst / 32; half < (kFirst + kCount) / 32; ++half) {
-    if constexpr (kMode == 1) {
-#pragma unroll
-      for (int k = 0; k < kDimQk / 32; ++k)
-        wgmma_s8(half_of(s, half), advance(query, k * 2 * kQueryBlock * 16),
-                 advance(key, half * kHalfTile * 16 + k * 2 * kKeyTile * 16), k > 0);
-    } else {
+    for (int half = kFirst / 32; half < (kFirst + kCount) / 32; ++half)
 #pragma unroll
       for (int k = 0; k < kDimPv / 16; ++k)
         wgmma_16bit<kBf16>(half_of(s, half), advance(query, k * 2 * kQueryBlock * 16),
                            advance(key, half * kHalfTile * 2 * kDimPv + k * 2 * kHalfTile * 16), k > 0);
-    }
+    wgmma_commit();
   }
-  wgmma_commit();
 }
 
 // exp2(x c - reference) of a tile as the A operand of the second product in 16 bits, and this thread's part of the row sums where

@@ -15,9 +15,9 @@ namespace trtconvert::attention::sm90 {
 // A thread's rows within its query block are first_row() and first_row() + 8.
 __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-// Modes 1 to 3: S = Q8 K8^T, added to what S holds where it was started. `query` and `key` are the operands' descriptors.
-template <int kDimQk, bool kStarted>
-__device__ __forceinline__ void issue_qk_int8(int32_t (&s)[64], uint64_t query, uint64_t key) {
+// Modes 1 to 3: S = Q8 K8^T for a tile (N 64) or half of one (32), added to what S holds where it was started. `query` and `key` are the operands' descriptors.
+template <int kDimQk, bool kStarted, int N>
+__device__ __forceinline__ void issue_qk_int8(int32_t (&s)[N], uint64_t query, uint64_t key) {
 #pragma unroll
   for (int k = 0; k < kDimQk / 32; ++k)
     wgmma_s8(s, advance(query, k * 2 * kQueryBlock * 16), advance(key, k * 2 * kKeyTile * 16), kStarted || k > 0);

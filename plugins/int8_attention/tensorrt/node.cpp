@@ -78,7 +78,7 @@ TrtConvertStrides contiguous(HeadsFirst const& shape, Attributes const& attribut
 }
 
 // Of one of the three in a packed input.
-TrtConvertStrides packed(HeadsFirst const& shape) noexcept {
+TrtConvertStrides strides_in_packed(HeadsFirst const& shape) noexcept {
   int64_t const token = kPacked * shape.heads * shape.dim;
   return {shape.tokens * token, token, shape.dim};
 }
@@ -164,9 +164,10 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   Dims const& q_dims = inputs[kQ].dims;
   Dims const& k_dims = inputs[kK].dims;
   Dims const& modes = inputs[kModes].dims;
-  int32_t const rank = is_packed(q_dims) ? 5 : 4;
+  bool const packed = is_packed(q_dims);
+  int32_t const rank = packed ? 5 : 4;
   if (!check_rank(kQ, q_dims, rank) || !check_rank(kK, k_dims, rank) || !check_rank(kModes, modes, 1)) return false;
-  if (rank == 5 && (!check_packed(q_dims, attributes) || !check_shape(kK, k_dims, q_dims))) return false;
+  if (packed && (!check_packed(q_dims, attributes) || !check_shape(kK, k_dims, q_dims))) return false;
 
   HeadsFirst const q = heads_first(q_dims, attributes);
   HeadsFirst const k = heads_first(k_dims, attributes);
@@ -203,8 +204,8 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
                                                          : 1.0f / std::sqrt(static_cast<float>(q.dim));
   params.timestep_max = attributes.timestep_max;
   params.out_strides = contiguous(q, attributes);
-  params.q_strides = rank == 5 ? packed(q) : params.out_strides;
-  params.k_strides = params.v_strides = rank == 5 ? packed(k) : contiguous(k, attributes);
+  params.q_strides = packed ? strides_in_packed(q) : params.out_strides;
+  params.k_strides = params.v_strides = packed ? strides_in_packed(k) : contiguous(k, attributes);
   params.mask_kind = TRTCONVERT_MASK_NONE;
   return num_inputs <= kMask || describe_mask(inputs[kMask], params);
 }
