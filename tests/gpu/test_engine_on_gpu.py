@@ -204,9 +204,8 @@ def test_an_engine_with_packed_projections_computes_the_same(trt, kind):
         engine = loaded(trt, plan).engine
         context = engine.create_execution_context()
         for name, value in feed.items():
-            assert context.set_input_shape(name, tuple(value.shape)) and context.set_tensor_address(
-                name, value.data_ptr()
-            )
+            assert context.set_input_shape(name, tuple(value.shape))
+            assert context.set_tensor_address(name, value.data_ptr())
         (name,) = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)} - feed.keys()
         outputs.append(torch.full_like(x, torch.nan))
         assert context.set_tensor_address(name, outputs[-1].data_ptr())
