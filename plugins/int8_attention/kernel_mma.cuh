@@ -442,7 +442,9 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
       state.maximum[r] = maximum;
     }
     uint32_t p8[kFragments / 4][4];
+    // In mode 2 of the weights over their tokens' scales, in mode 3 of P.
     float tile_sum[2] = {0.f, 0.f};
+    uint32_t integer_sum[2] = {0, 0};
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) {
       float inverse_v[4] = {1.f, 1.f, 1.f, 1.f};
@@ -453,13 +455,20 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float weight = exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
-          tile_sum[c / 2] = fmaf(weight, inverse_v[2 * i + c % 2], tile_sum[c / 2]);
+          if constexpr (kTokenScales) tile_sum[c / 2] = fmaf(weight, inverse_v[2 * i + c % 2], tile_sum[c / 2]);
           bytes[i][c] = __float_as_uint(fmaf(weight, 255.f, kRoundToByte));
         }
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        p8[n / 4][n % 4 + r] = __byte_perm(__byte_perm(bytes[0][2 * r], bytes[0][2 * r + 1], 0x0040),
-                                           __byte_perm(bytes[1][2 * r], bytes[1][2 * r + 1], 0x0040), 0x5410);
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t packed = __byte_perm(__byte_perm(bytes[0][2 * r], bytes[0][2 * r + 1], 0x0040),
+                                            __byte_perm(bytes[1][2 * r], bytes[1][2 * r + 1], 0x0040), 0x5410);
+        p8[n / 4][n % 4 + r] = packed;
+        if constexpr (!kTokenScales) integer_sum[r] = __dp4a(packed, 0x01010101u, integer_sum[r]);
+      }
+    }
+    if constexpr (!kTokenScales) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) tile_sum[r] = float(integer_sum[r]) / 255.f;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] = state.sum[r] * kept[r] + tile_sum[r] * added[r];

@@ -180,7 +180,9 @@ def attention(
     p8 = (255 * (tiled - tile_max.masked_fill(empty, 0)).exp()).round()
     tile_weight = (tile_max - row_max[..., None]).exp() / 255
     p8 = (p8 * tile_weight).flatten(3)[..., :n_keys]
-    row_sum = torch.where(int8_values, (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True), p.sum(-1, keepdim=True))
+    # AGGRESSIVE sums the rounded weights: four at a time in the kernels, and the weights of a row then add up to one.
+    exact_sum = (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True)
+    row_sum = torch.where(mode == Mode.AGGRESSIVE, p8.sum(-1, keepdim=True), exact_sum)
     out = torch.where(int8_values, p8, p) @ torch.where(int8_values, _int8(equalised, token_scale), v)
     some = row_sum > 0
     out = out / row_sum.masked_fill(~some, 1)

@@ -146,6 +146,7 @@ _TABLES = """
         is_int8 = Greater(mode, zero)
         int8_values = GreaterOrEqual(mode, two)
         is_balanced = Equal(mode, two)
+        is_aggressive = Greater(mode, two)
         per_query_head = Concat<axis = 0>(batch, kv_heads, minus_one, one_i, one_i)
         per_kv_head = Concat<axis = 0>(batch, kv_heads, one_i, one_i, one_i)
         per_channel = Concat<axis = 0>(batch, kv_heads, one_i, one_i, dim)
@@ -169,7 +170,6 @@ _SCALES = {
 """,
     # Queries per token, keys per tile, in modes 1 and 2.
     "dynamic": """
-        is_aggressive = Greater(mode, two)
         careful = Not(is_aggressive)
         q_abs = Abs(q_heads)
         q_amax = ReduceMax<keepdims = 1>(q_abs, minus_one)
@@ -230,7 +230,7 @@ _MASKS = {
     "additive": _MASK_SHAPE + "        mask_float = Cast<to = 1>(mask_grouped)\n        z = Add(logits, mask_float)",
 }
 
-# Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; the row sum is that of the unquantised weights.
+# Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; the row sum is that of the unquantised weights but in mode 3.
 _SECOND_PRODUCT = """
         v_moved = Sub(v_heads, v_offset_row)
         v_equal = Div(v_moved, v_scale_row)
@@ -252,7 +252,7 @@ _SECOND_PRODUCT = """
         w_less = Sub(w_keys, row_max)
         p = Exp(w_less)
         p_unscaled = Div(p, v_token_t)
-        row_sum = ReduceSum<keepdims = 1>(p_unscaled, minus_one)
+        exact_sum = ReduceSum<keepdims = 1>(p_unscaled, minus_one)
         w_padded = Pad(w_keys, last_axis_pads, hidden)
         w_tiles = Reshape(w_padded, tiles)
         w_tile_max = ReduceMax<keepdims = 1>(w_tiles, minus_one)
@@ -267,6 +267,8 @@ _SECOND_PRODUCT = """
         tile_factor = Div(tile_weight, u8_top)
         p_weighted = Mul(p_u8, tile_factor)
         p_int8 = Reshape(p_weighted, untiled)
+        int8_sum = ReduceSum<keepdims = 1>(p_int8, minus_one)
+        row_sum = Where(is_aggressive, int8_sum, exact_sum)
         p_padded = Pad(p, last_axis_pads, zero)
         p_used = Where(int8_values, p_int8, p_padded)
         weighted = MatMul(p_used, v_used)

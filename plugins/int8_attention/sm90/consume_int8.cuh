@@ -109,13 +109,14 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
 }
 
 // P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in
-// u8, and this thread's part of the row sums of the unrounded P (over sv in mode 2). Between the groups of 16 keys
-// `meanwhile(group)` runs: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
+// u8, and this thread's part of the row sums: of P in mode 3, of the unrounded P over sv in mode 2. Between the groups of 16
+// keys `meanwhile(group)` runs: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
 template <int kMode, typename Value, typename Meanwhile>
 __device__ __forceinline__ void weights(const Value& value, const float (&c)[2], const float (&shift)[2],
                                         const TileScales& scales, int quad, uint32_t (&probability)[4][4],
                                         float (&sum)[2], const Meanwhile& meanwhile) {
   float partial[2][2] = {};
+  uint32_t integers[2] = {};
 #pragma unroll
   for (int g = 0; g < kKeyTile / 16; ++g) {
     float inverse[4] = {1.f, 1.f, 1.f, 1.f};
@@ -129,14 +130,16 @@ __device__ __forceinline__ void weights(const Value& value, const float (&c)[2],
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         e[i] = exp2_approx(fmaf(value(8 * g + i / 2 * 4 + 2 * r + i % 2), c[r], shift[r]));
-        partial[r][i % 2] = kMode == 2 ? fmaf(e[i], inverse[i], partial[r][i % 2]) : partial[r][i % 2] + e[i];
+        if constexpr (kMode == 2) partial[r][i % 2] = fmaf(e[i], inverse[i], partial[r][i % 2]);
       }
-      probability[g / 2][g % 2 * 2 + r] = pack_u8(e[0], e[1], e[2], e[3]);
+      const uint32_t packed = pack_u8(e[0], e[1], e[2], e[3]);
+      probability[g / 2][g % 2 * 2 + r] = packed;
+      if constexpr (kMode == 3) integers[r] = __dp4a(packed, 0x01010101u, integers[r]);
     }
     meanwhile(g);
   }
-  sum[0] = partial[0][0] + partial[0][1];
-  sum[1] = partial[1][0] + partial[1][1];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) sum[r] = kMode == 2 ? partial[r][0] + partial[r][1] : float(integers[r]);
 }
 
 // Issues product = P V for the columns of one chunk; `value` describes the transposed V image from the chunk's first row on.
