@@ -1,18 +1,20 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video] [--peers torch engines] [--exports FOLDER] [--json FILE]
+    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch engines] [--exports FOLDER] [--json FILE]
 
-Parts of the architectures in full width with random weights: residual blocks and transformer blocks of two U-Nets, blocks of
-two diffusion transformers. What is measured is time, and how far each output is from torch in FP32. The engines come from one
-ONNX export and differ in the lowering of attention alone; the plugin's has timestep bins of three modes, so that one engine
-gives the times of all three, and their mean is that of a plan that uses each for a third of the steps. `auto` is what
-`trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or TensorRT's own is everywhere,
-where that makes the faster engine. The time of its build is that of all that it builds and times.
+diffusers' own classes in the configurations of published models, with random weights: the U-Nets whole, of the diffusion
+transformers some blocks, since all of them are alike, with everything around the blocks. What is measured is time, and how far
+each output is from torch in FP32. The engines come from one ONNX export and differ in the lowering of attention alone; the
+plugin's has timestep bins of three modes, so that one engine gives the times of all three, and their mean is that of a plan that
+uses each for a third of the steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster
+alone on this GPU, or TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that
+it builds and times.
 
 Engines are called as our runtime does, through a CUDA graph. Latency is the median of CUDA events over repeated calls with
 rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their
-scratch. Prints a Markdown table with the date and the GPU; `--json` keeps the figures. `--exports` keeps the ONNX models for
-further runs. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
+scratch. A second table has each shape of attention timed alone, and how much of TensorRT's own step that is: what attention at
+no cost would give. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model. `--exports` keeps the
+ONNX models for further runs. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
 """
 
 from __future__ import annotations
@@ -20,25 +22,31 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
+from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
+from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
+from trtconvert.engine.engine_choice import fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.export import storage
 from trtconvert.export.nodes import attention_nodes
@@ -49,153 +57,157 @@ from trtconvert.recipe import EngineSection
 REPEATS = 30
 STEPS = 50
 """Of an image."""
-TEXT_TOKENS, TEXT_WIDTH = 77, 2048
+TIMESTEP_MAX = 1000.0
 MODES = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE)
+NATIVE = "TensorRT, its own FP16 attention"
+
+
+# Architectures ----------------------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """A U-Net as Stable Diffusion calls it; SDXL's also takes the pooled prompt, and the image's sizes."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.unet = UNet2DConditionModel(**config)
+
+    def forward(
+        self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor | None = None, sizes: Tensor | None = None
+    ) -> Tensor:
+        """x [B, 4, H, W], timestep [B], text [B, 77, C], pooled [B, 1280], sizes [B, 6] → [B, 4, H, W]."""
+        added = None if pooled is None else {"text_embeds": pooled, "time_ids": sizes}
+        return self.unet(x, timestep, text, added_cond_kwargs=added, return_dict=False)[0]
+
+
+class Flux(nn.Module):
+    """Flux as its pipeline calls it, for square images. The positions of the tokens are constants of that size."""
+
+    def __init__(self, side: int, text_tokens: int, **config: Any) -> None:
+        super().__init__()
+        self.transformer = FluxTransformer2DModel(guidance_embeds=True, **config)
+        rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+        positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)
+        self.register_buffer("image_positions", positions.float(), persistent=False)
+        self.register_buffer("text_positions", torch.zeros(text_tokens, 3), persistent=False)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor, guidance: Tensor) -> Tensor:
+        """x [B, side², 64], timestep [B], text [B, M, 4096], pooled [B, 768], guidance [B] → [B, side², 64]."""
+        return self.transformer(
+            x, text, pooled, timestep / TIMESTEP_MAX, self.image_positions, self.text_positions, guidance,
+            return_dict=False,
+        )[0]  # fmt: skip
+
+
+class Wan(nn.Module):
+    """Wan 2.1 as its pipeline calls it."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.transformer = WanTransformer3DModel(**config)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """x [B, 16, F, H, W], timestep [B], text [B, 512, 4096] → [B, 16, F, H, W]."""
+        return self.transformer(x, timestep, text, return_dict=False)[0]
 
 
 @dataclass(frozen=True)
-class Level:
-    """Blocks of one resolution: tokens, heads, head_dim, how many blocks follow a residual block, and whether they attend to
-    text as well."""
+class Architecture:
+    """What is run: what makes the denoiser, and the shapes of its inputs. The output has that of the first, x."""
 
-    tokens: int
-    heads: int
-    head_dim: int
-    blocks: int
-    convolutional: bool = True
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class Stack:
-    """What of an architecture is run, and how many of such are in the whole model."""
-
-    batch: int
-    levels: tuple[Level, ...]
     what: str
+    make: Callable[[], nn.Module]
+    shapes: dict[str, tuple[int, ...]]
 
 
-STACKS = {
-    "sd15": Stack(
-        2,
-        (Level(4096, 8, 40, 1), Level(1024, 8, 80, 1), Level(256, 8, 160, 1)),
-        "SD 1.5 at 512²: a fifth of the U-Net's blocks",
+SDXL = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+"""stabilityai/stable-diffusion-xl-base-1.0, beside the class's defaults, which are those of SD 1.x."""
+
+WAN = {"num_attention_heads": 12, "ffn_dim": 8960}
+"""Wan-AI/Wan2.1-T2V-1.3B, beside the class's defaults, which are those of the 14B model."""
+
+
+def wan(frames: int) -> Architecture:
+    """A video of 480 × 832: latents are 8 times smaller, and 4 times fewer frames after the first."""
+    latent_frames = (frames - 1) // 4 + 1
+    tokens = latent_frames * 30 * 52
+    return Architecture(
+        f"Wan 2.1 1.3B, {frames} frames of 480 × 832: 3 of 30 blocks, {tokens:,} tokens",
+        partial(Wan, num_layers=3, **WAN),
+        {"x": (1, 16, latent_frames, 60, 104), "timestep": (1,), "text": (1, 512, 4096)},
+    )
+
+
+# Batches of 2 are the two halves of guidance. Flux is distilled to do without, a video's come one after the other.
+ARCHITECTURES = {
+    "sd15": Architecture(
+        "SD 1.5 at 512², the whole U-Net",
+        partial(UNet, cross_attention_dim=768),
+        {"x": (2, 4, 64, 64), "timestep": (2,), "text": (2, 77, 768)},
     ),
-    "sdxl": Stack(2, (Level(4096, 10, 64, 2), Level(1024, 20, 64, 10)), "SDXL at 1024²: a sixth of the U-Net's blocks"),
-    "flux": Stack(1, (Level(4608, 24, 128, 3, False),), "Flux at 1024²: 3 of 57 blocks, 4096 + 512 tokens"),
-    "video": Stack(1, (Level(16384, 24, 128, 2, False),), "video DiT: 2 blocks, 16,384 tokens"),
+    "sdxl": Architecture(
+        "SDXL at 1024², the whole U-Net",
+        partial(UNet, **SDXL),
+        {"x": (2, 4, 128, 128), "timestep": (2,), "text": (2, 77, 2048), "pooled": (2, 1280), "sizes": (2, 6)},
+    ),
+    "flux": Architecture(
+        "Flux at 1024²: 1 of 19 double and 2 of 38 single blocks, 4096 + 512 tokens",
+        partial(Flux, side=64, text_tokens=512, num_layers=1, num_single_layers=2),
+        {"x": (1, 4096, 64), "timestep": (1,), "text": (1, 512, 4096), "pooled": (1, 768), "guidance": (1,)},
+    ),
+    "video": wan(frames=41),
+    "video-81": wan(frames=81),
 }
 
 
-class Attention(nn.Module):
-    def __init__(self, level: Level, context: int) -> None:
-        super().__init__()
-        self.heads = level.heads
-        self.q, self.out = nn.Linear(level.width, level.width), nn.Linear(level.width, level.width)
-        self.k, self.v = nn.Linear(context, level.width), nn.Linear(context, level.width)
+def describe(name: str, device: str) -> DiffusionModel:
+    """The denoiser of an architecture, in FP32 on a device.
 
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """x [B, N, C], context [B, M, C']."""
-        q, k, v = (
-            f(y).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for f, y in ((self.q, x), (self.k, context), (self.v, context))
-        )
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """A transformer block: attention to itself, to text where the model has it, and the MLP."""
-
-    def __init__(self, level: Level, text: int) -> None:
-        super().__init__()
-        width = level.width
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if text else 2))
-        self.self_attention = Attention(level, width)
-        self.cross_attention = Attention(level, text) if text else None
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, text: Tensor | None) -> Tensor:
-        normed = self.norms[0](x)
-        x = x + self.self_attention(normed, normed)
-        if self.cross_attention is not None and text is not None:
-            x = x + self.cross_attention(self.norms[1](x), text)
-        return x + self.mlp(self.norms[-1](x))
-
-
-class Residual(nn.Module):
-    """A residual block of two convolutions, on tokens."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
-            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        side = int(x.shape[1] ** 0.5)
-        image = x.transpose(1, 2).unflatten(2, (side, side))
-        return (image + self.layers(image)).flatten(2).transpose(1, 2)
-
-
-class Denoiser(nn.Module):
-    def __init__(self, stack: Stack) -> None:
-        super().__init__()
-        text = TEXT_WIDTH if stack.levels[0].convolutional else 0
-        layers: list[nn.Module] = []
-        for before, level in zip((None, *stack.levels), stack.levels, strict=False):
-            if before is not None:
-                layers.append(Shrink(before, level))
-            if level.convolutional:
-                layers.append(Residual(level.width))
-            layers += [Block(level, text) for _ in range(level.blocks)]
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor | None = None) -> Tensor:
-        x = x + (timestep.view(-1, 1, 1) / 1000).to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, text) if isinstance(layer, Block) else layer(x)
-        return x
-
-
-class Shrink(nn.Module):
-    """From one level's tokens and width to the next's."""
-
-    def __init__(self, before: Level, level: Level) -> None:
-        super().__init__()
-        self.factor = before.tokens // level.tokens
-        self.layer = nn.Linear(before.width * self.factor, level.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.unflatten(1, (-1, self.factor)).flatten(2))
+    Its weights are random and pass signals on: of what the classes initialise with zeros no attention would be seen.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        denoiser = ARCHITECTURES[name].make()
+    for parameter in denoiser.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    inputs = tuple(InputSpec(what, "float32", shape) for what, shape in ARCHITECTURES[name].shapes.items())
+    return DiffusionModel(
+        name, denoiser.eval().requires_grad_(False), inputs, replace(inputs[0], name="out"), "timestep", TIMESTEP_MAX,
+        torch.linspace(0.01, 100, int(TIMESTEP_MAX)), {}, no_sampler,
+    )  # fmt: skip
 
 
 def no_sampler(*_args: object, **_named: object) -> Tensor:
-    raise NotImplementedError("a stack of blocks draws nothing")
+    raise NotImplementedError("random weights draw nothing")
 
 
-def describe(name: str, stack: Stack) -> DiffusionModel:
-    torch.manual_seed(0)
-    first, last = stack.levels[0], stack.levels[-1]
-    inputs = [
-        InputSpec("x", "float32", (stack.batch, first.tokens, first.width)),
-        InputSpec("timestep", "float32", (stack.batch,)),
-    ]
-    if first.convolutional:
-        inputs.append(InputSpec("text", "float32", (stack.batch, TEXT_TOKENS, TEXT_WIDTH)))
-    return DiffusionModel(
-        name, Denoiser(stack).eval().requires_grad_(False), tuple(inputs),
-        InputSpec("out", "float32", (stack.batch, last.tokens, last.width)), "timestep", 1000.0,
-        torch.linspace(0.01, 100, 1000), {}, no_sampler,
-    )  # fmt: skip
+def export(model: DiffusionModel, tables: dict[str, AttentionTables], path: Path) -> None:
+    """Write the ONNX model in FP16. The denoiser has to be on the CPU."""
+    unfinished = path.with_suffix(".partial")
+    options = SiteOptions(TIMESTEP_MAX, "calibrated", True)
+    storage.save(trace(model, tables, options, dims={}, dtype=torch.float16), unfinished)
+    unfinished.rename(path)
+
+
+# Measuring --------------------------------------------------------------------------------------------------------------
 
 
 def timestep_of(mode: Mode) -> float:
     """The middle of a mode's timestep bin."""
-    return (MODES.index(mode) + 0.5) / len(MODES) * 1000
+    return (MODES.index(mode) + 0.5) / len(MODES) * TIMESTEP_MAX
 
 
 Inputs = dict[str, Tensor]
@@ -258,6 +270,22 @@ class Engine:
         return self.out
 
 
+class Phase:
+    """Prints what runs inside, and its seconds, which stay."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.seconds = what, 0.0
+
+    def __enter__(self) -> Phase:
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._started
+        print(f"{self.what}: {self.seconds:.1f} s", flush=True)
+
+
 class Notices:
     """Prints what a build has to say, and the times by which it chooses."""
 
@@ -284,41 +312,69 @@ class Row:
     plan: float = 0.0
 
 
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one shape, timed alone: microseconds of one site, the plugin's the mean of its modes.
+
+    Attributes:
+        queries, keys: [B, H, N, D].
+    """
+
+    model: str
+    sites: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    native_us: float
+    plugin_us: float
+
+
+def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Attention]:
+    """The sites of an exported model by their shapes, in the order of the graph."""
+    times = {site.name: site for site in (*choice.native, *itertools.chain(*choice.plugin))}
+    sites: dict[AttentionCase, list[str]] = {}
+    for name, plan in site_plans(exported, [{}]).items():
+        sites.setdefault(plan.cases[0].heads_first(), []).append(name)
+    return [
+        Attention(model, len(names), case.q, case.k, times[names[0]].native_us, times[names[0]].plugin_us)
+        for case, names in sites.items()
+    ]
+
+
 class Bench:
-    """One stack: its rows, as they are measured."""
+    """One architecture: its figures, as they are measured."""
 
-    def __init__(self, name: str, stack: Stack) -> None:
-        self.model, self.stack, self.rows = describe(name, stack), stack, list[Row]()
-        denoiser = self.model.denoiser.cuda()
-        with torch.device("cuda"):
-            self.inputs = [
-                {
-                    spec.name: torch.full((stack.batch,), 500.0) if spec.name == "timestep" else torch.randn(spec.shape)
-                    for spec in self.model.inputs
-                }
-                for _ in range(3)
-            ]
+    def __init__(self, name: str) -> None:
+        self.rows, self.attention = list[Row](), list[Attention]()
         self.tables: dict[str, AttentionTables] = {}
+        with Phase(f"{name}: made"):
+            self.model = describe(name, "cuda")
+        with Phase(f"{name}: run in FP32"):
+            self._run_in_full_precision()
+        self.model.denoiser.half()
 
-        def observe(call):
-            found = [tables_from_data(call.q, call.k, call.v, mode).to("cpu") for mode in MODES]
-            fields = {field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])}
-            self.tables[call.name] = AttentionTables(**fields)
+    def _run_in_full_precision(self) -> None:
+        shapes = ARCHITECTURES[self.model.name].shapes
+        feeds = [{name: torch.randn(shape, device="cuda") for name, shape in shapes.items()} for _ in range(3)]
+
+        def observe(call: SiteCall) -> Tensor:
+            # The modes differ in what they make of the tables, not in the tables.
+            one = tables_from_data(call.q, call.k, call.v, MODES[0]).to("cpu")
+            fields = {field: torch.cat([table] * len(MODES)) for field, table in vars(one).items()}
+            self.tables[call.name] = AttentionTables(**fields | {"modes": torch.tensor(MODES, dtype=torch.int32)})
             return call.exact()
 
-        with torch.no_grad():
-            intercepted(self.model, observe)(**self.inputs[0])
-            # At the middle of each mode's timestep bin.
-            steps = {mode: torch.full_like(self.inputs[0]["timestep"], timestep_of(mode)) for mode in MODES}
-            self.expected = {mode: denoiser(**self.inputs[0] | {"timestep": t}) for mode, t in steps.items()}
-        self.half = [{n: x if n == "timestep" else x.half() for n, x in feed.items()} for feed in self.inputs]
-        denoiser.cpu()
+        self.expected: dict[Mode, Tensor] = {}
+        for mode in MODES:
+            feed = feeds[0] | {"timestep": torch.full(shapes["timestep"], timestep_of(mode), device="cuda")}
+            denoiser = self.model.denoiser if self.tables else intercepted(self.model, observe)
+            self.expected[mode] = denoiser(**feed)
+        self.inputs = [{name: x if name == "timestep" else x.half() for name, x in feed.items()} for feed in feeds]
 
     def add(
         self, what: str, call: Call, memory: float, build_s: float = 0.0, plan: int = 0, mode: Mode = MODES[0]
     ) -> None:
         """Time a call, at a timestep of a mode's bin."""
-        for feed in self.half:
+        for feed in self.inputs:
             feed["timestep"].fill_(timestep_of(mode))
         expected = self.expected[mode]
         error = float((call(0).float() - expected).norm() / expected.norm())
@@ -328,40 +384,35 @@ class Bench:
         print(row, flush=True)
 
     def torch_rows(self) -> None:
-        eager = Denoiser(self.stack).half().cuda().eval().requires_grad_(False)
-        eager.load_state_dict(self.model.denoiser.state_dict())
-        for what, compiled in (("torch eager FP16 (SDPA)", False), ("torch.compile FP16, with CUDA graphs", True)):
-            started = time.perf_counter()
-            forward = torch.compile(eager, mode="reduce-overhead") if compiled else eager
-            for i in range(3 * compiled):
-                forward(**self.half[i])
-            built = time.perf_counter() - started
-            torch.cuda.reset_peak_memory_stats()
-            forward(**self.half[0])
-            memory = torch.cuda.max_memory_allocated() - self._held()
-            self.add(what, lambda i, forward=forward: forward(**self.half[i % 3]), memory, built if compiled else 0.0)
+        self._torch_row("torch eager FP16 (SDPA)", self.model.denoiser, 0.0)
+        with Phase(f"{self.model.name}: torch.compile") as compiling:
+            compiled = torch.compile(self.model.denoiser, mode="reduce-overhead")
+            for feed in self.inputs:
+                compiled(**feed)
+        self._torch_row("torch.compile FP16, with CUDA graphs", compiled, compiling.seconds)
         torch._dynamo.reset()
 
-    def _held(self) -> int:
-        """Bytes on the GPU that are no model's."""
-        return sum(x.nbytes for named in (*self.inputs, *self.half, self.expected) for x in named.values())
+    def _torch_row(self, what: str, forward: Callable[..., Tensor], built: float) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        forward(**self.inputs[0])
+        held = sum(x.nbytes for named in (*self.inputs, self.expected) for x in named.values())
+        memory = torch.cuda.max_memory_allocated() - held
+        self.add(what, lambda i: forward(**self.inputs[i % len(self.inputs)]), memory, built)
 
     def export(self, folder: Path) -> Path:
         """The ONNX model in a folder, made unless it is there."""
         path = folder / f"{self.model.name}.onnx"
+        self.model.denoiser.cpu()  # torch is done with it, and the exporter wants it there
+        torch.cuda.empty_cache()
         if not path.exists():
-            started = time.perf_counter()
-            options = SiteOptions(1000.0, "calibrated", True)
-            partial = path.with_suffix(".partial")
-            storage.save(trace(self.model, self.tables, options, dims={}, dtype=torch.float16), partial)
-            partial.rename(path)
-            print(f"exported in {time.perf_counter() - started:.0f} s", flush=True)
+            with Phase(f"{self.model.name}: exported"):
+                export(self.model, self.tables, path)
         return path
 
     def engine_rows(self, path: Path) -> None:
         trt = tensorrt.load()
         exported = ir.load(path)
-        sites = list(attention_nodes(exported))
+        sites = attention_nodes(exported)
         inputs = [
             TensorRecord(name=x.name, dtype="float32" if x.name == "timestep" else "float16", shape=list(x.shape))
             for x in self.model.inputs
@@ -372,24 +423,26 @@ class Bench:
         def build(native: Collection[str]) -> bytes:
             key = frozenset(native)
             if key not in plans:  # what `auto` builds may be one of the others
-                started = time.perf_counter()
-                model = tensorrt.lowered(exported, native, options)
-                plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
-                plans[key] = plan, time.perf_counter() - started
+                with Phase(f"{self.model.name}: built, {len(key)} of {len(sites)} sites native") as building:
+                    model = tensorrt.lowered(exported, native, options)
+                    plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
+                plans[key] = plan, building.seconds
             return plans[key][0]
 
-        started = time.perf_counter()
-        time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
-        auto = tensorrt.fastest_engine(trt, exported, [{}], build, time_engine, options, Notices())
-        chosen = time.perf_counter() - started
-        for what, native in (("its own FP16 attention", sites), ("our plugin", [])):
-            self._engine(trt, f"TensorRT, {what}", build(native), not native, plans[frozenset(native)][1])
+        with Phase(f"{self.model.name}: attention chosen") as choosing:
+            choice = tensorrt.choose_alone(trt, exported, [{}], options, Notices())
+            time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
+            auto = fastest_mix(choice, sites, build, time_engine, Notices())
+        self.attention = attention_alone(self.model.name, exported, choice)
+        for what, native in ((NATIVE, list(sites)), ("TensorRT, our plugin", [])):
+            self._engine(trt, what, build(native), not native, plans[frozenset(native)][1])
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
-        self._engine(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, chosen)
+        self._engine(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, choosing.seconds)
 
     def _engine(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
         """Time an engine. One with the plugin is timed in each mode, by the timestep."""
-        engine = Engine(trt, plan, self.half)
+        torch.cuda.empty_cache()
+        engine = Engine(trt, plan, self.inputs)
         if with_plugin:
             for mode in MODES:
                 self.add(f"{what}, {mode.name.lower()}", engine, engine.memory, built, len(plan), mode)
@@ -399,52 +452,88 @@ class Bench:
         gc.collect()
 
 
-def print_table(rows: list[Row]) -> None:
+# Tables -----------------------------------------------------------------------------------------------------------------
+
+
+def native_ms(rows: Sequence[Row], model: str) -> float:
+    """A step of the engine with TensorRT's own attention; NaN where it was not measured."""
+    return next((row.ms for row in rows if row.model == model and row.what == NATIVE), float("nan"))
+
+
+def print_steps(rows: Sequence[Row]) -> None:
     print(
-        f"| stack | what | step, ms | spread | {STEPS} steps, s | against TensorRT FP16 | rel. error | memory, MiB | build, s "
-        "| plan, MiB |"
+        f"| denoiser | what | step, ms | spread | {STEPS} steps, s | against TensorRT FP16 | rel. error | memory, MiB "
+        "| build, s | plan, MiB |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        native = next((r.ms for r in rows if r.model == row.model and "its own" in r.what), float("nan"))
         print(
-            f"| {STACKS[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {row.image_s:.3f} "
-            f"| {native / row.ms:.2f}× | {row.error:.4f} | {row.memory:.0f} | {row.build_s:.0f} | {row.plan:.0f} |"
+            f"| {ARCHITECTURES[row.model].what} | {row.what} | {row.ms:.3f} | {row.spread:.3f} | {row.image_s:.3f} "
+            f"| {native_ms(rows, row.model) / row.ms:.2f}× | {row.error:.4f} | {row.memory:.0f} | {row.build_s:.0f} "
+            f"| {row.plan:.0f} |"
+        )
+
+
+def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
+    """Each shape alone, and what would be left of TensorRT's own step without any attention."""
+    print("| denoiser | sites | queries: B H N D | key tokens | TensorRT FP16, µs | our plugin, µs | times sites, ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
+        total = 0.0
+        for shape in shapes:
+            all_ms = shape.sites * shape.native_us / 1000
+            total += all_ms
+            print(
+                f"| {ARCHITECTURES[model].what} | {shape.sites} | {' '.join(map(str, shape.queries))} | {shape.keys[2]} "
+                f"| {shape.native_us:.1f} | {shape.plugin_us:.1f} | {all_ms:.3f} |"
+            )
+        step = native_ms(rows, model)
+        print(
+            f"| {ARCHITECTURES[model].what} | all | {total / step:.0%} of TensorRT's own step; at no cost it would be "
+            f"{step / (step - total):.2f}× as fast | | | | {total:.3f} |"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(STACKS), default=list(STACKS))
+    parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
     parser.add_argument("--peers", nargs="+", choices=["torch", "engines"], default=["torch", "engines"])
     parser.add_argument(
         "--exports", type=Path, help="keep the exported models here; with `--peers torch` they are made as well"
     )
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     arguments = parser.parse_args()
-    rows: list[Row] = []
+    rows, attention = list[Row](), list[Attention]()
+    made_on = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": str(datetime.date.today()),
+        "tensorrt": tensorrt.status().detail,
+        "torch": torch.__version__,
+    }
     with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
         exports = arguments.exports or Path(temporary)
         exports.mkdir(parents=True, exist_ok=True)
         for name in arguments.models:
-            bench = Bench(name, STACKS[name])
+            bench = Bench(name)
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            if arguments.exports:
-                bench.export(exports)
-            if "engines" in arguments.peers:
-                bench.engine_rows(bench.export(exports))
+            if arguments.exports or "engines" in arguments.peers:
+                path = bench.export(exports)
+                if "engines" in arguments.peers:
+                    bench.engine_rows(path)
             rows += bench.rows
+            attention += bench.attention
+            if arguments.json:
+                figures = {"rows": [asdict(row) for row in rows], "attention": [asdict(shape) for shape in attention]}
+                arguments.json.write_text(json.dumps(made_on | figures, indent=1))
             del bench
             gc.collect()
             torch.cuda.empty_cache()
-    gpu, today = torch.cuda.get_device_name(), str(datetime.date.today())
-    print(f"\n{today}, {gpu}, TensorRT {tensorrt.status().detail}, torch {torch.__version__}\n")
-    print_table(rows)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"gpu": gpu, "date": today, "rows": [asdict(row) for row in rows]}, indent=1)
-        )
+    print(f"\n{made_on['date']}, {made_on['gpu']}, TensorRT {made_on['tensorrt']}, torch {made_on['torch']}\n")
+    print_steps(rows)
+    if attention:
+        print()
+        print_attention(attention, rows)
 
 
 if __name__ == "__main__":
