@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from support import WEIGHTS
+from support import WEIGHTS, tiny_recipe
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
 from trtconvert.attention.modes import Mode
@@ -70,6 +74,21 @@ def test_a_model_on_the_gpu_is_calibrated_as_on_the_cpu(statistic: str, tmp_path
         for name, expected in named.items():
             # A range may fall into the neighbouring step of a histogram.
             torch.testing.assert_close(tables[1][site][name], expected, rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_on_two_gpus_make_what_one_makes(tmp_path) -> None:
+    recipe = tiny_recipe(tmp_path, calibration={"samples": 16, "steps": 3, "statistic": "elements"})
+
+    def calibration(ranks: int) -> bytes:
+        output = tmp_path / f"{ranks}.safetensors"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        command += ["trtconvert.cli", "calibrate", recipe, "-o", output, "--device", "cuda"]
+        command += ["--cache", tmp_path / str(ranks)]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True, timeout=120)
+        return output.read_bytes()
+
+    assert calibration(2) == calibration(1)
 
 
 def test_a_model_on_the_gpu_draws_the_same_samples() -> None:
