@@ -1,11 +1,13 @@
 """Loaded bundles: what a denoiser takes and what it refuses."""
 
+import ctypes
 import shutil
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from cuda.bindings import runtime as cudart
 from tolerances import SAME_ARITHMETIC
 
 from trtconvert import models, runtime
@@ -20,7 +22,9 @@ from trtconvert.bundle import (
 )
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.runtime import graph as graphs
 from trtconvert.runtime.compatibility import Machine, fitting_engine
+from trtconvert.runtime.graph import CopyingGraph
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import Signature
 
@@ -278,3 +282,160 @@ def test_an_engine_for_another_machine_is_refused(machine, fields, expected):
         "remedy: run `trtconvert compile`",
     ):
         assert part in message
+
+
+# CUDA graphs: what is told to CUDA, tried on the host's memory -----------------------------------------------------------
+
+
+class HostRuntime:
+    """CUDA's runtime as far as graphs of copies need it: addresses are the host's, and a launch runs at once.
+
+    Attributes:
+        recording: nodes so far, or None. A copy is a list [to, start, size], work is a function.
+        refused: addresses that no copy takes.
+        moved: how many copies were told new addresses.
+    """
+
+    def __init__(self) -> None:
+        self.recording, self.refused, self.moved, self.status = None, set(), 0, cudart.cudaError_t.cudaSuccess
+        self.streams = self.graphs = 0
+
+    def __getattr__(self, name):
+        return getattr(cudart, name)
+
+    def run(self, work):
+        """What a kernel's launch does."""
+        work() if self.recording is None else self.recording.append(work)
+
+    def cudaStreamCreateWithFlags(self, flags):
+        self.streams += 1
+        return self.status, 7
+
+    def cudaStreamDestroy(self, stream):
+        self.streams -= 1
+        return (self.status,)
+
+    def cudaStreamBeginCapture(self, stream, mode):
+        self.recording = []
+        return (self.status,)
+
+    def cudaStreamEndCapture(self, stream):
+        self.graphs += 1
+        graph, self.recording = self.recording, None
+        return self.status, graph
+
+    def cudaGraphDestroy(self, graph):
+        self.graphs -= 1
+        return (self.status,)
+
+    def cudaMemcpyAsync(self, to, start, size, kind, stream):
+        self.recording.append([to, start, size])
+        return (self.status,)
+
+    def cudaGraphGetNodes(self, graph, count=0):
+        return self.status, graph[:count], len(graph)
+
+    def cudaGraphNodeGetType(self, node):
+        kinds = cudart.cudaGraphNodeType
+        return self.status, kinds.cudaGraphNodeTypeMemcpy if isinstance(node, list) else kinds.cudaGraphNodeTypeKernel
+
+    def cudaGraphMemcpyNodeGetParams(self, node):
+        params = cudart.cudaMemcpy3DParms()
+        params.dstPtr.ptr, params.srcPtr.ptr = node[:2]
+        return self.status, params
+
+    def cudaGraphInstantiate(self, graph, flags):
+        return self.status, graph
+
+    def cudaGraphExecDestroy(self, graph):
+        return (self.status,)
+
+    def cudaGraphExecMemcpyNodeSetParams1D(self, graph, node, to, start, size, kind):
+        if {to, start} & self.refused:
+            return (cudart.cudaError_t.cudaErrorInvalidValue,)
+        node[:] = to, start, size
+        self.moved += 1
+        return (self.status,)
+
+    def cudaGraphLaunch(self, graph, stream):
+        if self.status == cudart.cudaError_t.cudaSuccess:
+            for node in graph:
+                ctypes.memmove(*node) if isinstance(node, list) else node()
+        return (self.status,)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    host = HostRuntime()
+    monkeypatch.setattr(graphs, "cudart", host)
+    return host
+
+
+@pytest.fixture
+def doubling(cuda):
+    """A graph of y = 2 · a + b for vectors of four, which copies a buffer on its way as engines do."""
+    a, b, nothing, between, y = torch.ones(4), torch.ones(4), torch.ones(0), torch.ones(4), torch.ones(4)
+
+    def work(stream):
+        cuda.cudaMemcpyAsync(between.data_ptr(), a.data_ptr(), a.nbytes, None, stream)
+        cuda.run(lambda: torch.add(b, between, alpha=2, out=y))
+
+    yield CopyingGraph(work, [a, b, nothing], [y])  # the buffers live until the test is over
+
+
+def addresses(*tensors):
+    return [x.data_ptr() for x in tensors]
+
+
+def test_a_graph_reads_and_writes_where_it_is_aimed(cuda, doubling):
+    none = torch.ones(0)
+    for _ in range(3):
+        a, b, first, second = torch.randn(4, 4)
+        assert doubling.aim(addresses(a, b, none, first))
+        doubling.launch(0)
+        assert torch.equal(first, 2 * a + b)
+        kept = first.clone()
+        assert doubling.aim(addresses(b, b, none, second))
+        doubling.launch(0)
+        assert torch.equal(second, 3 * b) and torch.equal(first, kept)
+
+
+def test_only_copies_whose_end_moved_are_told(cuda, doubling):
+    a, b, y, other, none = *torch.ones(4, 4), torch.ones(0)
+    counts = []
+    for tensors in ((a, b, none, y), (a, b, none, y), (a, b, none, other), (b, a, none, other)):
+        doubling.aim(addresses(*tensors))
+        counts.append(cuda.moved)
+    assert counts == [3, 3, 4, 6]
+
+
+def test_memory_that_cuda_refuses_is_left_to_the_caller_and_forgotten(cuda, doubling):
+    a, b, y, strange, none = *torch.randn(4, 4), torch.ones(0)
+    assert doubling.aim(addresses(a, b, none, y))
+    cuda.refused.add(strange.data_ptr())
+    assert not doubling.aim(addresses(b, strange, none, y))
+    assert doubling.aim(addresses(a, b, none, y))
+    doubling.launch(0)
+    assert torch.equal(y, 2 * a + b)
+
+
+def test_a_launch_that_fails_says_what_cuda_says(cuda, doubling):
+    cuda.status = cudart.cudaError_t.cudaErrorIllegalAddress
+    with pytest.raises(BackendUnavailable, match=r"(?s)launch.*got: cudaErrorIllegalAddress: an illegal.*remedy: "):
+        doubling.launch(0)
+
+
+def test_a_recording_that_fails_leaves_nothing_behind(cuda):
+    def work(stream):
+        raise BackendUnavailable("no")
+
+    with pytest.raises(BackendUnavailable):
+        CopyingGraph(work, [torch.ones(4)], [])
+    assert cuda.streams == cuda.graphs == 0 and cuda.recording is None
+
+
+def test_what_cuda_keeps_goes_with_the_graph(cuda):
+    graph = CopyingGraph(lambda stream: None, [torch.ones(4)], [])
+    assert cuda.graphs == 1 and cuda.streams == 0
+    del graph
+    assert cuda.graphs == 0

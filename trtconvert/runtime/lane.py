@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import BackendUnavailable
+from trtconvert.runtime.graph import CopyingGraph
 from trtconvert.runtime.scratch import Scratch
 
 _ALIGNMENT = 256
 """Bytes at multiples of which TensorRT wants tensors to begin (`IExecutionContext::setTensorAddress`)."""
-
-_recording = threading.Lock()
-"""Held while a CUDA graph is recorded: torch's allocator and generators take one recording at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,41 +123,43 @@ class _Context:
 
 
 class _Graph:
-    """A recorded call that reads and writes buffers of its own.
+    """A recorded call on one stream.
 
     It has an execution context to itself: shapes that a context is told later may reach what was recorded from it.
+
+    Raises:
+        BackendUnavailable, RuntimeError: the call cannot be recorded.
     """
 
     def __init__(self, plan: Plan, call: Call, scratch: Tensor, stream: torch.cuda.Stream) -> None:
-        device = plan.device
-        with torch.inference_mode(False):
-            self._inputs = [
-                torch.zeros(shape, dtype=dtype, device=device)
-                for shape, dtype in zip(call.inputs, plan.input_dtypes, strict=True)
-            ]
-            self._outputs = plan.empty_outputs(call)
-        self._context = _Context(plan, call.profile, scratch, stream)
-        addresses = [x.data_ptr() for x in (*self._inputs, *self._outputs)]
+        inputs = [
+            torch.zeros(shape, dtype=dtype, device=plan.device)
+            for shape, dtype in zip(call.inputs, plan.input_dtypes, strict=True)
+        ]
+        outputs = plan.empty_outputs(call)
+        context = _Context(plan, call.profile, scratch, stream)
+        addresses = [x.data_ptr() for x in (*inputs, *outputs)]
+        self._handle = stream.cuda_stream
         # TensorRT finishes what a change of shapes entails in an ordinary call, and may wait for the device meanwhile,
         # which a recording must not.
-        self._context.enqueue(call, addresses, stream.cuda_stream)
-        # The default stream cannot be recorded, and torch hands its streams out by turns: one of high priority is the least
-        # likely to be somebody's, whose work would be recorded too.
-        side = torch.cuda.Stream(device, priority=-1)
-        side.wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with _recording, torch.cuda.stream(side):
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._context.enqueue(call, addresses, side.cuda_stream)
-            finally:
-                self._graph.capture_end()
+        context.enqueue(call, addresses, self._handle)
+        self._graph = CopyingGraph(lambda handle: context.enqueue(call, addresses, handle), inputs, outputs)
+        # What the recorded work refers to lives as long as the graph.
+        self._context, self._inputs, self._outputs = context, inputs, outputs
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        # Converts, gathers and moves as `copy_` does, in one call.
-        torch._foreach_copy_(self._inputs, tensors)  # pyright: ignore[reportPrivateImportUsage]
-        self._graph.replay()
-        return [x.clone() for x in self._outputs]
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Enqueue the call.
+
+        Args:
+            tensors: contiguous, of the call's shapes and the engine's types and device.
+        Returns:
+            Fresh tensors; None where the graph cannot read these inputs, and nothing was enqueued.
+        """
+        outputs = [torch.empty_like(x) for x in self._outputs]
+        if not self._graph.aim([x.data_ptr() for x in (*tensors, *outputs)]):
+            return None
+        self._graph.launch(self._handle)
+        return outputs
 
 
 class Lane:
@@ -187,27 +187,29 @@ class Lane:
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def run(self, call: Call, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    def run(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Enqueue a call.
 
         Args:
-            tensors: of `call`'s shapes; contiguous or not.
+            tensors: of `call`'s shapes, the engine's types and on its device; contiguous or not.
         Returns:
             Fresh tensors on the engine's device, ready in the stream's order.
         Raises:
             BackendUnavailable: TensorRT or the device refuses.
         """
         self.used = time.monotonic()
+        # What is gathered here goes when it is enqueued: torch's allocator reuses memory in the stream's order.
+        tensors = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
         graph = self._graphs.get(call)
         if graph is None and self._limit and call in self._seen:
             graph = self._record(call)
-        if graph is not None:
-            # A recording of the caller's takes the plain calls: a graph cannot be recorded from its launches alone.
-            if not torch.cuda.is_current_stream_capturing():
-                self._graphs.move_to_end(call)
-                return graph(tensors)
-        else:
+        if graph is None:
             self._seen.add(call)
+        # A recording of the caller's takes the plain calls: a launch in it would be recorded with the addresses of now.
+        elif not torch.cuda.is_current_stream_capturing():
+            self._graphs.move_to_end(call)
+            if (outputs := graph(tensors)) is not None:
+                return outputs
         return self._enqueue(call, tensors)
 
     def forget_graphs(self) -> None:
@@ -223,23 +225,11 @@ class Lane:
         self.closed = True
         del self._scratch
 
-    def _enqueue(self, call: Call, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    def _enqueue(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         plan = self._plan
-        # Kept until the work is enqueued: torch's allocator reuses memory in the stream's order.
-        kept, addresses = [], []
-        for x, dtype in zip(tensors, plan.input_dtypes, strict=True):
-            if x.dtype != dtype or x.device != plan.device:
-                x = x.detach().to(plan.device, dtype)
-            if not x.is_contiguous():
-                x = x.contiguous()
-            address = x.data_ptr()
-            if address % _ALIGNMENT:
-                x = x.detach().clone()
-                address = x.data_ptr()
-            kept.append(x)
-            addresses.append(address)
+        tensors = [x.detach().clone() if x.data_ptr() % _ALIGNMENT else x for x in tensors]
         outputs = plan.empty_outputs(call)
-        addresses += [x.data_ptr() for x in outputs]
+        addresses = [x.data_ptr() for x in (*tensors, *outputs)]
         context = self._contexts.get(call.profile)
         if context is None:
             context = self._contexts[call.profile] = _Context(plan, call.profile, self._scratch, self._stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ from trtconvert.runtime.signature import Signature, dtype_of, shape_of
 
 _KNOWN_CALLS = 256
 """Combinations of shapes, types and devices whose checks are remembered."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of inputs of certain shapes, types and devices, which were checked once.
+
+    Attributes:
+        call: what runs them.
+        as_is: they have the engine's types and lie on its device.
+        origin: the device that the outputs go to; None for the engine's.
+    """
+
+    call: Call
+    as_is: bool
+    origin: torch.device | None
 
 
 class TensorRTComponent:
@@ -112,7 +128,7 @@ class TensorRTComponent:
         dtypes, output_dtypes = (tuple(map(dtype_of, specs)) for specs in (component.inputs, component.outputs))
         names = tuple(self.signature.names)
         self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, outputs, output_dtypes, device, scratch)
-        self._known: dict[tuple, Call] = {}  # by shapes, types and devices, which were checked
+        self._known: dict[tuple, _Known] = {}  # by shapes, types and devices
         self._calls: dict[tuple, Call] = {}  # by shapes
         self._lanes: dict[int, Lane] = {}
         self._lock = threading.Lock()
@@ -139,9 +155,9 @@ class TensorRTComponent:
             BackendUnavailable: the device is out of memory, or TensorRT fails.
         """
         tensors = inputs if not named and len(inputs) == self._count else self.signature.ordered(inputs, named)
-        if torch.cuda.current_device() == self.device.index and not torch.is_grad_enabled():
+        if torch.cuda.current_device() == self.device.index:
             return self._run(tensors)
-        with torch.cuda.device(self.device), torch.no_grad():
+        with torch.cuda.device(self.device):
             return self._run(tensors)
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
@@ -194,22 +210,25 @@ class TensorRTComponent:
 
     def _run(self, tensors: tuple[Tensor, ...]) -> Any:
         try:
-            call = self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])]
+            known = self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])]
         except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
-            call = self._learn(tensors)
-        stream = torch.cuda.current_stream()
+            known = self._learn(tensors)
+        if not known.as_is:
+            dtypes = self._opened().input_dtypes
+            tensors = tuple([x.detach().to(self.device, dtype) for x, dtype in zip(tensors, dtypes, strict=True)])
+        # The handle alone takes a tenth of the time of torch.cuda.current_stream(). Torch's own launchers take it too.
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         while True:
-            lane = self._lanes.get(stream.cuda_stream) or self._open_lane(stream)
+            lane = self._lanes.get(stream) or self._open_lane()
             with lane.lock:
                 if not lane.closed:
-                    outputs = lane.run(call, tensors)
+                    outputs = lane.run(known.call, tensors)
                     break
-        first = tensors[0].device
-        if first != self.device:
-            outputs = [x.to(first) for x in outputs]
+        if known.origin is not None:
+            outputs = [x.to(known.origin) for x in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _learn(self, tensors: tuple[Tensor, ...]) -> Call:
+    def _learn(self, tensors: tuple[Tensor, ...]) -> _Known:
         """Check inputs of shapes, types and devices that were not seen before.
 
         Raises:
@@ -222,15 +241,20 @@ class TensorRTComponent:
         shapes = tuple(tuple(x.shape) for x in tensors)
         outputs = tuple(shape_of(spec.shape, sizes) for spec in self.signature.component.outputs)
         call = self._calls.setdefault(shapes, Call(profile, shapes, outputs))  # graphs serve every type and device
-        self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])] = call
-        return call
+        dtypes = self._opened().input_dtypes
+        as_is = all(x.dtype == dtype and x.device == self.device for x, dtype in zip(tensors, dtypes, strict=True))
+        first = tensors[0].device
+        known = _Known(call, as_is, None if first == self.device else first)
+        self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])] = known
+        return known
 
-    def _open_lane(self, stream: torch.cuda.Stream) -> Lane:
-        """The stream's lane, a new one in place of the least recently used where there are too many.
+    def _open_lane(self) -> Lane:
+        """The current stream's lane, a new one in place of the least recently used where there are too many.
 
         Raises:
             UserError: the denoiser was closed, or the stream is being recorded.
         """
+        stream = torch.cuda.current_stream()
         with self._lock:
             plan = self._opened()
             if lane := self._lanes.get(stream.cuda_stream):
