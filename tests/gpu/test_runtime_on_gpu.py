@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from cuda.bindings import runtime as cudart
 from rich.console import Console
 from safetensors.torch import save_file
 from support import WEIGHTS, tiny_recipe
@@ -23,6 +25,7 @@ from trtconvert.evaluate.verify import relative_error
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
+from trtconvert.runtime import lane
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
 
@@ -142,12 +145,70 @@ def test_inputs_are_taken_from_where_and_how_they_lie(denoiser):
         assert on_cpu.device.type == "cpu" and torch.equal(on_cpu, expected.cpu())
 
 
+def test_inputs_may_go_while_the_device_is_still_busy(denoiser):
+    """The launch is far behind when the host lets go of inputs, and other tensors take their memory."""
+    sets = [make_inputs(seed=seed) for seed in range(10)]
+    expected = [denoiser(*inputs) for inputs in sets]
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 4096
+    given = []
+    for x, timestep, label in sets:
+        given.append(denoiser(x.clone(), timestep.clone(), label.clone()))
+        for like in (x, timestep):
+            torch.full_like(like, float("nan"))
+    assert all(torch.equal(*pair) for pair in zip(given, expected, strict=True))
+
+
+def test_memory_that_the_driver_had_back_meanwhile_is_read(denoiser):
+    """A graph's copies keep addresses from launch to launch; what is behind an address may be mapped anew."""
+    expected = [denoiser(*make_inputs(seed=seed)) for seed in range(4)]
+    for _ in range(3):
+        for seed in range(4):
+            assert torch.equal(denoiser(*make_inputs(seed=seed)), expected[seed])
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+class Foreign:
+    """Memory of the GPU that CUDA's own pool gave, as a tensor of some other library."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        status, self.address = cudart.cudaMallocAsync(x.nbytes, stream)
+        assert status == cudart.cudaError_t.cudaSuccess
+        self.__cuda_array_interface__ = x.__cuda_array_interface__ | {"data": (int(self.address), False)}
+        weakref.finalize(self, cudart.cudaFreeAsync, self.address, stream)
+
+
+def test_memory_that_torch_did_not_allocate_is_read(denoiser):
+    x, timestep, label = make_inputs()
+    expected = denoiser(x, timestep, label)
+    foreign = torch.as_tensor(Foreign(x), device="cuda")
+    foreign.copy_(x)
+    for given in (x, foreign, x, foreign):
+        assert torch.equal(denoiser(given, timestep, label), expected)
+
+
+def test_a_call_that_cannot_be_recorded_runs_plainly(folder, monkeypatch):
+    def refuse(*arguments):
+        raise BackendUnavailable("the driver does not record")
+
+    monkeypatch.setattr(lane, "CopyingGraph", refuse)
+    with runtime.load(folder, backend="tensorrt") as bundle:
+        denoiser, inputs = bundle["denoiser"], make_inputs()
+        expected = denoiser(*inputs)
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs.*the driver does not record"):
+            assert torch.equal(denoiser(*inputs), expected)
+        assert torch.equal(denoiser(*inputs), expected) and denoiser.graphs_recorded == 0
+
+
 def test_gradients_and_inference_mode_do_not_matter(denoiser):
     x, timestep, label = make_inputs()
     with torch.inference_mode():
         expected = [denoiser(x, timestep, label) for _ in range(3)][-1]
-    output = denoiser(x.clone().requires_grad_(), timestep, label)
-    assert not output.requires_grad and torch.equal(output, expected)
+    output = denoiser(x.clone().requires_grad_(), timestep, label)  # from the graph that was recorded above
+    assert not output.requires_grad and not output.is_inference() and torch.equal(output, expected)
 
 
 def test_a_call_is_part_of_the_callers_own_graph(denoiser):
