@@ -12,6 +12,7 @@ from torch import nn
 
 from trtconvert.bundle import TRANSPOSED
 from trtconvert.export.concats import promote_concats
+from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
 
@@ -37,6 +38,46 @@ class Projects(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
+
+
+class Interleaves(nn.Module):
+    """As rotary embeddings do, and with heads first as attention reads them. `first` is the half that is written first."""
+
+    def __init__(self, first: int = 0):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x):
+        out = torch.empty_like(x)
+        for half in (self.first, 1 - self.first):
+            out[..., half::2] = x[..., 1 - half :: 2] * (half + 2)
+        return out.transpose(1, 2)
+
+
+class WritesThirds(nn.Module):
+    """Two of three parts; the third stays what it was."""
+
+    def forward(self, x):
+        out = x.clone()
+        out[..., 0::3], out[..., 1::3] = x[..., 1::3], x[..., 0::3]
+        return out
+
+
+class WritesOneHalfTwice(nn.Module):
+    def forward(self, x):
+        out = x.clone()
+        out[..., 0::2] = x[..., 1::2]
+        out[..., 0::2] += 1
+        return out
+
+
+class WritesRows(nn.Module):
+    """Even and odd rows, not columns: nothing is transposed."""
+
+    def forward(self, x):
+        out = x.clone()
+        out[0::2], out[1::2] = x[1::2], x[0::2]
+        return out
 
 
 def export(module: nn.Module, x: torch.Tensor):
@@ -86,3 +127,27 @@ def test_weights_keep_their_names_through_folding():
     assert (module.inner.weight.detach().numpy() == found["weight" + TRANSPOSED].T).all()
     assert (found["bias"] == module.inner.bias.detach().numpy()).all()
     assert torch.allclose(run(program.model, x), module(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_interleaved_halves_become_one_concatenation(first):
+    module, x = Interleaves(first), torch.randn(2, 5, 3, 8)
+    program = export(module, x)
+    program.optimize()
+    assert join_interleaves(program.model) == 1
+    operators = {node.op_type: node for node in program.model.graph}
+    assert "ScatterND" not in operators
+    # What is left is the model's own transposition, which lowerings fold into attention.
+    assert list(operators["Transpose"].attributes["perm"].as_ints()) == [0, 2, 1, 3]
+    assert (run(program.model, x) == module(x)).all()
+    assert join_interleaves(program.model) == 0
+
+
+@pytest.mark.parametrize("module", [WritesThirds(), WritesOneHalfTwice(), WritesRows()], ids=lambda m: type(m).__name__)
+def test_other_writes_of_every_nth_element_stay_scatters(module):
+    x = torch.randn(6, 5, 12)
+    program = export(module, x)
+    program.optimize()
+    assert join_interleaves(program.model) == 0
+    assert "ScatterND" in {node.op_type for node in program.model.graph}
+    assert (run(program.model, x) == module(x)).all()

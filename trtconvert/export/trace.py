@@ -18,6 +18,7 @@ from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError
 from trtconvert.export.concats import promote_concats
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
+from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
 from trtconvert.export.squeezes import drop_idle_squeezes
@@ -168,6 +169,7 @@ def _exported(
         # Constants are folded with numpy, and T5's buckets of positions take the logarithm of 0 where they are not looked at.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
         program.optimize()
+    join_interleaves(program.model)
     return program.model
 
 

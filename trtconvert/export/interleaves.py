@@ -1,0 +1,93 @@
+"""Interleaving of two tensors: what rotary embeddings write as `out[..., 0::2] = a; out[..., 1::2] = b`.
+
+The exporter scatters each half along the first axis, between transposes that bring the last one there and back: on a GPU two
+copies in which no neighbours stay neighbours, and attention, which reads the result, seems to be given another layout.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+
+def join_interleaves(model: ir.Model) -> int:
+    """Turn every pair of ScatterND that writes the even and the odd positions of a last axis into a Concat, in place.
+
+    For optimised models, in which positions are constants and transposes that undo each other are gone.
+
+    Returns:
+        How many pairs were joined.
+    """
+    count = 0
+    for node in list(model.graph):
+        halves = _halves(node)
+        if halves is not None:
+            _join(node, *halves)
+            count += 1
+    if count:
+        RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _halves(last: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """The transposes that bring the even and the odd half to a scatter that completes an interleaving; None if it does not."""
+    first = _producer(last, 0)
+    if first is None or any(node.op_type != "ScatterND" or node.domain for node in (first, last)):
+        return None
+    # Only between transposes: from the last axis to the first, and back.
+    users = last.outputs[0].uses()
+    if last.outputs[0].is_graph_output() or any(user.op_type != "Transpose" for user, _ in users):
+        return None
+    data, halves = first.inputs[0], dict[int, ir.Node]()
+    for scatter in (first, last):
+        half, start = _producer(scatter, 2), _start(scatter, data)
+        if half is None or half.op_type != "Transpose" or start is None:
+            return None
+        halves[start] = half
+    if len(halves) < 2:
+        return None
+    perms = [_perm(half) for half in halves.values()]
+    return (halves[0], halves[1]) if perms[0] == perms[1] and perms[0][0] == len(perms[0]) - 1 else None
+
+
+def _producer(node: ir.Node, index: int) -> ir.Node | None:
+    """What computes an input."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    producer = value.producer() if value is not None else None
+    return _producer(producer, 0) if producer is not None and producer.op_type == "Identity" else producer
+
+
+def _start(scatter: ir.Node, data: ir.Value | None) -> int | None:
+    """0 or 1 where a scatter writes every other position from there on along the first axis of the data, and nothing else."""
+    positions = ir.convenience.get_const_tensor(scatter.inputs[1]) if scatter.inputs[1] is not None else None
+    if data is None or data.shape is None or positions is None or scatter.attributes.get_string("reduction") != "none":
+        return None
+    size, written = data.shape[0], positions.numpy()
+    if not isinstance(size, int) or size % 2 or written.shape != (size // 2, 1):
+        return None
+    return next((start for start in (0, 1) if (written[:, 0] == np.arange(start, size, 2)).all()), None)
+
+
+def _perm(transpose: ir.Node) -> list[int]:
+    return list(transpose.attributes["perm"].as_ints())
+
+
+def _join(scatter: ir.Node, even: ir.Node, odd: ir.Node) -> None:
+    """Join the halves as they are before their transposes, and give the result to what reads the scatter's."""
+    scattered, perm, graph = scatter.outputs[0], _perm(even), scatter.graph
+    assert graph is not None
+    last_axis = ir.node("Constant", [], {"value": ir.tensor(np.array([-1]))})
+    columns = [ir.node("Unsqueeze", [half.inputs[0], last_axis.outputs[0]]) for half in (even, odd)]
+    pairs = ir.node("Concat", [column.outputs[0] for column in columns], {"axis": -1})
+    sizes = ir.node("Constant", [], {"value": ir.tensor(np.array([0] * (len(perm) - 1) + [-1]))})  # 0: as in the input
+    joined = ir.node("Reshape", [pairs.outputs[0], sizes.outputs[0]])
+    for new in (last_axis, *columns, pairs, sizes, joined):
+        new.outputs[0].type = ir.TensorType(ir.DataType.INT64) if new in (last_axis, sizes) else scattered.type
+    out = joined.outputs[0]
+    if scattered.shape is not None:
+        out.shape = ir.Shape([scattered.shape[perm.index(axis)] for axis in range(len(perm))])
+    graph.insert_after(scatter, [last_axis, *columns, pairs, sizes, joined])
+    for user, _ in list(scattered.uses()):
+        user.attributes["perm"] = ir.AttrInt64s("perm", [perm[axis] for axis in _perm(user)])
+        user.replace_input_with(0, out)
