@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -25,6 +26,7 @@ from trtconvert.evaluate.verify import relative_error
 from trtconvert.runtime import graph as graphs
 from trtconvert.runtime.compatibility import Machine, fitting_engine
 from trtconvert.runtime.graph import CopyingGraph
+from trtconvert.runtime.lane import Call, Lane, Plan
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import Signature
 
@@ -293,12 +295,15 @@ class HostRuntime:
     Attributes:
         recording: nodes so far, or None. A copy is a list [to, start, size], work is a function.
         refused: addresses that no copy takes.
-        moved: how many copies were told new addresses.
+        moved: how many copies were told new addresses; launched: how many launches there were.
+        streams, graphs: how many there are.
+        recordable: whether recordings succeed; status: what other calls return.
     """
 
     def __init__(self) -> None:
-        self.recording, self.refused, self.moved, self.status = None, set(), 0, cudart.cudaError_t.cudaSuccess
-        self.streams = self.graphs = 0
+        self.recording, self.refused, self.recordable = None, set(), True
+        self.moved = self.launched = self.streams = self.graphs = 0
+        self.status = cudart.cudaError_t.cudaSuccess
 
     def __getattr__(self, name):
         return getattr(cudart, name)
@@ -320,8 +325,10 @@ class HostRuntime:
         return (self.status,)
 
     def cudaStreamEndCapture(self, stream):
-        self.graphs += 1
         graph, self.recording = self.recording, None
+        if not self.recordable:
+            return cudart.cudaError_t.cudaErrorStreamCaptureUnsupported, None
+        self.graphs += 1
         return self.status, graph
 
     def cudaGraphDestroy(self, graph):
@@ -359,6 +366,7 @@ class HostRuntime:
 
     def cudaGraphLaunch(self, graph, stream):
         if self.status == cudart.cudaError_t.cudaSuccess:
+            self.launched += 1
             for node in graph:
                 ctypes.memmove(*node) if isinstance(node, list) else node()
         return (self.status,)
@@ -439,3 +447,96 @@ def test_what_cuda_keeps_goes_with_the_graph(cuda):
     assert cuda.graphs == 1 and cuda.streams == 0
     del graph
     assert cuda.graphs == 0
+
+
+class HostContext:
+    """TensorRT's execution context as far as lanes need it, of an engine for y = 2 · a + b."""
+
+    def __init__(self, cuda) -> None:
+        self.cuda, self.at, self.shape = cuda, {}, ()
+
+    def set_optimization_profile_async(self, profile, stream):
+        return True
+
+    def set_device_memory(self, address, size):
+        pass
+
+    def set_input_shape(self, name, shape):
+        self.shape = shape
+        return True
+
+    def get_tensor_shape(self, name):
+        return self.shape
+
+    def set_tensor_address(self, name, address):
+        self.at[name] = address
+        return True
+
+    def execute_async_v3(self, stream):
+        a, b, y = (self.vector(self.at[name]) for name in "aby")
+        self.cuda.run(lambda: torch.add(b, a, alpha=2, out=y))
+        return True
+
+    def vector(self, address):
+        (length,) = self.shape
+        return torch.frombuffer((ctypes.c_float * length).from_address(address), dtype=torch.float32)
+
+
+@pytest.fixture
+def open_lane(cuda, monkeypatch):
+    """Makes lanes with room for so many graphs."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+    engine = SimpleNamespace(create_execution_context=lambda strategy: HostContext(cuda))
+    scratch = SimpleNamespace(on=lambda stream: torch.zeros(1, dtype=torch.uint8))
+    types = (torch.float32, torch.float32)
+    plan = Plan(trt, engine, None, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
+    return lambda graphs: Lane(plan, SimpleNamespace(cuda_stream=7, synchronize=lambda: None), graphs)
+
+
+CALLS = {length: Call(0, ((length,), (length,)), ((length,),)) for length in (4, 6)}
+
+
+def right(lane, length):
+    """Whether a call with new inputs, one of them not contiguous, gives what it should."""
+    a, b = torch.randn(length, 2)[:, 0], torch.randn(length)
+    (y,) = lane.run(CALLS[length], (a, b))
+    return torch.equal(y, 2 * a + b)
+
+
+def test_the_second_call_of_a_shape_is_recorded_and_the_oldest_graph_goes(cuda, open_lane):
+    lane, launched = open_lane(1), []
+    for length in (4, 4, 4, 6, 6, 6, 4, 4):
+        assert right(lane, length)
+        launched.append(cuda.launched)
+    assert launched == [0, 1, 2, 2, 3, 4, 4, 5] and lane.recorded == 3
+    assert cuda.graphs == 1
+    lane.close()
+    assert cuda.graphs == 0
+
+
+def test_a_recording_of_the_callers_takes_plain_calls(cuda, open_lane, monkeypatch):
+    lane = open_lane(4)
+    assert right(lane, 4) and right(lane, 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert right(lane, 4) and right(lane, 6) and right(lane, 6)
+    assert cuda.launched == lane.recorded == 1
+
+
+def test_inputs_that_a_graph_cannot_read_take_a_plain_call(cuda, open_lane):
+    lane, (a, b) = open_lane(4), torch.randn(2, 4)
+    assert right(lane, 4) and right(lane, 4)
+    cuda.refused.add(a.data_ptr())
+    (y,) = lane.run(CALLS[4], (a, b))
+    assert torch.equal(y, 2 * a + b) and cuda.launched == 1
+    assert right(lane, 4) and cuda.launched == 2
+
+
+def test_an_engine_that_cannot_be_recorded_runs_plainly(cuda, open_lane, monkeypatch):
+    lane = open_lane(4)
+    assert right(lane, 4)
+    cuda.recordable = False
+    with pytest.warns(RuntimeWarning, match=r"(?s)without CUDA graphs.*cudaErrorStreamCaptureUnsupported"):
+        assert right(lane, 4)
+    assert right(lane, 4) and right(lane, 6) and right(lane, 6)
+    assert cuda.launched == lane.recorded == 0

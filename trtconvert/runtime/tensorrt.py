@@ -46,10 +46,10 @@ class TensorRTComponent:
     the caller's current stream, and the output, a fresh tensor in the signature's type or a tuple of several, is ready in
     stream order. It lies on the device of the first input, so a caller whose tensors are on the CPU waits for it.
 
-    The first call of a shape on a stream runs plainly, the second records a CUDA graph, and further ones replay it: what is
-    computed is the same, and the host is done sooner. Safe from several threads; calls on different streams run
-    concurrently, each stream with execution contexts of its own. To record a call into a CUDA graph of one's own, call it
-    once on that stream before.
+    The first call of a shape on a stream runs plainly, the second records a CUDA graph, and further ones launch it: what is
+    computed is the same, and the host is done sooner. A graph copies inputs and outputs, on the device. Safe from several
+    threads; calls on different streams run concurrently, each stream with execution contexts of its own. To record a call
+    into a CUDA graph of one's own, call it once on that stream before.
 
     Args:
         path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
