@@ -144,7 +144,7 @@ def test_what_is_no_bundle_is_refused(tmp_path, place):
 
 
 def test_a_large_models_weights_are_a_file_of_their_own_and_hashed(tmp_path, monkeypatch):
-    """The whole build, and ONNX Runtime from the bundle. 1.5 GB are large in earnest."""
+    """The whole build, and ONNX Runtime from the bundle. Half a gigabyte is large in earnest."""
     for limit in ("INLINE_LIMIT", "SMALL"):
         monkeypatch.setattr(storage, limit, 100)
     folder = tmp_path / "bundle"

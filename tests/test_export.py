@@ -1,6 +1,8 @@
 """Export: the op's body against the reference, the traced model, and the three lowerings."""
 
+import copy
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -330,6 +332,20 @@ def test_the_traced_model_serves_any_batch_and_sequence(digits, traced, batch, h
     assert error(got, expected) < tolerances.WHOLE_DENOISER
 
 
+def test_a_denoiser_may_be_in_half_precision_already(digits, traced):
+    """It gives the weights of one that tracing converts, which stays in full precision itself."""
+    chosen, _ = traced
+    half = replace(digits, denoiser=copy.deepcopy(digits.denoiser).half())
+    options = SiteOptions(1000.0, "calibrated", True)
+    models = [trace(model, chosen, options, dims=digits.dims, dtype=torch.float16) for model in (half, digits)]
+    assert {p.dtype for p in digits.denoiser.parameters()} == {torch.float32}
+    kept, converted = (
+        {name: value.const_value.numpy() for name, value in model.graph.initializers.items()} for model in models
+    )
+    assert {x.dtype for name, x in kept.items() if name in digits.denoiser.state_dict()} == {np.dtype(np.float16)}
+    np.testing.assert_equal(kept, converted)
+
+
 def test_only_converted_sites_are_nodes_and_tables_are_initialisers(traced):
     chosen, model = traced
     nodes = attention_nodes(model)
@@ -383,7 +399,7 @@ def test_a_site_that_the_graph_does_not_hold_is_refused(traced):
 
 
 def test_large_weights_lie_beside_the_graph_and_are_shared_by_its_lowerings(digits, traced, tmp_path, monkeypatch):
-    """The limit is 1.5 GB in earnest."""
+    """The limit is half a gigabyte in earnest."""
     monkeypatch.setattr(storage, "INLINE_LIMIT", 100_000)
     path, native = tmp_path / "model.onnx", tmp_path / "native.onnx"
     storage.save(traced[1], path)

@@ -59,8 +59,7 @@ def trace(
     """
     for site, site_tables in tables.items():
         _check_tables(site, site_tables)
-    denoiser = model.denoiser if dtype == torch.float32 else copy.deepcopy(model.denoiser).to(dtype)
-    traced = _TracedDenoiser(denoiser, model, tables, options).eval()
+    traced = _TracedDenoiser(_in_type(model.denoiser, dtype), model, tables, options).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
@@ -97,7 +96,6 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
     Raises:
         UserError: the model cannot be exported.
     """
-    module = component.module if dtype == torch.float32 else copy.deepcopy(component.module).to(dtype)
     sizes = {name: _trace_size(size) for name, size in component.dims.items()}
     inputs = {
         spec.name: _resized(component.example[spec.name], spec, sizes).to(
@@ -106,7 +104,7 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
         for spec in component.inputs
     }
     return _exported(
-        module,
+        _in_type(component.module, dtype),
         inputs,
         component.inputs,
         [spec.name for spec in component.outputs],
@@ -115,6 +113,13 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
         prefix="model.",
         remedy=f"give model.options one size instead of a range, or take {component.name} out of the recipe",
     )
+
+
+def _in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A module in full precision with its weights in a type: itself where they are, else a copy."""
+    weights = [*module.parameters(), *module.buffers()]
+    there = dtype == torch.float32 or all(x.dtype == dtype for x in weights if x.is_floating_point())
+    return module if there else copy.deepcopy(module).to(dtype)
 
 
 def _exported(
