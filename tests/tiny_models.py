@@ -84,7 +84,8 @@ class Projected(nn.Module):
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         """x [B, 1, 4, 4], timestep [B] → [B, 1, 4, 4]."""
-        tokens = x.flatten(2).transpose(1, 2) * self.out.weight + timestep[:, None, None] / 1000
+        shift = (timestep[:, None, None] / 1000).to(x.dtype)
+        tokens = x.flatten(2).transpose(1, 2) * self.out.weight + shift
         if self.kind in ("unbound", "another order"):
             q, k, v = self.qkv(tokens).view(-1, 16, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
             if self.kind == "another order":
