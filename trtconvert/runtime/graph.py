@@ -52,7 +52,7 @@ class CopyingGraph:
         self._inputs = len(inputs)
         self._aimed = [0] * len(ends)
 
-    def aim(self, addresses: Sequence[int]) -> bool:
+    def aim(self, addresses: list[int]) -> bool:
         """Set where the launches from now on read inputs and write outputs; those on their way keep what they have.
 
         Args:
@@ -62,16 +62,17 @@ class CopyingGraph:
             of other libraries may be mapped in other ways than torch's.
         """
         aimed = self._aimed
+        if addresses == aimed:
+            return True
         for index, address in enumerate(addresses):
             if address != aimed[index]:
                 node, (buffer, size) = self._nodes[index], self._buffers[index]
-                if node is None:
-                    continue
                 to, start = (buffer, address) if index < self._inputs else (address, buffer)
-                (status,) = cudart.cudaGraphExecMemcpyNodeSetParams1D(self._exec, node, to, start, size, _ON_DEVICE)
-                if status:
-                    aimed[index] = 0  # unknown
-                    return False
+                if node is not None:
+                    (status,) = cudart.cudaGraphExecMemcpyNodeSetParams1D(self._exec, node, to, start, size, _ON_DEVICE)
+                    if status:
+                        aimed[index] = 0  # unknown
+                        return False
                 aimed[index] = address
         return True
 
