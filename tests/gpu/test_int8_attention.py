@@ -208,6 +208,36 @@ def test_unusable_modes_and_timesteps_give_nan_in_their_elements_only(mode: int,
     assert out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("target_arch", [0, 80])
+def test_memory_that_holds_anything_harms_nobody(target_arch: int, dim: int) -> None:
+    """TensorRT times plugins on tensors that nobody has written: tables, timesteps, modes and lengths of any bits."""
+    generator = torch.Generator("cuda").manual_seed(dim)
+
+    def anything(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        size = [*shape[:-1], shape[-1] * dtype.itemsize]
+        return torch.randint(0, 256, size, generator=generator, device="cuda", dtype=torch.uint8).view(dtype)
+
+    good = draw("gauss", 2, 4, 4, 200, 200, dim)
+    tables, timestep = reference.tables_from_data(*good, Mode.BALANCED), torch.full((2,), 500.0, device="cuda")
+    before = kernel._run_cuda(*good, timestep, tables, target_arch=target_arch)
+    for turn in range(100):
+        batch, heads, tokens, bins = 1 + turn % 3, 4, 1 + 67 * (turn % 7), 1 + turn % 4
+        q, k, v = (anything(batch, heads, tokens, dim, dtype=torch.float16) for _ in "qkv")
+        scales = [anything(bins, heads) for _ in "qk"] + [anything(bins, heads, dim) for _ in range(3)]
+        modes = anything(bins, dtype=torch.int32)
+        kernel._run_cuda(
+            *(q, k, v) if turn % 2 else (x.nan_to_num(1, 1, 1) for x in (q, k, v)),
+            anything(batch) if turn % 3 else torch.full((batch,), 500.0, device="cuda"),
+            reference.AttentionTables(*scales, modes=modes if turn % 5 == 0 else modes.remainder(4)),
+            scaling=("calibrated", "dynamic")[turn // 2 % 2],
+            key_lengths=anything(batch, dtype=torch.int32) if turn % 4 == 3 else None,
+            target_arch=target_arch,
+        )
+        torch.cuda.synchronize()
+    assert torch.equal(kernel._run_cuda(*good, timestep, tables, target_arch=target_arch), before)
+
+
 def test_offsets_beyond_32_bits() -> None:
     q, k, v = draw("gauss", 1, 1, 1, 128, 300, 64)
     far = torch.empty((1 << 31) + 4096, dtype=torch.float16, device="cuda")
