@@ -475,7 +475,9 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
     """Each shape alone, and what would be left of TensorRT's own step without any attention."""
-    print("| denoiser | sites | queries: B H N D | keys | TensorRT FP16, µs | our plugin, µs | TensorRT FP16, all sites, ms |")
+    print(
+        "| denoiser | sites | queries: B H N D | keys | TensorRT FP16, µs | our plugin, µs | TensorRT FP16, all sites, ms |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
         total = 0.0
