@@ -13,6 +13,7 @@ from torch import nn
 from trtconvert.bundle import TRANSPOSED
 from trtconvert.export.concats import promote_concats
 from trtconvert.export.interleaves import join_interleaves
+from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
 
@@ -151,3 +152,22 @@ def test_other_writes_of_every_nth_element_stay_scatters(module):
     assert join_interleaves(program.model) == 0
     assert "ScatterND" in {node.op_type for node in program.model.graph}
     assert (run(program.model, x) == module(x)).all()
+
+
+class WritesAndAdds(nn.Module):
+    """One write, and one addition in place, which is a scatter that reduces."""
+
+    def forward(self, x):
+        out = x.clone()
+        out[:, 0::3] = x[:, 1::3]
+        return out.index_put((torch.tensor([1, 1]),), x[:2], accumulate=True)
+
+
+def test_only_scatters_that_reduce_say_so():
+    module, x = WritesAndAdds(), torch.randn(4, 6)
+    program = export(module, x)
+    program.optimize()
+    assert leave_out_default_reductions(program.model) == 1
+    reductions = [node.attributes.get("reduction") for node in program.model.graph if node.op_type == "ScatterND"]
+    assert [None if reduction is None else reduction.as_string() for reduction in reductions] == [None, "add"]
+    assert torch.allclose(run(program.model, x), module(x), atol=1e-6)

@@ -21,6 +21,7 @@ from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
+from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
 from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent
@@ -175,6 +176,7 @@ def _exported(
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
         program.optimize()
     join_interleaves(program.model)
+    leave_out_default_reductions(program.model)
     return program.model
 
 
