@@ -112,12 +112,17 @@ def _engine_lines(engine: EngineRecord) -> Iterator[str]:
     for (queries, keys, native, plugin), count in same.items():
         sites = "1 site stays" if count == 1 else f"{count} sites stay"
         why = "" if native < plugin else " alone, but the whole engine is faster so"
-        yield f"{sites} native: {queries} × {keys} tokens, {native:.0f} µs against {plugin:.0f} µs{why}"
+        yield f"{sites} native: {queries} × {keys} tokens, {_microseconds(native)} against {_microseconds(plugin)}{why}"
     if engine.plugin_us is not None and engine.native_us is not None:
         yield (
-            f"a call takes {engine.plugin_us:.0f} µs with the plugin, {engine.native_us:.0f} µs with native attention at every "
-            "site: the faster is kept"
+            f"a call takes {_microseconds(engine.plugin_us)} with the plugin, {_microseconds(engine.native_us)} with native "
+            "attention at every site: the faster is kept"
         )
+
+
+def _microseconds(us: float) -> str:
+    """To a tenth where less decides."""
+    return f"{us:.0f} µs" if us >= 100 else f"{us:.1f} µs"
 
 
 def _calibration(made: Provenance) -> str:
