@@ -343,7 +343,6 @@ class Bench:
 
     def __init__(self, name: str) -> None:
         self.rows, self.attention = list[Row](), list[Attention]()
-        self.tables: dict[str, AttentionTables] = {}
         with Phase(f"{name}: made"):
             self.model = describe(name, "cuda")
         with Phase(f"{name}: run in FP32"):
@@ -354,19 +353,21 @@ class Bench:
         shapes = ARCHITECTURES[self.model.name].shapes
         half = [{name: torch.randn(shape, device="cuda").half() for name, shape in shapes.items()} for _ in range(3)]
 
-        def observe(call: SiteCall) -> Tensor:
-            # The modes differ in what they make of the tables, not in the tables.
-            one = tables_from_data(call.q, call.k, call.v, MODES[0]).to("cpu")
-            fields = {field: torch.cat([table] * len(MODES)) for field, table in vars(one).items()}
-            self.tables[call.name] = AttentionTables(**fields | {"modes": torch.tensor(MODES, dtype=torch.int32)})
-            return call.exact()
-
+        bins: dict[str, list[AttentionTables]] = {}  # as calibration makes them: each of its own timesteps
         self.expected: dict[Mode, Tensor] = {}
         for mode in MODES:
+
+            def observe(call: SiteCall, mode: Mode = mode) -> Tensor:
+                bins.setdefault(call.name, []).append(tables_from_data(call.q, call.k, call.v, mode).to("cpu"))
+                return call.exact()
+
             feed = {name: x.float() for name, x in half[0].items()}
             feed["timestep"].fill_(TIMESTEPS[mode])
-            denoiser = self.model.denoiser if self.tables else intercepted(self.model, observe)
-            self.expected[mode] = denoiser(**feed)
+            self.expected[mode] = intercepted(self.model, observe)(**feed)
+        self.tables = {
+            site: AttentionTables(**{field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])})
+            for site, found in bins.items()
+        }
         self.inputs = [feed | {"timestep": feed["timestep"].float()} for feed in half]
 
     def add(
