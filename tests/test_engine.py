@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -188,13 +189,28 @@ class Interrupting(Watch):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_ends_a_build_and_leaves_the_handler_as_it_was():
-    whole, watch, before = Watch(), Interrupting(), signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def at_ctrl_c():
+    """Sets what Ctrl-C does; a process in the background ignores it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield functools.partial(signal.signal, signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_build_and_leaves_the_handler_as_it_was(at_ctrl_c):
+    at_ctrl_c(signal.default_int_handler)
+    whole, watch = Watch(), Interrupting()
     build(model_of(*LINEAR), watch=whole)
     with pytest.raises(KeyboardInterrupt):
         build(model_of(*LINEAR), watch=watch)
     assert len(watch.shares) < len(whole.shares)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_is_ignored_ends_no_build(at_ctrl_c):
+    at_ctrl_c(signal.SIG_IGN)
+    assert build(model_of(*LINEAR), watch=Interrupting())
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_a_watcher_that_fails_ends_the_build_with_its_own_error():

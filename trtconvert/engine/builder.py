@@ -148,7 +148,8 @@ def make_log(trt: Any) -> Any:
 
 
 class _DeferredSignals:
-    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done.
+    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done. What the process ignores,
+    as jobs in the background ignore Ctrl-C, stays ignored.
 
     An exception that is raised in one of the library's callbacks crosses C++ code, which ends the process.
     """
@@ -163,10 +164,10 @@ class _DeferredSignals:
         self.caught = number
 
     def __enter__(self) -> _DeferredSignals:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # Python refuses it elsewhere, and sends signals only there
-            self._before = {number: signal.signal(number, self._keep) for number in self._NUMBERS}
+        # Python refuses it in other threads, and sends signals to this one only.
+        if threading.current_thread() is threading.main_thread():
+            heeded = [number for number in self._NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._keep) for number in heeded}
         return self
 
     def __exit__(self, *_exception: object) -> None:
