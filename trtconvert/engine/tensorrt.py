@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from trtconvert.engine.attention_choice import Choice
-    from trtconvert.engine.engine_choice import ChosenEngine, TimeEngine
 
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
@@ -165,24 +164,24 @@ def build_engine(
     import onnx_ir as ir
 
     from trtconvert.attention.kernel import library_version
-    from trtconvert.engine.engine_choice import ChosenEngine
+    from trtconvert.engine.engine_choice import ChosenEngine, fastest_mix
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export.nodes import require_attention_nodes
 
     trt = load()
     profiles = component.profiles or [component.dims]
     model = ir.load(onnx)
-    sites = list(require_attention_nodes(model)) if component.is_denoiser else []
+    nodes = require_attention_nodes(model) if component.is_denoiser else {}
 
     def build(native: Collection[str]) -> bytes:
         return build_lowered(trt, lowered(model, native, options), onnx, component.inputs, profiles, options, watch)
 
-    if sites and options.attention == "auto":
+    if nodes and options.attention == "auto":
         time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
-        engine = fastest_engine(trt, model, profiles, build, time_engine, options, watch)
+        engine = fastest_mix(choose_alone(trt, model, profiles, options, watch), nodes, build, time_engine, watch)
     else:
-        native = sites if options.attention == "native" else []
-        engine = ChosenEngine(build(native), len(native) < len(sites), [], None)
+        native = list(nodes) if options.attention == "native" else []
+        engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture())).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
@@ -278,32 +277,6 @@ def apply_options(trt: Any, config: Any, options: EngineSection) -> None:
 
 
 # Which attention ------------------------------------------------------------------------------------------------------
-
-
-def fastest_engine(
-    trt: Any,
-    model: ir.Model,
-    profiles: Sequence[Dims],
-    build: Callable[[Collection[str]], bytes],
-    time_engine: TimeEngine,
-    options: EngineSection,
-    watch: BuildWatcher,
-) -> ChosenEngine:
-    """The engine of a denoiser that is the fastest on this GPU, by measurement: each site's attention is timed alone, and then
-    whole engines, see `fastest_mix`.
-
-    Args:
-        trt: what `load` gave.
-        model: as it is exported.
-        build: a plan with TensorRT's own attention at some sites, the plugin at the others; time_engine: times such a plan.
-    Raises:
-        TrtconvertError, KeyboardInterrupt: see `choose_alone` and `build_plan`.
-    """
-    from trtconvert.engine.engine_choice import fastest_mix
-    from trtconvert.export.nodes import attention_nodes
-
-    choice = choose_alone(trt, model, profiles, options, watch)
-    return fastest_mix(choice, attention_nodes(model), build, time_engine, watch)
 
 
 def choose_alone(
