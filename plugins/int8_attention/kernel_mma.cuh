@@ -447,7 +447,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
     uint32_t integer_sum[2] = {0, 0};
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) {
-      float inverse_v[4] = {1.f, 1.f, 1.f, 1.f};
+      float inverse_v[4];
       if constexpr (kTokenScales) load_shared(inverse_v, s_log2_v + (kKeyTile + n * 8) * sizeof(float));
       uint32_t bytes[2][4];
 #pragma unroll

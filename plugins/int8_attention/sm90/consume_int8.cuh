@@ -119,7 +119,7 @@ __device__ __forceinline__ void weights(const Value& value, const float (&c)[2],
   uint32_t integers[2] = {};
 #pragma unroll
   for (int g = 0; g < kKeyTile / 16; ++g) {
-    float inverse[4] = {1.f, 1.f, 1.f, 1.f};
+    float inverse[4];
     if constexpr (kMode == 2) {
       const float4 v = *reinterpret_cast<const float4*>(&scales.inverse_v[16 * g + 4 * quad]);
       inverse[0] = v.x, inverse[1] = v.y, inverse[2] = v.z, inverse[3] = v.w;
