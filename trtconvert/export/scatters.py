@@ -15,9 +15,8 @@ def leave_out_default_reductions(model: ir.Model) -> int:
     """
     count = 0
     for node in model.graph:
-        if node.op_type in ("ScatterND", "ScatterElements") and not node.domain:
-            reduction = node.attributes.get("reduction")
-            if reduction is not None and reduction.as_string() == "none":
-                del node.attributes["reduction"]
-                count += 1
+        scatters = node.op_type in ("ScatterND", "ScatterElements") and not node.domain
+        if scatters and node.attributes.get_string("reduction") == "none":
+            del node.attributes["reduction"]
+            count += 1
     return count

@@ -19,6 +19,9 @@ from trtconvert.errors import BackendUnavailable
 
 _ON_DEVICE = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
+REMEDY = "free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message"
+"""Where the device refuses work that it took before."""
+
 _Copy = tuple[int, int, int]
 """Where to, where from, how many bytes."""
 
@@ -154,5 +157,5 @@ def _failure(status: Any, doing: str) -> BackendUnavailable:
         f"CUDA could not {doing}",
         expected="a device that takes work",
         got=f"{name}: {text}",
-        remedy="free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message",
+        remedy=REMEDY,
     )

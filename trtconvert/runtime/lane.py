@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import BackendUnavailable
-from trtconvert.runtime.graph import CopyingGraph
+from trtconvert.runtime.graph import REMEDY, CopyingGraph
 from trtconvert.runtime.scratch import Scratch
 
 _ALIGNMENT = 256
@@ -74,7 +74,7 @@ class Plan:
             problem,
             expected="TensorRT to run the engine that it loaded",
             got=self.log.last(),
-            remedy="free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message",
+            remedy=REMEDY,
         )
 
 
