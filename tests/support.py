@@ -43,12 +43,26 @@ def run(*arguments: object) -> Outcome:
     return Outcome(result.exit_code, result.output)
 
 
+def environment() -> dict[str, str]:
+    """Of the program in processes of its own, where it finds the tests' models. One thread: several share the machine."""
+    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def torchrun(ranks: int, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The program on so many ranks, as users start it; it ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "trtconvert.cli", *map(str, arguments)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """The program in a process of its own. One thread: several of them share the machine with the tests."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    """The program in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "trtconvert.cli", *map(str, arguments)],
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,6 +1,5 @@
 """Calibration on several real processes: the same file as one process makes, byte for byte; killed ones go on where they were."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -9,7 +8,7 @@ import time
 
 import pytest
 from safetensors import safe_open
-from support import TESTS, contents, finish, start, tiny_recipe
+from support import contents, environment, finish, start, tiny_recipe, torchrun
 
 BATCHES = 8
 
@@ -40,15 +39,15 @@ def ranks(size, *arguments, separate_disks=None):
     port = free_port()
     started = []
     for rank in range(size):
-        environment = os.environ | {
+        of_rank = environment() | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+            "MASTER_PORT": str(port),
         }  # fmt: skip
         cache = ["--cache", f"{separate_disks}-{rank}"] if separate_disks else []
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "trtconvert.cli", *map(str, arguments), *cache],
-                env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=of_rank, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
     return started
@@ -78,10 +77,7 @@ def test_ranks_on_disks_of_their_own_make_what_one_makes(alone, tmp_path):
 def test_torchrun_starts_it(alone, tmp_path):
     recipe, expected = alone
     output = tmp_path / "c.safetensors"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["trtconvert.cli", "calibrate", str(recipe), "-o", str(output), "--cache", str(tmp_path / "cache")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    torchrun(2, "calibrate", recipe, "-o", output, "--cache", tmp_path / "cache")
     assert output.read_bytes() == expected
 
 

@@ -1,7 +1,6 @@
 """`trtconvert evaluate`: what it finds, that kills and ranks change nothing, and what it refuses."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from support import TESTS, WEIGHTS, finish, partials, refusal, run, start
+from support import WEIGHTS, environment, finish, partials, refusal, run, start, torchrun
 from tolerances import EIGENVALUES, WHOLE_DENOISER
 
 from trtconvert import models, runtime
@@ -230,17 +229,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
 def test_two_ranks_find_what_one_finds(tiny, tmp_path):
     one = finish(start(*tiny, "--work", tmp_path / "one", "-o", tmp_path / "one.json"))
     assert one.exit_code == 0, one.output
-    two = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "trtconvert.cli", *map(str, tiny), "--work", tmp_path / "two", "-o", tmp_path / "two.json",
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert two.returncode == 0, two.stderr
+    two = torchrun(2, *tiny, "--work", tmp_path / "two", "-o", tmp_path / "two.json", timeout=300)
     assert outcome_of(tmp_path / "two.json") == outcome_of(tmp_path / "one.json")  # to the last bit
     assert two.stdout.count("FID") == one.output.count("FID")  # one rank speaks
 
@@ -248,10 +237,9 @@ def test_two_ranks_find_what_one_finds(tiny, tmp_path):
 def test_a_full_disk_keeps_finished_shards(tiny, tmp_path):
     # Shards of a few images are small, whole ones are not: a limit on the size of files stands for a full disk.
     arguments = [*tiny, "--samples", evaluation.SHARD + 10, "--work", tmp_path / "work", "-o", tmp_path / "out.json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     limited = subprocess.run(
         ["bash", "-c", 'ulimit -f 14; trap "" XFSZ; exec "$0" -m trtconvert.cli "$@"', sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, env=environment,
+        capture_output=True, text=True, timeout=120, env=environment(),
     )  # fmt: skip
     assert limited.returncode == 2, limited.stderr
     assert "the disk is full while writing" in limited.stderr and "remedy: " in limited.stderr

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from support import WEIGHTS, tiny_recipe
+from support import WEIGHTS, tiny_recipe, torchrun
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
 from trtconvert.attention.modes import Mode
@@ -82,10 +78,7 @@ def test_ranks_on_two_gpus_make_what_one_makes(tmp_path) -> None:
 
     def calibration(ranks: int) -> bytes:
         output = tmp_path / f"{ranks}.safetensors"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        command += ["trtconvert.cli", "calibrate", recipe, "-o", output, "--device", "cuda"]
-        command += ["--cache", tmp_path / str(ranks)]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True, timeout=120)
+        torchrun(ranks, "calibrate", recipe, "-o", output, "--device", "cuda", "--cache", tmp_path / str(ranks))
         return output.read_bytes()
 
     assert calibration(2) == calibration(1)
