@@ -26,9 +26,7 @@ from trtconvert.export.lowering import (
     lower_to_function,
     lower_to_native,
     lower_to_plugin,
-    packing,
 )
-from trtconvert.export.lowering.packing import pack_projections
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import intercepted
@@ -173,70 +171,6 @@ def test_the_plugin_of_an_fp32_model_gets_and_gives_fp16(mask):
     out = run(model, feeds)
     assert out.dtype == torch.float32
     assert error(out[:4], expected[:4]) < tolerances.HALF_INPUTS
-
-
-def unpacked(model):
-    """The node's packed input cut into what it stands for."""
-    (node,) = attention_nodes(model).values()
-    packed = node.inputs[0]
-    assert node.attributes["layout"].as_string() == "BNHD" and all(value is packed for value in node.inputs[:3])
-    for index in range(3):
-        number = ir.node("Constant", [], {"value": ir.tensor(np.array(index))})
-        part = ir.node("Gather", [packed, number.outputs[0]], {"axis": 2})
-        part.outputs[0].dtype = packed.dtype
-        node.graph.insert_before(node, [number, part])
-        node.replace_input_with(index, part.outputs[0])
-    return model
-
-
-@pytest.mark.parametrize("kind", ["biased", "plain", "called twice", "unbound"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_packed_projection_is_what_three_were(kind, batch):
-    model, feeds = (
-        tiny_models.traced_projections(kind),
-        {"x": np.random.default_rng(0).standard_normal((batch, 1, 4, 4), np.float32)},
-    )
-    feeds["timestep"] = np.full(batch, 400, np.float32)
-    expected = run(model, feeds)
-    assert pack_projections(model) == 1
-    (node,) = attention_nodes(model).values()
-    assert list(node.inputs[0].shape)[1:] == [16, 3, 2, 32]
-    products = [n for n in model.graph if n.op_type == "MatMul"]
-    assert len(products) == 2  # of the three in one, and of the output
-    lower_to_function(unpacked(model))
-    torch.testing.assert_close(run(model, feeds), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["of another tensor", "grouped", "another order"])
-def test_other_projections_are_left(kind):
-    model = tiny_models.traced_projections(kind)
-    before = [node.name for node in model.graph]
-    assert pack_projections(model) == 0
-    assert [node.name for node in model.graph] == before
-
-
-def test_weights_in_files_are_joined_up_to_what_a_graph_may_hold(tmp_path, monkeypatch):
-    storage.save(tiny_models.traced_projections("plain"), tmp_path / "model.onnx")
-    model = ir.load(tmp_path / "model.onnx")
-    weights = [value for value in model.graph.initializers.values() if value.const_value.nbytes == 64 * 64 * 4]
-    ir.external_data.unload_from_model(model, tmp_path, "weights", size_threshold_bytes=1024)
-    assert weights and isinstance(weights[0].const_value, ir.ExternalTensor)
-    monkeypatch.setattr(packing, "LARGEST_INLINE", 3 * 64 * 64 * 4 - 1)
-    assert pack_projections(model) == 0
-    monkeypatch.setattr(packing, "LARGEST_INLINE", 3 * 64 * 64 * 4)
-    assert pack_projections(model) == 1
-
-
-def test_packing_for_the_plugin_and_one_cast_for_the_three():
-    model = tiny_models.traced_projections("biased")
-    lower_to_plugin(model, pack=False)
-    (node,) = attention_nodes(model).values()
-    assert len({id(value) for value in node.inputs[:3]}) == 3
-    model = tiny_models.traced_projections("biased")
-    lower_to_plugin(model)
-    (node,) = attention_nodes(model).values()
-    assert len({id(value) for value in node.inputs[:3]}) == 1
-    assert node.inputs[0].producer().op_type == "Cast" and node.inputs[0].dtype == ir.DataType.FLOAT16
 
 
 @pytest.mark.parametrize("lower", [lower_to_function, lower_to_native, lower_to_plugin])

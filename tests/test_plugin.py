@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trtconvert.attention.kernel import int8_attention
+from trtconvert.attention import kernel
+from trtconvert.attention.reference import AttentionTables
 from trtconvert.library import library_path
 
 FLOAT, HALF, INT32, BOOL, BF16 = 0, 1, 3, 4, 7
@@ -128,18 +129,25 @@ def tensors(
     mask: tuple[int, ...] | None = None,
     mask_type: int = BOOL,
     packed: bool = False,
+    shared_heads: int = 0,
+    rotary: tuple[int, ...] | None = None,
+    norm: tuple[int, ...] | None = None,
 ) -> list[Desc]:
-    """Descriptions of the node's inputs and output for one shape; `packed`: of one tensor of q, k and v."""
+    """Descriptions of the node's inputs and output for one shape.
+
+    `packed`: of one tensor of q, k and v; `shared_heads`: of those in the one tensor of k and v of several nodes.
+    """
 
     def tokens(heads: int, count: int) -> tuple[int, ...]:
         return (batch, heads, count, dim) if layout == "BHND" else (batch, count, heads, dim)
 
     out = tokens(heads, queries)
-    q, k = (out, tokens(kv_heads, keys)) if not packed else [(batch, queries, 3, heads, dim)] * 2
+    q, k = (out, tokens(shared_heads or kv_heads, keys)) if not packed else [(batch, queries, 3, heads, dim)] * 2
     shapes = [(q, dtype), (k, dtype), (k, dtype), ((batch,), FLOAT), ((bins, heads), FLOAT), ((bins, kv_heads), FLOAT)]
     shapes += [((bins, kv_heads, dim), FLOAT)] * 3 + [((bins,), INT32)]
     if mask is not None:
         shapes.append((mask, mask_type))
+    shapes += [(shape, FLOAT) for shape in (rotary, norm) if shape is not None]
     return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, (out, dtype)]]
 
 
@@ -177,8 +185,9 @@ def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
 
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     given = {"layout": "BNHD", "softmax_scale": 0.125, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
+    given |= {"rotary": 1, "norm": 1, "norm_eps": 0.25, "kv_heads": 3, "k_head": 7, "v_head": 20}
     plugin = driver.create(**given)
-    expected = given | {"serialization_version": 1}
+    expected = given | {"serialization_version": 2}
     assert driver.serialised(plugin) == expected
     again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
     driver.lib.driver_destroy(plugin)  # what the copy serialises must be its own
@@ -190,12 +199,18 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
 
 def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
     assert driver.serialised(plugin) == {
-        "serialization_version": 1,
+        "serialization_version": 2,
         "layout": "BHND",
         "softmax_scale": 0.0,
         "timestep_max": 1000.0,
         "scaling": "calibrated",
         "smooth_k": 1,
+        "rotary": 0,
+        "norm": 0,
+        "norm_eps": 0.0,
+        "kv_heads": 0,
+        "k_head": 0,
+        "v_head": 0,
     }
 
 
@@ -227,8 +242,13 @@ def test_other_widths_and_terminated_text_are_accepted(driver: Driver) -> None:
         ({"smooth_k": 2}, "expected 0 or 1, got 2"),
         ({"smooth_k": 1.0}, "expected one integer"),
         ({"smooth_k": (FIELD_INT32, 1, None)}, "expected one integer"),
+        ({"rotary": 2}, "expected 0 or 1, got 2"),
+        ({"norm_eps": -1e-6}, "expected a finite number from 0"),
+        ({"norm_eps": float("nan")}, "got nan"),
+        ({"kv_heads": -1}, "expected a number of heads from 0"),
+        ({"v_head": (FIELD_INT64, 1, ctypes.c_int64(1 << 31))}, "got 2147483648"),
         ({"colour": 1}, "got 'colour'"),
-        ({"serialization_version": 1}, "got 'serialization_version'"),
+        ({"serialization_version": 2}, "got 'serialization_version'"),
     ],
     ids=str,
 )
@@ -258,11 +278,12 @@ def test_broken_collections_are_refused(driver: Driver) -> None:
 
 def test_engines_of_other_versions_are_refused(driver: Driver) -> None:
     whole = {"layout": "BHND", "softmax_scale": 0.0, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
-    assert not driver.create(RUNTIME, serialization_version=2, **whole)
+    whole |= {"rotary": 0, "norm": 0, "norm_eps": 0.0, "kv_heads": 0, "k_head": 0, "v_head": 0}
+    assert not driver.create(RUNTIME, serialization_version=1, **whole)
     assert "build the engine again" in driver.messages()
     assert not driver.create(RUNTIME, **whole)  # no version at all
-    assert "expected the 6 fields" in driver.messages()
-    assert driver.create(RUNTIME, serialization_version=1, **whole)
+    assert "expected the 12 fields" in driver.messages()
+    assert driver.create(RUNTIME, serialization_version=2, **whole)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16])
@@ -331,6 +352,66 @@ def test_packed_inputs_are_taken(driver: Driver, mask: tuple[int, ...] | None) -
     assert driver.lib.driver_shape_change(plugin, (Desc * len(packed))(*packed), inputs) == 0, driver.messages()
     sizes = [driver.lib.driver_workspace(plugin, dynamic(descs, descs), inputs) for descs in (packed, apart)]
     assert sizes[0] == sizes[1] > 0
+
+
+SHARED = {"layout": "BNHD", "shared_heads": 16}
+SHARED_ATTRIBUTES = {"layout": "BNHD", "kv_heads": 3, "k_head": 10, "v_head": 13}
+LAYERS = {"queries": 77, "rotary": (77, 32, 2), "norm": (2, 64)}
+LAYERS_ATTRIBUTES = {"rotary": 1, "norm": 1, "norm_eps": 1e-6}
+
+
+@pytest.mark.parametrize("mask", [None, (77,)])
+@pytest.mark.parametrize(
+    ("attributes", "shape"),
+    [
+        (SHARED_ATTRIBUTES, SHARED),
+        (LAYERS_ATTRIBUTES, LAYERS),
+        ({"rotary": 1}, LAYERS | {"norm": None}),
+        ({"norm": 1, "norm_eps": 0.0}, {"norm": (2, 64)}),
+        (LAYERS_ATTRIBUTES | {"layout": "BNHD"}, LAYERS | PACKED),
+    ],
+    ids=["shared", "rotary and norm", "rotary", "norm", "packed, rotary and norm"],
+)
+def test_optional_inputs_are_taken(
+    driver: Driver, attributes: dict[str, object], shape: dict[str, object], mask: tuple[int, ...] | None
+) -> None:
+    plugin = driver.create(**attributes)
+    descs = tensors(**(shape | {"mask": mask}))
+    inputs = len(descs) - 1
+    assert all(driver.lib.driver_supports(plugin, i, dynamic(descs, descs), inputs) for i in range(len(descs)))
+    assert driver.lib.driver_configure(plugin, dynamic(descs, descs), inputs) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(plugin, (Desc * len(descs))(*descs), inputs) == 0, driver.messages()
+    descs[-2].type = HALF  # the last input, a mask of another length or FP32 tables
+    assert driver.lib.driver_supports(plugin, inputs - 1, dynamic(descs, descs), inputs) == (
+        shape is SHARED and mask is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("attributes", "descs", "said"),
+    [
+        (SHARED_ATTRIBUTES, tensors(**(SHARED | {"shared_heads": 15})), "P >= 16 heads, got BNHD"),
+        (SHARED_ATTRIBUTES | {"layout": "BHND"}, tensors(**(SHARED | {"layout": "BHND"})), "got BHND"),
+        (SHARED_ATTRIBUTES, tensors(**PACKED), "expected layout BNHD, q [B, Nq, H, D]"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"queries": 100})), "expected as many queries as keys, got 100 and 77"),
+        (
+            LAYERS_ATTRIBUTES,
+            tensors(**(LAYERS | {"rotary": (77, 64, 2)})),
+            "input 'rotary': expected shape [77, 32, 2]",
+        ),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": (64,)})), "input 'norm': expected shape [2, 64]"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": None})), "expected 12 or 13 inputs"),
+        ({"rotary": 1}, tensors(), "expected 11 or 12 inputs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_optional_inputs_are_refused_with_a_reason(
+    driver: Driver, attributes: dict[str, object], descs: list[Desc], said: str
+) -> None:
+    plugin = driver.create(**attributes)
+    driver.messages()
+    assert driver.lib.driver_configure(plugin, dynamic(descs, descs), len(descs) - 1) != 0
+    assert said in driver.messages()
 
 
 def replaced(position: int, shape: tuple[int, ...], **options: object) -> list[Desc]:
@@ -403,14 +484,28 @@ def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [{"layout": "BHND"}, {"layout": "BNHD"}, PACKED], ids=["BHND", "BNHD", "packed"])
+@pytest.mark.parametrize(
+    ("shape", "attributes"),
+    [
+        ({"layout": "BHND"}, {}),
+        ({"layout": "BNHD"}, {}),
+        (PACKED, {}),
+        (SHARED, SHARED_ATTRIBUTES),
+        (LAYERS | {"layout": "BHND"}, LAYERS_ATTRIBUTES),
+        (LAYERS | PACKED, LAYERS_ATTRIBUTES),
+    ],
+    ids=["BHND", "BNHD", "packed", "shared", "rotary and norm", "packed, rotary and norm"],
+)
 @pytest.mark.parametrize("masked", [False, True])
-def test_enqueue_computes_what_the_operator_does(driver: Driver, shape: dict[str, object], masked: bool) -> None:
+def test_enqueue_computes_what_the_operator_does(
+    driver: Driver, shape: dict[str, object], attributes: dict[str, object], masked: bool
+) -> None:
     layout, packed = shape["layout"], "packed" in shape
-    plugin = driver.create(layout=layout, scaling="dynamic", softmax_scale=0.2, timestep_max=500.0, smooth_k=0)
-    mask = (1, 77 if packed else 100, 77) if masked else None
-    descs = (Desc * (11 if mask is None else 12))(*tensors(**shape, mask=mask))
-    inputs = len(descs) - 1
+    given = {"layout": layout, "scaling": "dynamic", "softmax_scale": 0.2, "timestep_max": 500.0, "smooth_k": 0}
+    plugin = driver.create(**(given | attributes))
+    mask = (1, shape.get("queries", 100), 77) if masked else None
+    every = tensors(**shape, mask=mask)
+    descs, inputs = (Desc * len(every))(*every), len(every) - 1
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(desc: Desc) -> torch.Tensor:
@@ -426,6 +521,8 @@ def test_enqueue_computes_what_the_operator_does(driver: Driver, shape: dict[str
     data[3] = torch.tensor([60.0, 450.0], device="cuda")  # the first and the last bin
     if packed:
         data[1] = data[2] = data[0]
+    if shape is SHARED:
+        data[2] = data[1]
     out_desc = descs[inputs].dims
     out = torch.full(out_desc.d[: out_desc.nb], torch.nan, dtype=torch.float16, device="cuda")
     workspace = torch.full(
@@ -437,9 +534,13 @@ def test_enqueue_computes_what_the_operator_does(driver: Driver, shape: dict[str
     assert driver.lib.driver_shape_change(plugin, descs, inputs) == 0, driver.messages()
     status = driver.lib.driver_enqueue(plugin, descs, inputs, pointers, outputs, ctypes.c_void_p(workspace.data_ptr()))
     assert status == 0, driver.messages()
-    options = {"layout": layout, "scaling": "dynamic", "softmax_scale": 0.2, "timestep_max": 500.0, "smooth_k": False}
     qkv = data[0].unbind(2) if packed else data[:3]
-    expected = int8_attention(*qkv, *data[3:], **options)
+    if shape is SHARED:
+        qkv = [data[0], data[1][:, :, 10:13], data[1][:, :, 13:16]]
+    options = given | {"smooth_k": False, "mask": data[10] if masked else None}
+    if "rotary" in attributes:
+        options |= {"rotary": data[-2], "norm": (*data[-1], 1e-6)}
+    expected = kernel._run_cuda(*qkv, data[3], AttentionTables(*data[4:10]), **options)
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 

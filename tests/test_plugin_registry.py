@@ -53,7 +53,7 @@ found["core"] = [core.plugin_name, core.plugin_version, core.plugin_namespace]
 found["outputs"] = build.num_outputs
 found["interfaces"] = [c.interface_info.kind for c in (core, build, runtime)]
 found["defaults"] = create(trt.TensorRTPhase.BUILD) is not None
-found["from_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_version=1, **good) is not None
+found["from_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_version=2, **good) is not None
 found["from_other_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_version=9, **good) is not None
 found["bad"] = {}
 for name, value in {"layout": b"BDNH", "softmax_scale": -1.0, "smooth_k": 7, "scaling": 3}.items():

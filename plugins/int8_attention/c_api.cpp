@@ -93,6 +93,20 @@ TrtConvertStatus check_tensor(const char* name, const void* pointer, const TrtCo
   return TRTCONVERT_OK;
 }
 
+TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report& report) {
+  if (c.rotary) {
+    if (check_pointer("rotary", c.rotary, 16, report)) return report.status;
+    if (c.num_queries != c.num_keys)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "rotary: expected as many queries as keys, got %d and %d", c.num_queries,
+                         c.num_keys);
+  }
+  if (!c.q_norm && !c.k_norm) return TRTCONVERT_OK;
+  if (check_pointer("q_norm", c.q_norm, 16, report) || check_pointer("k_norm", c.k_norm, 16, report)) return report.status;
+  if (!std::isfinite(c.norm_epsilon) || c.norm_epsilon < 0)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "norm_epsilon: expected a finite value >= 0, got %g", c.norm_epsilon);
+  return TRTCONVERT_OK;
+}
+
 Params make_params(const TrtConvertAttentionParams& c) {
   Params p = {};
   p.batch = c.batch;
@@ -130,6 +144,10 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.mask = c.mask;
   std::memcpy(p.mask_strides, c.mask_strides, sizeof(p.mask_strides));
   p.key_lengths = c.key_lengths;
+  p.rotary = c.rotary;
+  p.q_norm = c.q_norm;
+  p.k_norm = c.k_norm;
+  p.norm_epsilon = c.norm_epsilon;
   return p;
 }
 
@@ -181,6 +199,7 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
     return report.status;
   }
   if (c->key_lengths && check_pointer("key_lengths", c->key_lengths, 4, report)) return report.status;
+  if (check_layers_before(*c, report)) return report.status;
   if (c->target_arch != 0 && c->target_arch != 80)
     return report.invalid_int("target_arch", "0 (the device's best) or 80 (mma.sync)", c->target_arch);
 

@@ -108,6 +108,12 @@ struct Params {
   int64_t mask_strides[4];
   const int32_t* key_lengths;  // [B] or null
 
+  // What the pre-pass does to Q and K first; null: nothing.
+  const float* rotary;  // [N, D / 2, 2]: cosine and sine
+  const float* q_norm;  // [D], and k_norm: both or neither
+  const float* k_norm;
+  float norm_epsilon;
+
   // Workspace, written by the pre-pass. "block" and "tile" are contiguous images of the given size in bytes; a mode uses the
   // part of it that its element size needs.
   ElementInfo* elements;   // [B]

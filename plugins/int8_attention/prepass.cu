@@ -55,6 +55,21 @@ __device__ __forceinline__ void unpack8(const uint4& packed, float (&x)[8]) {
   }
 }
 
+template <typename T>
+__device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
+  uint4 packed;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    PairOf<T>& two = reinterpret_cast<PairOf<T>*>(&packed)[i];
+    if constexpr (std::is_same_v<T, __half>) {
+      two = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+    } else {
+      two = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  return packed;
+}
+
 __device__ __forceinline__ float reciprocal(float x) {  // one unit in the last place is enough for scales
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -173,6 +188,58 @@ __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const v
   }
 }
 
+// This thread's eight entries of a table of a row per channel; zeros beyond head_dim.
+__device__ __forceinline__ void load_channels(float (&x)[8], const float* table, int64_t first, bool has_channels) {
+  float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
+  if (has_channels) {
+    low = __ldg(reinterpret_cast<const float4*>(table + first));
+    high = __ldg(reinterpret_cast<const float4*>(table + first + 4));
+  }
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+// RMS norm and rotation of the tile's rows, in place.
+template <typename T, int Lanes>
+__device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const float* norm,
+                                                     int tile, int tokens) {
+  const int lane = threadIdx.x % Lanes;
+  const bool has_channels = lane * 8 < p.head_dim;
+  float weight[8];
+  if (norm) load_channels(weight, norm, lane * 8, has_channels);
+  const int rows = has_channels && p.rotary ? tokens - tile * kTokens : 0;
+  const float* const rotary = p.rotary + int64_t(tile) * kTokens * p.head_dim + lane * 8;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    float x[8];
+    unpack8<T>(data[i], x);
+    if (norm) {
+      float squares = 0.f;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) squares = fmaf(x[c], x[c], squares);
+#pragma unroll
+      for (int offset = Lanes / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+      const float factor = rsqrtf(squares / p.head_dim + p.norm_epsilon);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) x[c] = x[c] * factor * weight[c];
+      data[i] = pack8<T>(x);
+    }
+    const int row = row_of<Lanes, false>(i);
+    if (row < rows) {
+      float turn[8];  // cosine and sine of four pairs
+      load_channels(turn, rotary, int64_t(row) * p.head_dim, true);
+      if (norm) unpack8<T>(data[i], x);
+#pragma unroll
+      for (int c = 0; c < 8; c += 2) {
+        const float first = x[c], second = x[c + 1], cosine = turn[c], sine = turn[c + 1];
+        x[c] = first * cosine - second * sine;
+        x[c + 1] = second * cosine + first * sine;
+      }
+      data[i] = pack8<T>(x);
+    }
+  }
+}
+
 // Keys that do not exist become zeros here: whatever they hold (NaN, say) goes no further.
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses], int valid) {
@@ -241,17 +308,6 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
       if (lane == 0) p.row_scales[block * kQueryBlock + row] = usable ? scale[j] * logits : __int_as_float(0x7fffffff);
     }
   }
-}
-
-// This thread's eight entries of a [T, Hkv, D] table; zeros beyond head_dim.
-__device__ __forceinline__ void load_channels(float (&x)[8], const float* table, int64_t first, bool has_channels) {
-  float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
-  if (has_channels) {
-    low = __ldg(reinterpret_cast<const float4*>(table + first));
-    high = __ldg(reinterpret_cast<const float4*>(table + first + 4));
-  }
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
 // Maximum over the thread block, in every thread.
@@ -417,7 +473,8 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   }
 }
 
-template <typename T, int Lanes>
+// kLayersBefore: whether there are layers before attention to compute.
+template <typename T, int Lanes, bool kLayersBefore>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
     prepass_kernel(const __grid_constant__ Params p) {
   __shared__ Shared<Lanes> shared;
@@ -441,8 +498,10 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   uint4 data[Map<Lanes>::kPasses];
   if (is_query) {
     load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
+    if constexpr (kLayersBefore) normalise_and_rotate<T, Lanes>(data, p, p.q_norm, at.tile, p.num_queries);
   } else if (is_key) {
     load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+    if constexpr (kLayersBefore) normalise_and_rotate<T, Lanes>(data, p, p.k_norm, at.tile, p.num_keys);
   } else {
     if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
     load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
@@ -474,20 +533,25 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   }
 }
 
-template <typename T>
+template <typename T, bool kLayersBefore>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   const int64_t blocks =
       int64_t(ceil_div(p.num_queries, kTokens)) * p.heads + int64_t(p.key_tiles) * p.kv_heads * 2;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks), p.batch);
   if (p.dims.qk <= 64) {
-    prepass_kernel<T, 8><<<grid, Map<8>::kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 8, kLayersBefore><<<grid, Map<8>::kThreads, 0, stream>>>(p);
   } else if (p.dims.qk <= 128) {
-    prepass_kernel<T, 16><<<grid, Map<16>::kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 16, kLayersBefore><<<grid, Map<16>::kThreads, 0, stream>>>(p);
   } else {
-    prepass_kernel<T, 32><<<grid, Map<32>::kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 32, kLayersBefore><<<grid, Map<32>::kThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch(const Params& p, cudaStream_t stream) {
+  return p.rotary || p.q_norm ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
 }
 
 }  // namespace

@@ -124,6 +124,47 @@ def test_masks(mode: Mode, dtype: torch.dtype) -> None:
     check(qkv, reference.tables_from_data(*qkv, mode), mask=mask)
 
 
+def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm of each row, [B, H, N, D], rounded to x's type."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+
+
+def rotated(x: Tensor, rotary: Tensor) -> Tensor:
+    """Neighbouring channels of [B, H, N, D] turned by [N, D / 2, 2], rounded to x's type."""
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * torch.view_as_complex(rotary)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize("layers", ["norm", "rotary", "both"])
+@pytest.mark.parametrize("tokens", [1, 127, 1000])
+@pytest.mark.parametrize("dim", [40, 64, 128, 192])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_norm_and_rotation_in_the_same_trip(mode: Mode, dim: int, tokens: int, layers: str, target_arch: int) -> None:
+    """The kernels' own norm and rotation against the same layers before them: a value may round to its other neighbour."""
+    dtype = torch.bfloat16 if dim == 64 else torch.float16
+    q, k, v = draw("k-bias", 2, 4, 2, tokens, tokens, dim, dtype)
+    weights = [torch.rand(dim, device="cuda") + 0.5 for _ in range(2)]
+    epsilon = 0.1  # large, so that it shows
+    angles = torch.rand(tokens, dim // 2, device="cuda") * 100
+    rotary = torch.stack([angles.cos(), angles.sin()], -1)
+    before = [q, k]
+    if layers != "rotary":
+        before = [normalised(x, weight, epsilon) for x, weight in zip(before, weights, strict=True)]
+    if layers != "norm":
+        before = [rotated(x, rotary) for x in before]
+    options = {"scaling": ("calibrated", "dynamic")[tokens % 2], "target_arch": target_arch}
+    tables, timestep = reference.tables_from_data(*before, v, mode), torch.full((2,), 500.0, device="cuda")
+    expected = kernel._run_cuda(*before, v, timestep, tables, **options)
+    options |= {
+        "rotary": rotary if layers != "norm" else None,
+        "norm": (*weights, epsilon) if layers != "rotary" else None,
+    }
+    out = kernel._run_cuda(q, k, v, timestep, tables, **options)
+    assert error(out, expected.double()) <= (1e-3 if dtype == torch.float16 else 8e-3)
+
+
 def test_each_batch_element_takes_its_own_mode() -> None:
     qkv = draw("gauss", 5, 3, 3, 200, 260, 128)
     one = reference.tables_from_data(*qkv, Mode.FP16)
@@ -298,7 +339,7 @@ def test_threads_and_streams_do_not_disturb_each_other() -> None:
 def parameters() -> kernel._Params:
     """Parameters that check() accepts. Their pointers are valid memory that is never used: nothing is launched."""
     memory = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=1, batch=1, num_heads=4, num_kv_heads=2)
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=2, batch=1, num_heads=4, num_kv_heads=2)
     params.num_queries, params.num_keys, params.head_dim, params.num_bins = 256, 256, 64, 1
     params.softmax_scale, params.timestep_max = 0.125, 1000.0
     pointers = ("q", "k", "v", "out", *kernel._TABLES, "modes", "workspace")
@@ -347,7 +388,7 @@ def test_a_workspace_for_large_shapes_fits_small_ones() -> None:
         ("mask_kind", 3, 1), ("mask_kind", 1, 1), ("target_arch", 90, 1), ("softmax_scale", 0.0, 1),
         ("softmax_scale", float("nan"), 1), ("timestep_max", -1.0, 1), ("q", None, 1), ("k", 8, 1), ("out", None, 1),
         ("timestep", None, 1), ("q_scale", 2, 1), ("v_scale", 4, 1), ("modes", None, 1), ("workspace", None, 1),
-        ("workspace_size", 1000, 3),
+        ("workspace_size", 1000, 3), ("rotary", 8, 1), ("q_norm", 64, 1), ("k_norm", 64, 1),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_named(field: str, value: float | None, status: int) -> None:
@@ -355,7 +396,8 @@ def test_bad_parameters_are_named(field: str, value: float | None, status: int) 
     setattr(params, field, value)
     got, message = check_status(params)
     assert got == status
-    name = {"num_kv_heads": "num_heads", "struct_size": "params", "version": "params"}.get(field, field)
+    others = {"num_kv_heads": "num_heads", "struct_size": "params", "version": "params"}
+    name = (others | {"q_norm": "k_norm", "k_norm": "q_norm"}).get(field, field)  # one without the other
     if field == "mask_kind" and value == 1:
         name = "mask"  # a kind without a mask
     assert message.startswith(name)

@@ -19,7 +19,7 @@ from trtconvert.attention.reference import AttentionTables
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import library_path
 
-_PARAMS_VERSION = 1  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
+_PARAMS_VERSION = 2  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
 
@@ -61,6 +61,8 @@ class _Params(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_size", ctypes.c_size_t),
         ("stream", ctypes.c_void_p),
+        *[(name, ctypes.c_void_p) for name in ("rotary", "q_norm", "k_norm")],
+        ("norm_epsilon", ctypes.c_float),
     ]
 
 
@@ -217,9 +219,15 @@ def _run_cuda(
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     target_arch: int = 0,
+    rotary: Tensor | None = None,
+    norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Takes what `reference.attention` takes. `target_arch` 80 runs the portable kernel on a GPU that has a better one; tests
-    compare the two.
+    """Takes what `reference.attention` takes, and what only TensorRT's plugin and tests use.
+
+    Args:
+        target_arch: 80 runs the portable kernel on a GPU that has a better one.
+        rotary: [N, D / 2, 2] FP32, cosine and sine by which neighbouring channels of q and k are turned before attention.
+        norm: weights [D] FP32 of the RMS norms of q and of k before that, and their epsilon.
     """
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
@@ -262,6 +270,11 @@ def _run_cuda(
     lengths = None if key_lengths is None else key_lengths.contiguous().int()
     if lengths is not None:
         params.key_lengths = lengths.data_ptr()
+
+    if rotary is not None:
+        params.rotary = rotary.data_ptr()
+    if norm is not None:
+        params.q_norm, params.k_norm, params.norm_epsilon = norm[0].data_ptr(), norm[1].data_ptr(), norm[2]
 
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     size = ctypes.c_size_t()

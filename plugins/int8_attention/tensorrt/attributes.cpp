@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <string_view>
 
 #include "logger.h"
@@ -15,7 +16,7 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
 // Raised whenever a field is added or changes its meaning.
-constexpr int32_t kSerializationVersion = 1;
+constexpr int32_t kSerializationVersion = 2;
 
 constexpr char kVersion[] = "serialization_version";
 constexpr char kLayout[] = "layout";
@@ -23,6 +24,12 @@ constexpr char kSoftmaxScale[] = "softmax_scale";
 constexpr char kTimestepMax[] = "timestep_max";
 constexpr char kScaling[] = "scaling";
 constexpr char kSmoothK[] = "smooth_k";
+constexpr char kRotary[] = "rotary";
+constexpr char kNorm[] = "norm";
+constexpr char kNormEpsilon[] = "norm_eps";
+constexpr char kKvHeads[] = "kv_heads";
+constexpr char kKHead[] = "k_head";
+constexpr char kVHead[] = "v_head";
 constexpr int32_t kTextLengthLimit = 64;
 
 // Text with or without the final zeros that some callers count in.
@@ -107,6 +114,23 @@ bool read_timestep_max(PluginField const& field, float& value) noexcept {
   return false;
 }
 
+bool read_norm_epsilon(PluginField const& field, float& value) noexcept {
+  if (!read_real(field, value)) return false;
+  if (std::isfinite(value) && value >= 0.0f) return true;
+  log(Severity::kERROR, "attribute '%s': expected a finite number from 0, got %g", field.name, static_cast<double>(value));
+  return false;
+}
+
+bool read_heads(PluginField const& field, int32_t& value) noexcept {
+  int64_t wide = 0;
+  if (!read_integer(field, wide)) return false;
+  value = static_cast<int32_t>(wide);
+  if (wide >= 0 && wide <= std::numeric_limits<int32_t>::max()) return true;
+  log(Severity::kERROR, "attribute '%s': expected a number of heads from 0 to 2^31 - 1, got %lld", field.name,
+      static_cast<long long>(wide));
+  return false;
+}
+
 bool read_version(PluginField const& field) noexcept {
   int64_t version = 0;
   if (!read_integer(field, version)) return false;
@@ -120,7 +144,9 @@ bool read_version(PluginField const& field) noexcept {
 
 // Which fields were seen, to tell repeated and missing ones.
 constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
-                   kSmoothKBit = 32, kAllBits = 63;
+                   kSmoothKBit = 32, kRotaryBit = 64, kNormBit = 128, kNormEpsilonBit = 256, kKvHeadsBit = 512,
+                   kKHeadBit = 1024, kVHeadBit = 2048, kAllBits = 4095;
+constexpr int kNumFields = 12;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
 unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
@@ -135,9 +161,15 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kSoftmaxScale) return read_softmax_scale(field, attributes.softmax_scale) ? kSoftmaxScaleBit : 0;
   if (name == kTimestepMax) return read_timestep_max(field, attributes.timestep_max) ? kTimestepMaxBit : 0;
   if (name == kSmoothK) return read_flag(field, attributes.smooth_k) ? kSmoothKBit : 0;
+  if (name == kRotary) return read_flag(field, attributes.rotary) ? kRotaryBit : 0;
+  if (name == kNorm) return read_flag(field, attributes.norm) ? kNormBit : 0;
+  if (name == kNormEpsilon) return read_norm_epsilon(field, attributes.norm_epsilon) ? kNormEpsilonBit : 0;
+  if (name == kKvHeads) return read_heads(field, attributes.kv_heads) ? kKvHeadsBit : 0;
+  if (name == kKHead) return read_heads(field, attributes.k_head) ? kKHeadBit : 0;
+  if (name == kVHead) return read_heads(field, attributes.v_head) ? kVHeadBit : 0;
   if (name == kVersion && phase == TensorRTPhase::kRUNTIME) return read_version(field) ? kVersionBit : 0;
-  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, got '%s'; remove it", kLayout, kSoftmaxScale,
-      kTimestepMax, kScaling, kSmoothK, field.name);
+  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it", kLayout,
+      kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kKvHeads, kKHead, kVHead, field.name);
   return 0;
 }
 
@@ -147,7 +179,10 @@ PluginFieldCollection const* attribute_names() noexcept {
   static constexpr PluginField kFields[] = {
       {kLayout, nullptr, PluginFieldType::kCHAR, 1},         {kSoftmaxScale, nullptr, PluginFieldType::kFLOAT32, 1},
       {kTimestepMax, nullptr, PluginFieldType::kFLOAT32, 1}, {kScaling, nullptr, PluginFieldType::kCHAR, 1},
-      {kSmoothK, nullptr, PluginFieldType::kINT32, 1},
+      {kSmoothK, nullptr, PluginFieldType::kINT32, 1},       {kRotary, nullptr, PluginFieldType::kINT32, 1},
+      {kNorm, nullptr, PluginFieldType::kINT32, 1},          {kNormEpsilon, nullptr, PluginFieldType::kFLOAT32, 1},
+      {kKvHeads, nullptr, PluginFieldType::kINT32, 1},       {kKHead, nullptr, PluginFieldType::kINT32, 1},
+      {kVHead, nullptr, PluginFieldType::kINT32, 1},
   };
   static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
   return &kCollection;
@@ -174,8 +209,8 @@ bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, 
     seen |= bit;
   }
   if (phase == TensorRTPhase::kRUNTIME && seen != kAllBits) {
-    log(Severity::kERROR, "expected the 6 fields that this plugin serialises, got %d; build the engine again",
-        fields->nbFields);
+    log(Severity::kERROR, "expected the %d fields that this plugin serialises, got %d; build the engine again",
+        kNumFields, fields->nbFields);
     return false;
   }
   return true;
@@ -185,7 +220,13 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
     : version_(kSerializationVersion),
       softmax_scale_(attributes.softmax_scale),
       timestep_max_(attributes.timestep_max),
-      smooth_k_(attributes.smooth_k) {
+      smooth_k_(attributes.smooth_k),
+      rotary_(attributes.rotary),
+      norm_(attributes.norm),
+      norm_epsilon_(attributes.norm_epsilon),
+      kv_heads_(attributes.kv_heads),
+      k_head_(attributes.k_head),
+      v_head_(attributes.v_head) {
   auto const text = [](char const* name, std::string_view value) {
     return PluginField{name, value.data(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size())};
   };
@@ -196,6 +237,12 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       PluginField{kTimestepMax, &timestep_max_, PluginFieldType::kFLOAT32, 1},
       text(kScaling, attributes.dynamic_scaling ? "dynamic" : "calibrated"),
       PluginField{kSmoothK, &smooth_k_, PluginFieldType::kINT32, 1},
+      PluginField{kRotary, &rotary_, PluginFieldType::kINT32, 1},
+      PluginField{kNorm, &norm_, PluginFieldType::kINT32, 1},
+      PluginField{kNormEpsilon, &norm_epsilon_, PluginFieldType::kFLOAT32, 1},
+      PluginField{kKvHeads, &kv_heads_, PluginFieldType::kINT32, 1},
+      PluginField{kKHead, &k_head_, PluginFieldType::kINT32, 1},
+      PluginField{kVHead, &v_head_, PluginFieldType::kINT32, 1},
   };
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }

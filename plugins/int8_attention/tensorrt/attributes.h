@@ -13,6 +13,11 @@ struct Attributes {
   float timestep_max = 1000.0f;  // the timestep at which the last bin ends
   bool dynamic_scaling = false;  // scaling: "calibrated" (false) or "dynamic"
   bool smooth_k = true;          // subtract k_offset from the keys
+  bool rotary = false;           // whether there is an input 'rotary'
+  bool norm = false;             // whether there is an input 'norm'
+  float norm_epsilon = 0.0f;     // norm_eps: of the norm of q and k
+  int32_t kv_heads = 0;          // of this node, where k and v are one tensor of the heads of several nodes; else 0
+  int32_t k_head = 0, v_head = 0;  // the first of them in that tensor
 };
 
 // What the creator offers to fill in, and their types.
@@ -38,7 +43,13 @@ class SerializedAttributes {
   float softmax_scale_;
   float timestep_max_;
   int32_t smooth_k_;
-  std::array<nvinfer1::PluginField, 6> fields_;
+  int32_t rotary_;
+  int32_t norm_;
+  float norm_epsilon_;
+  int32_t kv_heads_;
+  int32_t k_head_;
+  int32_t v_head_;
+  std::array<nvinfer1::PluginField, 12> fields_;
   nvinfer1::PluginFieldCollection collection_;
 };
 

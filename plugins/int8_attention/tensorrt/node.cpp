@@ -1,5 +1,6 @@
 #include "node.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -14,8 +15,8 @@ using nvinfer1::Dims;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-constexpr char const* kInputNames[kMaxInputs] = {"q",       "k",        "v",        "timestep", "q_scale", "k_scale",
-                                                 "v_scale", "k_offset", "v_offset", "modes",    "mask"};
+constexpr char const* kInputNames[kMaxInputs] = {"q",       "k",        "v",        "timestep", "q_scale", "k_scale", "v_scale",
+                                                 "k_offset", "v_offset", "modes",    "mask",     "rotary",  "norm"};
 
 bool is_16bit_float(DataType type) noexcept { return type == DataType::kHALF || type == DataType::kBF16; }
 
@@ -37,7 +38,7 @@ bool check_shape(Input input, Dims const& got, Dims const& expected) noexcept {
   bool same = got.nbDims == expected.nbDims;
   for (int32_t i = 0; same && i < got.nbDims; ++i) same = got.d[i] == expected.d[i];
   if (!same) {
-    log(Severity::kERROR, "input '%s': expected shape %s from the shapes of q, k and modes, got %s", kInputNames[input],
+    log(Severity::kERROR, "input '%s': expected shape %s from q, k, modes and attributes, got %s", kInputNames[input],
         ShapeText(expected).text, ShapeText(got).text);
   }
   return same;
@@ -77,6 +78,11 @@ TrtConvertStrides contiguous(HeadsFirst const& shape, Attributes const& attribut
   return {batch, shape.heads * shape.dim, shape.dim};
 }
 
+// Of k and v among the heads of several nodes.
+TrtConvertStrides strides_in_shared(HeadsFirst const& shape, int64_t all_heads) noexcept {
+  return {shape.tokens * all_heads * shape.dim, all_heads * shape.dim, shape.dim};
+}
+
 // Of one of the three in a packed input.
 TrtConvertStrides strides_in_packed(HeadsFirst const& shape) noexcept {
   int64_t const token = kPacked * shape.heads * shape.dim;
@@ -88,6 +94,27 @@ bool check_packed(Dims const& dims, Attributes const& attributes) noexcept {
   log(Severity::kERROR, "input 'q': expected [B, N, 3, H, D] and layout BNHD where q, k and v are packed, got %s and %s",
       ShapeText(dims).text, attributes.heads_first ? "BHND" : "BNHD");
   return false;
+}
+
+bool check_shared(Dims const& q, Dims const& k, Attributes const& attributes) noexcept {
+  int64_t const last = std::max(attributes.k_head, attributes.v_head) + int64_t{attributes.kv_heads};
+  if (!is_packed(q) && !attributes.heads_first && last <= k.d[2]) return true;
+  log(Severity::kERROR,
+      "input 'k': with kv_heads %d, k_head %d and v_head %d expected layout BNHD, q [B, Nq, H, D] and k [B, Nk, P, D] of P >= "
+      "%lld heads, got %s, %s and %s",
+      attributes.kv_heads, attributes.k_head, attributes.v_head, static_cast<long long>(last),
+      attributes.heads_first ? "BHND" : "BNHD", ShapeText(q).text, ShapeText(k).text);
+  return false;
+}
+
+bool check_layers_before(Dims const* rotary, Dims const* norm, HeadsFirst const& q, HeadsFirst const& k) noexcept {
+  if (rotary != nullptr && q.tokens != k.tokens) {
+    log(Severity::kERROR, "input 'rotary': expected as many queries as keys, got %lld and %lld",
+        static_cast<long long>(q.tokens), static_cast<long long>(k.tokens));
+    return false;
+  }
+  return (rotary == nullptr || check_shape(kRotary, *rotary, {3, {q.tokens, q.dim / 2, 2}})) &&
+         (norm == nullptr || check_shape(kNorm, *norm, {2, {2, q.dim}}));
 }
 
 // Strides that broadcast the mask to [B, H, Nq, Nk], dimensions aligned at the right as in ONNX.
@@ -110,8 +137,18 @@ bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& para
   return fits;
 }
 
-bool type_fits(int32_t position, DataType type, DataType q_type) noexcept {
-  switch (position) {
+// What the input at a position is, or kV for the output, whose type follows q's like v's.
+Input role_of(Attributes const& attributes, int32_t position, int32_t num_inputs) noexcept {
+  if (position >= num_inputs) return kV;
+  OptionalInputs const optional = optional_inputs(attributes, num_inputs);
+  if (position == optional.mask) return kMask;
+  if (position == optional.rotary) return kRotary;
+  if (position == optional.norm) return kNorm;
+  return static_cast<Input>(position);
+}
+
+bool type_fits(Input role, DataType type, DataType q_type) noexcept {
+  switch (role) {
     case kQ:
       return is_16bit_float(type);
     case kTimestep:
@@ -120,6 +157,8 @@ bool type_fits(int32_t position, DataType type, DataType q_type) noexcept {
     case kVScale:
     case kKOffset:
     case kVOffset:
+    case kRotary:
+    case kNorm:
       return type == DataType::kFLOAT;
     case kModes:
       return type == DataType::kINT32;
@@ -134,30 +173,46 @@ bool type_fits(int32_t position, DataType type, DataType q_type) noexcept {
 
 bool is_packed(nvinfer1::Dims const& dims) noexcept { return dims.nbDims == 5; }
 
-bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept {
-  if (num_inputs >= kMinInputs && num_inputs <= kMaxInputs && num_outputs == 1) return true;
+OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs) noexcept {
+  OptionalInputs optional;
+  int32_t next = num_inputs;
+  if (attributes.norm) optional.norm = --next;
+  if (attributes.rotary) optional.rotary = --next;
+  if (next > kRequiredInputs) optional.mask = kRequiredInputs;
+  return optional;
+}
+
+bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept {
+  int32_t const fewest = kRequiredInputs + attributes.rotary + attributes.norm;
+  if (num_inputs >= fewest && num_inputs <= fewest + 1 && num_outputs == 1) return true;
   log(Severity::kERROR,
-      "expected %d or %d inputs (q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes and perhaps "
-      "mask) and 1 output, got %d and %d; export the model again with this version of trtconvert",
-      kMinInputs, kMaxInputs, num_inputs, num_outputs);
+      "expected %d or %d inputs (q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, perhaps mask%s%s) "
+      "and 1 output, got %d and %d; export the model again with this version of trtconvert",
+      fewest, fewest + 1, attributes.rotary ? ", rotary" : "", attributes.norm ? ", norm" : "", num_inputs, num_outputs);
   return false;
 }
 
-bool supports(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t num_inputs) noexcept {
+bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
+              int32_t num_inputs) noexcept {
   PluginTensorDesc const& tensor = tensors[position].desc;
-  // The output's position depends on whether there is a mask; its type follows q's either way.
-  int32_t const role = position == num_inputs ? kV : position;
-  return tensor.format == TensorFormat::kLINEAR && type_fits(role, tensor.type, tensors[kQ].desc.type);
+  return tensor.format == TensorFormat::kLINEAR &&
+         type_fits(role_of(attributes, position, num_inputs), tensor.type, tensors[kQ].desc.type);
+}
+
+FirstElements first_elements(Attributes const& attributes, Dims const& q, TrtConvertAttentionParams const& params) noexcept {
+  int64_t const part = is_packed(q) ? int64_t{params.num_heads} * params.head_dim : 0;
+  return {part + int64_t{attributes.k_head} * params.head_dim, 2 * part + int64_t{attributes.v_head} * params.head_dim};
 }
 
 bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int32_t num_inputs,
               TrtConvertAttentionParams& params) noexcept {
   for (int32_t i = 0; i < num_inputs; ++i) {
-    if (!type_fits(i, inputs[i].type, inputs[kQ].type) || inputs[i].format != TensorFormat::kLINEAR) {
+    Input const role = role_of(attributes, i, num_inputs);
+    if (!type_fits(role, inputs[i].type, inputs[kQ].type) || inputs[i].format != TensorFormat::kLINEAR) {
       log(Severity::kERROR,
-          "input '%s': expected linear format and FP16 or BF16 for q, k, v, FP32 for timestep and tables, INT32 for "
-          "modes, BOOL or q's type for mask; got type %d and format %d",
-          kInputNames[i], static_cast<int>(inputs[i].type), static_cast<int>(inputs[i].format));
+          "input '%s': expected linear format and FP16 or BF16 for q, k, v, FP32 for timestep, tables, rotary and norm, INT32 "
+          "for modes, BOOL or q's type for mask; got type %d and format %d",
+          kInputNames[role], static_cast<int>(inputs[i].type), static_cast<int>(inputs[i].format));
       return false;
     }
   }
@@ -168,9 +223,13 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   int32_t const rank = packed ? 5 : 4;
   if (!check_rank(kQ, q_dims, rank) || !check_rank(kK, k_dims, rank) || !check_rank(kModes, modes, 1)) return false;
   if (packed && (!check_packed(q_dims, attributes) || !check_shape(kK, k_dims, q_dims))) return false;
+  bool const shared = attributes.kv_heads > 0;
+  if (shared && !check_shared(q_dims, k_dims, attributes)) return false;
 
   HeadsFirst const q = heads_first(q_dims, attributes);
-  HeadsFirst const k = heads_first(k_dims, attributes);
+  HeadsFirst k = heads_first(k_dims, attributes);
+  int64_t const all_kv_heads = k.heads;
+  if (shared) k.heads = attributes.kv_heads;
   int64_t const bins = modes.d[0];
   if (k.batch != q.batch || k.dim != q.dim) {
     log(Severity::kERROR, "input 'k': expected the batch and head_dim of q %s, got %s", ShapeText(q_dims).text,
@@ -184,6 +243,12 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
       !check_shape(kVScale, inputs[kVScale].dims, per_channel) ||
       !check_shape(kKOffset, inputs[kKOffset].dims, per_channel) ||
       !check_shape(kVOffset, inputs[kVOffset].dims, per_channel)) {
+    return false;
+  }
+
+  OptionalInputs const optional = optional_inputs(attributes, num_inputs);
+  if (!check_layers_before(optional.rotary < 0 ? nullptr : &inputs[optional.rotary].dims,
+                           optional.norm < 0 ? nullptr : &inputs[optional.norm].dims, q, k)) {
     return false;
   }
 
@@ -205,9 +270,12 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   params.timestep_max = attributes.timestep_max;
   params.out_strides = contiguous(q, attributes);
   params.q_strides = packed ? strides_in_packed(q) : params.out_strides;
-  params.k_strides = params.v_strides = packed ? strides_in_packed(k) : contiguous(k, attributes);
+  params.k_strides = params.v_strides = packed   ? strides_in_packed(k)
+                                        : shared ? strides_in_shared(k, all_kv_heads)
+                                                 : contiguous(k, attributes);
+  params.norm_epsilon = attributes.norm_epsilon;
   params.mask_kind = TRTCONVERT_MASK_NONE;
-  return num_inputs <= kMask || describe_mask(inputs[kMask], params);
+  return optional.mask < 0 || describe_mask(inputs[optional.mask], params);
 }
 
 }  // namespace trtconvert::plugin

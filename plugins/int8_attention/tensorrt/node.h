@@ -9,7 +9,8 @@ namespace trtconvert::plugin {
 
 // H query heads, Hkv key/value heads, T timestep bins, D head_dim. Instead of three tensors q, k and v may be one, given three
 // times: [B, N, 3, H, D] in layout BNHD, as one projection computes them. TensorRT computes it as one anyway, and for three
-// tensors copies the parts out.
+// tensors copies the parts out. So it does for k and v that several nodes compute of one tensor: in layout BNHD they may be one,
+// given twice, [B, Nk, P, D] of the P heads of all these nodes, where attributes tell which are the node's (kv_heads).
 enum Input : int32_t {
   kQ,          // [B, H, Nq, D] (BHND) or [B, Nq, H, D] (BNHD), FP16 or BF16
   kK,          // [B, Hkv, Nk, D] or [B, Nk, Hkv, D], as q
@@ -21,21 +22,38 @@ enum Input : int32_t {
   kKOffset,    // [T, Hkv, D] FP32
   kVOffset,    // [T, Hkv, D] FP32
   kModes,      // [T] INT32
-  kMask,       // optional, broadcastable to [B, H, Nq, Nk], BOOL or as q
+  kMask,       // broadcastable to [B, H, Nq, Nk], BOOL or as q
+  kRotary,     // [N, D / 2, 2] FP32: cosine and sine by which neighbouring channels of q and k are turned; Nq = Nk = N
+  kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, which come before that
   kMaxInputs,
 };
-constexpr int32_t kMinInputs = kMask;
+constexpr int32_t kRequiredInputs = kMask;
 constexpr int32_t kPacked = 3;  // tensors in a packed one
 
 // Whether q, k and v are one tensor, from the shape of q.
 bool is_packed(nvinfer1::Dims const& dims) noexcept;
 
-// False, and a logged reason, unless the node has 10 or 11 inputs and one output.
-bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept;
+// Positions of the optional inputs, which follow the others in the order above; -1 where a node has none. Attributes tell of
+// rotary and norm, the number of inputs then of the mask.
+struct OptionalInputs {
+  int32_t mask = -1, rotary = -1, norm = -1;
+};
+OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs) noexcept;
+
+// False, and a logged reason, unless the node has the inputs of its attributes, with or without a mask, and one output.
+bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept;
 
 // Whether tensor `position` (inputs, then the output) may have this type and format. Types of q come first and decide the
 // others. No message: TensorRT asks this to find out.
-bool supports(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t num_inputs) noexcept;
+bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
+              int32_t num_inputs) noexcept;
+
+// Elements of the inputs k and v before the node's own, from the kernel parameters of its shapes.
+struct FirstElements {
+  int64_t k, v;
+};
+FirstElements first_elements(Attributes const& attributes, nvinfer1::Dims const& q,
+                             TrtConvertAttentionParams const& params) noexcept;
 
 // Fills in shapes, strides and attributes; pointers stay null. False, and a logged reason, where shapes or types do not
 // belong together. What the C API checks itself (head_dim, divisibility of heads) is left to it.

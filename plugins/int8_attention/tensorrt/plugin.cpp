@@ -78,7 +78,7 @@ IPluginV3* Int8AttentionPlugin::clone() noexcept {
 
 int32_t Int8AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t nbInputs,
                                              DynamicPluginTensorDesc const*, int32_t nbOutputs) noexcept {
-  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+  if (!check_counts(attributes_, nbInputs, nbOutputs)) return kFailed;
   for (Bound const bound : {Bound::kMin, Bound::kMax}) {
     TrtConvertAttentionParams params;
     if (!describe_bound(attributes_, in, nbInputs, bound, params) || check_shapes(params) != kOk) return kFailed;
@@ -88,14 +88,14 @@ int32_t Int8AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, 
 
 int32_t Int8AttentionPlugin::getOutputDataTypes(DataType* outputTypes, int32_t nbOutputs, DataType const* inputTypes,
                                                 int32_t nbInputs) const noexcept {
-  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+  if (!check_counts(attributes_, nbInputs, nbOutputs)) return kFailed;
   outputTypes[0] = inputTypes[kQ];
   return kOk;
 }
 
 int32_t Int8AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t,
                                              DimsExprs* outputs, int32_t nbOutputs, nvinfer1::IExprBuilder&) noexcept {
-  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+  if (!check_counts(attributes_, nbInputs, nbOutputs)) return kFailed;
   DimsExprs const& q = inputs[kQ];
   if (q.nbDims == 4) {
     outputs[0] = q;
@@ -112,13 +112,13 @@ int32_t Int8AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nb
 
 bool Int8AttentionPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
                                                     int32_t nbOutputs) noexcept {
-  return check_counts(nbInputs, nbOutputs) && supports(pos, inOut, nbInputs);
+  return check_counts(attributes_, nbInputs, nbOutputs) && supports(attributes_, pos, inOut, nbInputs);
 }
 
 size_t Int8AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t nbInputs,
                                              DynamicPluginTensorDesc const*, int32_t nbOutputs) const noexcept {
   TrtConvertAttentionParams params;
-  if (!check_counts(nbInputs, nbOutputs) || !describe_bound(attributes_, inputs, nbInputs, Bound::kMax, params)) return 0;
+  if (!check_counts(attributes_, nbInputs, nbOutputs) || !describe_bound(attributes_, inputs, nbInputs, Bound::kMax, params)) return 0;
   size_t bytes = 0;
   char message[kMessageSize];
   report(trtconvert_attention_workspace_size(&params, &bytes, message, sizeof(message)), message);
@@ -128,7 +128,7 @@ size_t Int8AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inpu
 int32_t Int8AttentionPlugin::onShapeChange(PluginTensorDesc const* in, int32_t nbInputs, PluginTensorDesc const*,
                                            int32_t nbOutputs) noexcept {
   TrtConvertAttentionParams params;
-  if (!check_counts(nbInputs, nbOutputs) || !describe(attributes_, in, nbInputs, params)) return kFailed;
+  if (!check_counts(attributes_, nbInputs, nbOutputs) || !describe(attributes_, in, nbInputs, params)) return kFailed;
   if (check_shapes(params) != kOk) return kFailed;
   num_inputs_ = nbInputs;
   return kOk;
@@ -138,16 +138,16 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
                                      void const* const* inputs, void* const* outputs, void* workspace,
                                      CUstream_st* stream) noexcept {
   TrtConvertAttentionParams params;
-  if (!check_counts(num_inputs_, 1) || !describe(attributes_, inputDesc, num_inputs_, params)) return kFailed;
+  if (!check_counts(attributes_, num_inputs_, 1) || !describe(attributes_, inputDesc, num_inputs_, params)) return kFailed;
   char message[kMessageSize];
   // TensorRT allocated getWorkspaceSize() bytes for the largest shapes, at least as many as these need.
   TrtConvertStatus status =
       trtconvert_attention_workspace_size(&params, &params.workspace_size, message, sizeof(message));
   if (status != TRTCONVERT_OK) return report(status, message);
-  int64_t const part = is_packed(inputDesc[kQ].dims) ? int64_t{params.num_heads} * params.head_dim : 0;
+  FirstElements const first = first_elements(attributes_, inputDesc[kQ].dims, params);
   params.q = inputs[kQ];
-  params.k = static_cast<uint16_t const*>(inputs[kK]) + part;
-  params.v = static_cast<uint16_t const*>(inputs[kV]) + 2 * part;
+  params.k = static_cast<uint16_t const*>(inputs[kK]) + first.k;
+  params.v = static_cast<uint16_t const*>(inputs[kV]) + first.v;
   params.out = outputs[0];
   params.timestep = static_cast<float const*>(inputs[kTimestep]);
   params.q_scale = static_cast<float const*>(inputs[kQScale]);
@@ -156,7 +156,13 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
   params.k_offset = static_cast<float const*>(inputs[kKOffset]);
   params.v_offset = static_cast<float const*>(inputs[kVOffset]);
   params.modes = static_cast<int32_t const*>(inputs[kModes]);
-  if (num_inputs_ > kMask) params.mask = inputs[kMask];
+  OptionalInputs const optional = optional_inputs(attributes_, num_inputs_);
+  if (optional.mask >= 0) params.mask = inputs[optional.mask];
+  if (optional.rotary >= 0) params.rotary = static_cast<float const*>(inputs[optional.rotary]);
+  if (optional.norm >= 0) {
+    params.q_norm = static_cast<float const*>(inputs[optional.norm]);
+    params.k_norm = params.q_norm + params.head_dim;
+  }
   params.workspace = workspace;
   params.stream = stream;
   return report(trtconvert_attention_run(&params, message, sizeof(message)), message);

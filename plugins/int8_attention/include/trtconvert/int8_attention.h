@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_ATTENTION_VERSION 1
+#define TRTCONVERT_ATTENTION_VERSION 2
 
 typedef enum {
   TRTCONVERT_OK = 0,
@@ -98,6 +98,15 @@ typedef struct {
   size_t workspace_size;
 
   void* stream; /* cudaStream_t */
+
+  /* Layers of the network right before attention, computed in the same trip over Q and K where they are given; FP32, 16-byte
+   * aligned. Each layer's result is rounded to the data type. First a root-mean-square norm of each token and head,
+   * x * rsqrt(mean(x^2) + norm_epsilon) * weight, then the rotation of neighbouring channels 2 i and 2 i + 1 of a token,
+   * (x0 cos - x1 sin, x1 cos + x0 sin). */
+  const float* rotary; /* [N, D / 2, 2]: cosine and sine of each token and pair; Nq = Nk = N. Or null */
+  const float* q_norm; /* [D]: weights. Null, with k_norm: no norm */
+  const float* k_norm; /* [D] */
+  float norm_epsilon;  /* finite, >= 0 where there is a norm */
 } TrtConvertAttentionParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
