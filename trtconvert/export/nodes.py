@@ -11,6 +11,10 @@ from trtconvert.export.function_body import DOMAIN, INPUTS, OP, Variant
 
 SITE_METADATA = "trtconvert.site"
 """Metadata key of a node: the name of the attention site it stands for."""
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""Types that kernels take."""
+APPENDED = ("rotary", "norm")
+"""Inputs that only the plugin knows, after the mask. Each is there where the node has an attribute of its name."""
 
 
 def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
@@ -50,7 +54,16 @@ def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = Non
 
 def mask_of(node: ir.Node) -> ir.Value | None:
     """The node's mask input, if it has one."""
-    return node.inputs[len(INPUTS)] if len(node.inputs) > len(INPUTS) else None
+    appended = sum(name in node.attributes for name in APPENDED)
+    return node.inputs[len(INPUTS)] if len(node.inputs) > len(INPUTS) + appended else None
+
+
+def append_input(node: ir.Node, name: str, value: ir.Value) -> None:
+    """Give a node the next one of the inputs `APPENDED`, and the attribute that tells."""
+    position = len(node.inputs)
+    node.resize_inputs(position + 1)
+    node.replace_input_with(position, value)
+    node.attributes[name] = ir.AttrInt64(name, 1)
 
 
 def variant_of(node: ir.Node) -> Variant:
