@@ -1,0 +1,90 @@
+"""What rewrites ask of a graph: what made a value, which number it is, which tensor it is a part of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+_WIDENING = {
+    (ir.DataType.FLOAT16, ir.DataType.FLOAT),
+    (ir.DataType.FLOAT16, ir.DataType.DOUBLE),
+    (ir.DataType.BFLOAT16, ir.DataType.FLOAT),
+    (ir.DataType.BFLOAT16, ir.DataType.DOUBLE),
+    (ir.DataType.FLOAT, ir.DataType.DOUBLE),
+}
+"""Casts, from and to, that change no number."""
+_FLOATS = {dtype for pair in _WIDENING for dtype in pair}
+
+
+def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that computes a value, if it is of one of ONNX's own operators."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type and not node.domain else None
+
+
+def constant_of(value: ir.Value | None) -> np.ndarray | None:
+    """A value's numbers, if they are known."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy() if tensor is not None else None
+
+
+def without_casts(value: ir.Value | None) -> ir.Value | None:
+    """A value before casts from one floating-point type to another."""
+    while (cast := producer_of(value, "Cast")) is not None and {cast.inputs[0].dtype, value.dtype} <= _FLOATS:  # type: ignore[union-attr]
+        value = cast.inputs[0]
+    return value
+
+
+def before_widening(value: ir.Value | None) -> ir.Value | None:
+    """A value before casts that change no number."""
+    while (cast := producer_of(value, "Cast")) is not None and (cast.inputs[0].dtype, value.dtype) in _WIDENING:  # type: ignore[union-attr]
+        value = cast.inputs[0]
+    return value
+
+
+def is_same_shape(
+    a: Sequence[int | ir.SymbolicDim] | ir.Shape | None, b: Sequence[int | ir.SymbolicDim] | ir.Shape | None
+) -> bool:
+    """Whether two shapes are known, and the same. Dimensions that vary are known by their names."""
+    if a is None or b is None or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in a):
+        return False
+    return list(a) == list(b)
+
+
+def axes_of(value: ir.Value | None, rank: int) -> list[int] | None:
+    """Axes that a value names, if it is known, counted from the first of as many as the rank."""
+    axes = constant_of(value)
+    return None if axes is None else [int(axis) % rank for axis in axes.ravel()]
+
+
+def element_of(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
+    """The tensor that a value is an element of, along which axis, and which: `tensor.select(axis, index)`."""
+    gather, squeeze = producer_of(value, "Gather"), producer_of(value, "Squeeze")
+    if gather is not None:
+        source, index = gather.inputs[0], constant_of(gather.inputs[1])
+        if source is None or source.shape is None or index is None or index.ndim:
+            return None
+        return source, gather.attributes.get_int("axis", 0) % len(source.shape), int(index)
+    cut = producer_of(squeeze.inputs[0], "Slice") if squeeze is not None else None
+    source = cut.inputs[0] if cut is not None else None
+    if squeeze is None or cut is None or source is None or source.shape is None or len(squeeze.inputs) < 2:
+        return None
+    if len(cut.inputs) < 4:  # without axes: all of them
+        return None
+    rank = len(source.shape)
+    axes, squeezed = axes_of(cut.inputs[3], rank), axes_of(squeeze.inputs[1], rank)
+    start, end = constant_of(cut.inputs[1]), constant_of(cut.inputs[2])
+    if axes is None or len(axes) != 1 or squeezed != axes or start is None or end is None or end[0] != start[0] + 1:
+        return None
+    return source, axes[0], int(start[0])
+
+
+def factors_of(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """The two factors of a product, in both orders; nothing for other values."""
+    product = producer_of(without_casts(value), "Mul")
+    for a, b in itertools.permutations(product.inputs if product is not None else (), 2):
+        if a is not None and b is not None:
+            yield a, b
