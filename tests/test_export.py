@@ -9,7 +9,6 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-import tiny_models
 import tolerances
 import torch
 from onnx import TensorProto, helper

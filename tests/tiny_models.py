@@ -95,8 +95,10 @@ class Projected(nn.Module):
             k, v = (
                 self.narrow if self.kind == "grouped" else (self.k, self.k if self.kind == "called twice" else self.v)
             )
+            length = 4 if self.kind == "in windows" else 16
             q, k, v = (
-                f(y).unflatten(2, (-1, 32)).transpose(1, 2) for f, y in ((self.q, tokens), (k, context), (v, context))
+                f(y).reshape(-1, length, f.out_features // 32, 32).transpose(1, 2)
+                for f, y in ((self.q, tokens), (k, context), (v, context))
             )
         grouped = self.kind == "grouped"
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
@@ -104,12 +106,16 @@ class Projected(nn.Module):
 
 
 def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Model:
-    """`Projected`, traced, with tables of its own data."""
+    """`Projected`, traced."""
+    return traced(replace(build(), denoiser=Projected(kind).eval().requires_grad_(False)), dtype)
+
+
+def traced(model: DiffusionModel, dtype: torch.dtype = torch.float32) -> ir.Model:
+    """A model with an INT8 node at every site, with tables of its own data."""
     from trtconvert.attention.modes import Mode
     from trtconvert.attention.reference import tables_from_data
     from trtconvert.export.trace import SiteOptions, trace
 
-    model = replace(build(), denoiser=Projected(kind).eval().requires_grad_(False))
     tables = {}
 
     def handler(call: SiteCall) -> Tensor:
@@ -117,7 +123,7 @@ def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Mode
         return call.exact()
 
     with torch.no_grad():
-        intercepted(model, handler)(**model.example(0, {"batch": 2}))
+        intercepted(model, handler)(**model.example(0, {name: size for name, (_, size, _) in model.dims.items()}))
     return trace(model, tables, SiteOptions(1000.0, "calibrated", True), dims=model.dims, dtype=dtype)
 
 

@@ -6,6 +6,8 @@ import onnx_ir as ir
 
 from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
 from trtconvert.export.lowering.packing import pack_projections
+from trtconvert.export.lowering.projections import InlineRoom
+from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes import mask_of, require_attention_nodes
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -14,9 +16,9 @@ _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def lower_to_plugin(model: ir.Model, *, pack: bool = True) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
-    With `pack`, nodes whose q, k and v are projections of one tensor get them as one tensor (`pack_projections`). Kernels take
-    one 16-bit type for queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through casts, and
-    masks of another type than the queries are cast to it.
+    With `pack`, nodes whose q, k and v are projections of one tensor get them as one tensor (`pack_projections`), and nodes that
+    attend to one tensor their keys and values (`share_projections`). Kernels take one 16-bit type for queries, keys, values and
+    additive masks: nodes of FP32 models get and give FP16 through casts, and masks of another type than the queries are cast to it.
 
     Returns:
         How many nodes were lowered.
@@ -25,33 +27,39 @@ def lower_to_plugin(model: ir.Model, *, pack: bool = True) -> int:
     """
     nodes = require_attention_nodes(model)
     if pack:
-        pack_projections(model)
+        room = InlineRoom()
+        pack_projections(model, room)
+        share_projections(model, room)
+    casts: _Casts = {}
     for node in nodes.values():
         node.overload = ""
         node.attributes["plugin_version"] = ir.AttrString("plugin_version", str(VERSION))
         node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", "")
-        _cast_to_half(node)
+        _cast_to_half(node, casts)
     for key in [key for key in model.functions if key[:2] == (DOMAIN, OP)]:
         del model.functions[key]
     return len(nodes)
 
 
-def _cast_to_half(node: ir.Node) -> None:
+_Casts = dict[tuple[ir.Graph | ir.Function, ir.Value, ir.DataType], ir.Value]
+"""Of a value to a type, in a graph: q, k and v may be one tensor, and that of several nodes."""
+
+
+def _cast_to_half(node: ir.Node, casts: _Casts) -> None:
     graph, q = node.graph, node.inputs[0]
     assert graph is not None and q is not None
     dtype = q.dtype if q.dtype is not None and q.dtype in _HALF else ir.DataType.FLOAT16
     mask = mask_of(node)
-    casts: dict[ir.Value, ir.Value] = {}  # q, k and v may be one tensor
     for index in (0, 1, 2, *([len(INPUTS)] if mask is not None and mask.dtype != ir.DataType.BOOL else [])):
         value = node.inputs[index]
         if value is None or value.dtype == dtype:
             continue
-        if value not in casts:
+        if (graph, value, dtype) not in casts:
             cast = ir.node("Cast", [value], {"to": dtype})
             cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, dtype
             graph.insert_before(node, cast)
-            casts[value] = cast.outputs[0]
-        node.replace_input_with(index, casts[value])
+            casts[graph, value, dtype] = cast.outputs[0]
+        node.replace_input_with(index, casts[graph, value, dtype])
     out = node.outputs[0]
     if out.dtype is None or out.dtype == dtype:  # the exporter types every value
         return

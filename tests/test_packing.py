@@ -1,0 +1,273 @@
+"""Projections that the plugin reads where one product computes them: q, k and v of a site, keys and values of many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import tiny_models
+import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.export.lowering import lower_to_function, lower_to_plugin
+from trtconvert.export.lowering.packing import pack_projections
+from trtconvert.export.lowering.projections import InlineRoom
+from trtconvert.export.lowering.shared import share_projections
+from trtconvert.export.nodes import attention_nodes
+from trtconvert.models.base import InputSpec
+
+FLOAT = 4
+"""Bytes."""
+
+
+def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
+
+
+def in_files(model: ir.Model, folder) -> ir.Model:
+    """The model as it is read from a file with weights beside it."""
+    ir.save(model, folder / "model.onnx", external_data="weights", size_threshold_bytes=0)
+    return ir.load(folder / "model.onnx")
+
+
+def cut(model: ir.Model) -> ir.Model:
+    """The heads of each site taken out of what it shares, as the plugin reads them, so that the op's body can follow."""
+    for node in attention_nodes(model).values():
+        parts: dict[int, int | list[int]] = {}
+        if node.inputs[0].shape.rank() == 5:
+            assert len(set(node.inputs[:3])) == 1 and node.attributes["layout"].as_string() == "BNHD"
+            parts = {0: 0, 1: 1, 2: 2}
+        elif "kv_heads" in node.attributes:
+            first = {1: node.attributes["k_head"].as_int(), 2: node.attributes["v_head"].as_int()}
+            count = node.attributes["kv_heads"].as_int()
+            parts = {index: list(range(head, head + count)) for index, head in first.items()}
+        for index, part in parts.items():
+            numbers = ir.node("Constant", [], {"value": ir.tensor(np.array(part))})
+            taken = ir.node("Gather", [node.inputs[index], numbers.outputs[0]], {"axis": 2})
+            taken.outputs[0].dtype = node.inputs[index].dtype
+            node.graph.insert_before(node, [numbers, taken])
+            node.replace_input_with(index, taken.outputs[0])
+    return model
+
+
+# q, k and v -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["biased", "plain", "called twice", "unbound"])
+def test_a_packed_projection_is_what_three_were(kind):
+    model = tiny_models.traced_projections(kind)
+    original = model.clone()
+    assert pack_projections(model, InlineRoom()) == 1
+    (node,) = attention_nodes(model).values()
+    assert list(node.inputs[0].shape)[1:] == [16, 3, 2, 32]
+    products = [n for n in model.graph if n.op_type == "MatMul"]
+    assert len(products) == 2  # of the three in one, and of the output
+    lower_to_function(cut(model))
+    for batch in (1, 3):
+        x = np.random.default_rng(0).standard_normal((batch, 1, 4, 4), np.float32)
+        feeds = {"x": x, "timestep": np.full(batch, 400, np.float32)}
+        np.testing.assert_allclose(run(model, feeds)[0], run(original, feeds)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["of another tensor", "grouped", "another order", "in windows"])
+def test_other_projections_are_left(kind):
+    model = tiny_models.traced_projections(kind)
+    before = [node.name for node in model.graph]
+    assert pack_projections(model, InlineRoom()) == 0
+    assert [node.name for node in model.graph] == before
+
+
+def test_packing_for_the_plugin_and_one_cast_for_the_three():
+    model = tiny_models.traced_projections("biased")
+    lower_to_plugin(model, refittable=True)
+    (node,) = attention_nodes(model).values()
+    assert len({id(value) for value in node.inputs[:3]}) == 3
+    model = tiny_models.traced_projections("biased")
+    lower_to_plugin(model)
+    (node,) = attention_nodes(model).values()
+    assert len({id(value) for value in node.inputs[:3]}) == 1
+    assert node.inputs[0].producer().op_type == "Cast" and node.inputs[0].dtype == ir.DataType.FLOAT16
+
+
+# Keys and values of many sites ----------------------------------------------------------------------------------------
+
+TEXT = 24
+"""Channels."""
+
+
+class Attention(nn.Module):
+    """Of tokens [B, N, 64] to a context [B, Nk, C], with projections that are made in one way or another."""
+
+    def __init__(
+        self, context: int = TEXT, heads: int = 2, kv_heads: int = 2, dim: int = 32, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.q = nn.Linear(64, heads * dim, bias=bias)
+        self.k, self.v = (nn.Linear(context, kv_heads * dim, bias=bias) for _ in "kv")
+        self.out = nn.Linear(heads * dim, 64)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None, normed: bool = False) -> Tensor:
+        q, k, v = (f(y).unflatten(2, (-1, self.dim)) for f, y in ((self.q, x), (self.k, context), (self.v, context)))
+        if normed:
+            k = F.rms_norm(k, (self.dim,))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] > k.shape[1])
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Crossed(nn.Module):
+    """Tokens that attend to themselves and to a text, at sites of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.itself = Attention(context=64)
+        self.wide, self.grouped = Attention(heads=3, kv_heads=3), Attention(heads=4, kv_heads=2)
+        self.masked, self.biased = Attention(heads=1, kv_heads=1), Attention(bias=True)
+        self.short_heads, self.of_squares = Attention(heads=4, kv_heads=4, dim=16), Attention()
+        self.normed, self.seen = Attention(), Attention()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        """x [B, N, 64], timestep [B], text [B, Nk, 24], mask [B, Nk] ≥ 0 where there is text → [B, N, 64]."""
+        x = x + (timestep / 1000).to(x.dtype)[:, None, None]
+        for _ in range(2):
+            x = self.itself(x, x)
+        x = self.grouped(self.wide(x, text), text)
+        x = self.masked(x, text, (mask >= 0)[:, None, None])
+        x = self.of_squares(self.short_heads(self.biased(x, text), text), text.square())
+        x = self.normed(x, text, normed=True)
+        return self.seen(x, text) + self.seen.k(text).mean()
+
+
+FIRST_HEADS = {
+    "wide": (0, 3, 3),
+    "grouped": (6, 8, 2),
+    "masked": (10, 11, 1),
+    "biased": (0, 2, 2),
+    "short_heads": (0, 4, 4),
+    "of_squares": (0, 2, 2),
+}
+"""By site: the first head of its keys, the first of its values, and how many each are."""
+
+
+@pytest.fixture(scope="module")
+def crossed() -> ir.Model:
+    model = replace(
+        tiny_models.build(),
+        denoiser=Crossed().eval().requires_grad_(False),
+        inputs=(
+            InputSpec("x", "float32", ("batch", "tokens", 64)),
+            InputSpec("timestep", "float32", ("batch",)),
+            InputSpec("text", "float32", ("batch", "length", TEXT)),
+            InputSpec("mask", "float32", ("batch", "length")),
+        ),
+        output=InputSpec("prediction", "float32", ("batch", "tokens", 64)),
+        dims={"batch": (1, 2, 4), "tokens": (4, 16, 32), "length": (3, 7, 20)},
+    )
+    return tiny_models.traced(model)
+
+
+def feeds(batch: int = 2, tokens: int = 16, length: int = 7) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {
+        "x": generator.standard_normal((batch, tokens, 64), np.float32),
+        "timestep": np.full(batch, 400, np.float32),
+        "text": generator.standard_normal((batch, length, TEXT), np.float32),
+        "mask": generator.standard_normal((batch, length), np.float32) + 1,
+    }
+
+
+def keys_and_values(model: ir.Model, sites: list[str], fed: dict[str, np.ndarray]) -> list[list[np.ndarray]]:
+    """What nodes get for k and v, by site. The model is cut there."""
+    nodes = attention_nodes(model)
+    wanted = [nodes[site].inputs[index] for site in sites for index in (1, 2)]
+    model.graph.outputs[:] = list(dict.fromkeys(wanted))
+    RemoveUnusedNodesPass()(model)
+    results = dict(zip((value.name for value in model.graph.outputs), run(model, fed), strict=True))
+    found = [results[value.name] for value in wanted]
+    return [found[i : i + 2] for i in range(0, len(found), 2)]
+
+
+@pytest.mark.parametrize("shape", [{}, {"batch": 3, "length": 11}, {"batch": 1, "tokens": 5, "length": 3}], ids=str)
+def test_sites_read_their_keys_and_values_from_one_product(crossed, shape):
+    model, original, fed = crossed.clone(), crossed.clone(), feeds(**shape)
+    assert share_projections(model, InlineRoom()) == len(FIRST_HEADS)
+    nodes = attention_nodes(model)
+    heads = {
+        site: tuple(node.attributes[name].as_int() for name in ("k_head", "v_head", "kv_heads"))
+        for site, node in nodes.items()
+        if "kv_heads" in node.attributes
+    }
+    assert heads == FIRST_HEADS
+    assert nodes["wide"].inputs[1] is nodes["masked"].inputs[2] is not nodes["biased"].inputs[1]
+    shared = keys_and_values(model, list(FIRST_HEADS), fed)
+    own = keys_and_values(original, list(FIRST_HEADS), fed)
+    products = {"text", "squares", "biased", "short heads"}
+    assert sum(node.op_type == "MatMul" for node in model.graph) == len(products)
+    for (k_head, v_head, count), (k, v), (k_own, v_own) in zip(heads.values(), shared, own, strict=True):
+        np.testing.assert_allclose(k[:, :, k_head : k_head + count], k_own, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(v[:, :, v_head : v_head + count], v_own, rtol=1e-5, atol=1e-5)
+
+
+def test_a_whole_model_computes_the_same_from_shared_and_packed_projections(crossed):
+    """A module that is called twice packs twice."""
+    model, room = crossed.clone(), InlineRoom()
+    assert (pack_projections(model, room), share_projections(model, room)) == (2, len(FIRST_HEADS))
+    lower_to_function(cut(model))
+    np.testing.assert_allclose(run(model, feeds())[0], run(crossed, feeds())[0], rtol=1e-4, atol=1e-4)
+
+
+def test_queries_and_other_sites_stay_as_they_are(crossed):
+    model = crossed.clone()
+    before = attention_nodes(crossed)
+    share_projections(model, InlineRoom())
+    for site, node in attention_nodes(model).items():
+        left = slice(1) if site in FIRST_HEADS else slice(None)
+        assert [x.name for x in node.inputs[left]] == [x.name for x in before[site].inputs[left]]
+        assert [x.name for x in node.inputs[3:]] == [x.name for x in before[site].inputs[3:]]
+    again = [node.name for node in model.graph]
+    assert share_projections(model, InlineRoom()) == 0 and [node.name for node in model.graph] == again
+
+
+def test_weights_in_files_are_joined_up_to_what_a_graph_may_hold(crossed, tmp_path):
+    """Both passes fill one room; where the weights of a site are too large for the rest of it, those of others may not be."""
+    model = in_files(crossed, tmp_path)
+    packed, masked = 3 * 64 * 64 * FLOAT, 2 * TEXT * 32 * FLOAT
+    room = InlineRoom(packed + masked)
+    assert pack_projections(model, room) == 1 and room.left == masked
+    assert share_projections(model, room) == 1 and room.left == 0
+    assert [site for site, node in attention_nodes(model).items() if "kv_heads" in node.attributes] == ["masked"]
+
+
+def test_what_does_not_fit_leaves_the_graph_as_it_is(crossed, tmp_path):
+    model = in_files(crossed, tmp_path)
+    before = [node.name for node in model.graph]
+    room = InlineRoom(2 * TEXT * 32 * FLOAT - 1)
+    assert (pack_projections(model, room), share_projections(model, room)) == (0, 0)
+    assert [node.name for node in model.graph] == before
+
+
+def test_weights_in_the_graph_take_no_room(crossed):
+    assert share_projections(crossed.clone(), InlineRoom(0)) == len(FIRST_HEADS)
+
+
+@pytest.mark.parametrize("refittable", [True, False])
+def test_the_plugin_of_an_fp32_model_gets_one_cast_of_what_sites_share(crossed, refittable):
+    model = crossed.clone()
+    lower_to_plugin(model, refittable=refittable)
+    onnx.checker.check_model(ir.to_proto(model))
+    sources = [attention_nodes(model)[site].inputs[1] for site in ("wide", "grouped", "masked")]
+    assert len(set(sources)) == (3 if refittable else 1)
+    assert {(x.dtype, x.producer().op_type) for x in sources} == {(ir.DataType.FLOAT16, "Cast")}

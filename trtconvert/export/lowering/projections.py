@@ -1,0 +1,164 @@
+"""Products of a tensor with constant weights, seen as heads, and how several of one tensor become one product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+LARGEST_INLINE = 3 << 29
+"""Bytes of joined weights in models that keep theirs in files: a serialized graph may have 2 GiB, and holds more than these."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """x @ weight (+ bias), seen as [B, N, H, D].
+
+    Attributes:
+        x: [B, N, C]; weight: [C, H·D]; bias: [H·D].
+        steps: the values between x and the attention, the last one first.
+    """
+
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    heads: int
+    head_dim: int
+    steps: tuple[ir.Value, ...]
+
+    @property
+    def constants(self) -> list[ir.Value]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def serves_only(self, node: ir.Node) -> bool:
+        """Whether nothing but the node reads it, so that it is computed no more when the node reads another tensor."""
+        user: ir.Node | None = node
+        for value in self.steps:
+            if value.is_graph_output() or any(other is not user for other, _ in value.uses()):
+                return False
+            user = value.producer()
+        return True
+
+
+@dataclass
+class InlineRoom:
+    """What a graph may still take of joined weights, which lie in it and no more in the model's files.
+
+    Attributes:
+        left: bytes.
+    """
+
+    left: int = LARGEST_INLINE
+
+    def take(self, projections: Iterable[Projection]) -> bool:
+        """Take what projections need, if there is so much; else leave the room as it is."""
+        tensors = [value.const_value for part in projections for value in part.constants]
+        needed = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
+        if needed > self.left:
+            return False
+        self.left -= needed
+        return True
+
+
+def projection(value: ir.Value | None) -> Projection | None:
+    """What a value [B, N, H, D] is computed by, if that is a product of a tensor [B, N, C] with constant weights [C, H·D]."""
+    reshape = _producer(value, "Reshape")
+    if value is None or reshape is None or value.shape is None or len(value.shape) != 4:
+        return None
+    heads, head_dim = value.shape[2:]
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        return None
+    width = heads * head_dim
+    product, bias = reshape.inputs[0], None
+    steps = [value, product]
+    if (add := _producer(product, "Add")) is not None:
+        bias = next((x for x in add.inputs if _is_weight(x, 1, width)), None)
+        product = next((x for x in add.inputs if x is not bias), None)
+        if bias is None:
+            return None
+        steps.append(product)
+    matmul = _producer(product, "MatMul")
+    if matmul is None:
+        return None
+    x, weight = matmul.inputs
+    if x is None or weight is None or not _is_weight(weight, 2, width) or not _same_tokens(x, value):
+        return None
+    return Projection(x, weight, bias, heads, head_dim, tuple(step for step in steps if step is not None))
+
+
+def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> ir.Value:
+    """Projections of one tensor [B, N, C] as one product with their weights beside each other.
+
+    The weights get another name: not for engines whose weights are to be replaced.
+
+    Args:
+        parts: of one type, all with a bias or none.
+        sizes: into which the channels of all are split, in the order of the parts.
+        before: the node that the product is put in front of.
+    Returns:
+        [B, N, *sizes].
+    """
+    graph, first = before.graph, parts[0]
+    assert isinstance(graph, ir.Graph)
+    nodes = [ir.node("MatMul", [first.x, _beside(graph, [part.weight for part in parts])])]
+    biases = [part.bias for part in parts if part.bias is not None]
+    if biases:
+        nodes.append(ir.node("Add", [nodes[0].outputs[0], _beside(graph, biases)]))
+    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, *sizes], np.int64))})  # 0: as in the input
+    nodes += [shape, ir.node("Reshape", [nodes[-1].outputs[0], shape.outputs[0]])]
+    for new in nodes:
+        new.outputs[0].type = ir.TensorType(ir.DataType.INT64) if new is shape else first.x.type
+    joined = nodes[-1].outputs[0]
+    assert first.x.shape is not None
+    joined.shape = ir.Shape([*first.x.shape[:2], *sizes])
+    graph.insert_before(before, nodes)
+    return joined
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that computes a value, if it is of a type."""
+    producer = value.producer() if value is not None else None
+    return producer if producer is not None and producer.op_type == op_type else None
+
+
+def _is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
+    """Whether a value is a constant of so many axes, the last one of so many elements."""
+    if value is None or value.const_value is None:
+        return False
+    shape = value.const_value.shape
+    return len(shape) == rank and shape[-1] == width
+
+
+def _same_tokens(x: ir.Value, heads: ir.Value) -> bool:
+    """Whether [B, N, H·D] is seen as [B, N, H, D], with no tokens moved between batch elements, as attention in windows does."""
+    if x.shape is None or heads.shape is None or len(x.shape) != 3:
+        return False
+    # There are as many elements: if either axis is the same, the other one is.
+    return any(_is_same(x.shape[axis], heads.shape[axis]) for axis in (0, 1))
+
+
+def _is_same(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> bool:
+    return a == b and not (isinstance(a, ir.SymbolicDim) and a.value is None)
+
+
+def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
+    """The weights beside each other, along their last axis, as a new initializer that is computed when it is written."""
+    tensors = [weight.const_value for weight in weights if weight.const_value is not None]
+    first = tensors[0]
+    shape = ir.Shape([*first.shape[:-1], sum(int(tensor.shape[-1]) for tensor in tensors)])  # type: ignore[arg-type]
+
+    def together() -> ir.Tensor:
+        return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1), dtype=first.dtype)
+
+    # TensorRT's names have at most 4096 bytes. A module that is called twice has its weights joined twice.
+    name = base = f"{weights[0].name} and {len(weights) - 1} more"
+    count = 1
+    while name in graph.initializers:
+        count += 1
+        name = f"{base}, {count}"
+    joined = ir.LazyTensor(together, first.dtype, shape, name=name)
+    value = ir.Value(name=name, const_value=joined, type=ir.TensorType(first.dtype), shape=shape)
+    graph.register_initializer(value)
+    return value
