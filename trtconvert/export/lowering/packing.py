@@ -7,12 +7,12 @@ where attention itself takes 380. The plugin takes the product as it is, [B, N, 
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.layout import output_tokens_first
 from trtconvert.export.lowering.projections import InlineRoom, Projection, join, projection
+from trtconvert.export.matching import element_of, producer_of
 from trtconvert.export.nodes import attention_nodes
 
 PARTS = 3
@@ -54,43 +54,15 @@ def _source_of_parts(node: ir.Node) -> ir.Value | None:
     """What a node's q, k and v are the parts 0, 1, 2 of; None where they are not."""
     if node.attributes["layout"].as_string() != "BHND":
         return None
-    found = [_part(value) for value in node.inputs[:PARTS]]
-    sources = {id(source) for source, _ in found}
-    source = found[0][0]
-    if source is None or len(sources) > 1 or [index for _, index in found] != [0, 1, 2]:
+    found = [part for value in node.inputs[:PARTS] if (part := element_of(value)) is not None]
+    if [(axis, index) for _, axis, index in found] != [(0, 0), (0, 1), (0, 2)] or len({x for x, _, _ in found}) > 1:
         return None
-    transpose = source.producer()
-    if transpose is None or transpose.op_type != "Transpose":
+    transpose = producer_of(found[0][0], "Transpose")
+    # [B, N, 3, H, D] to [3, B, H, N, D]
+    if transpose is None or list(transpose.attributes["perm"].as_ints()) != [2, 0, 3, 1, 4]:
         return None
     packed = transpose.inputs[0]
-    # [B, N, 3, H, D] to [3, B, H, N, D]
-    if list(transpose.attributes["perm"].as_ints()) != [2, 0, 3, 1, 4] or packed is None or packed.shape is None:
-        return None
-    return packed if packed.shape[2] == PARTS else None
-
-
-def _part(value: ir.Value | None) -> tuple[ir.Value | None, int]:
-    """The tensor that a value is an element of, along the first axis, and which."""
-    producer = value.producer() if value is not None else None
-    if producer is None:
-        return None, 0
-    if producer.op_type == "Gather" and producer.attributes.get_int("axis", 0) == 0:
-        index = _constant(producer.inputs[1])
-        return (producer.inputs[0], int(index)) if index is not None and index.ndim == 0 else (None, 0)
-    if producer.op_type != "Squeeze" or (axes := _constant(producer.inputs[1])) is None or axes.tolist() != [0]:
-        return None, 0
-    cut = producer.inputs[0].producer() if producer.inputs[0] is not None else None
-    if cut is None or cut.op_type != "Slice":
-        return None, 0
-    start, end, axis = (_constant(x) for x in cut.inputs[1:4])
-    if start is None or end is None or axis is None or axis.tolist() != [0] or end[0] != start[0] + 1:
-        return None, 0
-    return cut.inputs[0], int(start[0])
-
-
-def _constant(value: ir.Value | None) -> np.ndarray | None:
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return tensor.numpy() if tensor is not None else None
+    return packed if packed is not None and packed.shape is not None and packed.shape[2] == PARTS else None
 
 
 # Three projections ------------------------------------------------------------------------------------------------------

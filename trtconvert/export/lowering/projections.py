@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from trtconvert.export.matching import is_same_shape, producer_of
+
 LARGEST_INLINE = 3 << 29
 """Bytes of joined weights in models that keep theirs in files: a serialized graph may have 2 GiB, and holds more than these."""
 
@@ -64,7 +66,7 @@ class InlineRoom:
 
 def projection(value: ir.Value | None) -> Projection | None:
     """What a value [B, N, H, D] is computed by, if that is a product of a tensor [B, N, C] with constant weights [C, H·D]."""
-    reshape = _producer(value, "Reshape")
+    reshape = producer_of(value, "Reshape")
     if value is None or reshape is None or value.shape is None or len(value.shape) != 4:
         return None
     heads, head_dim = value.shape[2:]
@@ -73,13 +75,13 @@ def projection(value: ir.Value | None) -> Projection | None:
     width = heads * head_dim
     product, bias = reshape.inputs[0], None
     steps = [value, product]
-    if (add := _producer(product, "Add")) is not None:
+    if (add := producer_of(product, "Add")) is not None:
         bias = next((x for x in add.inputs if _is_weight(x, 1, width)), None)
         product = next((x for x in add.inputs if x is not bias), None)
         if bias is None:
             return None
         steps.append(product)
-    matmul = _producer(product, "MatMul")
+    matmul = producer_of(product, "MatMul")
     if matmul is None:
         return None
     x, weight = matmul.inputs
@@ -117,12 +119,6 @@ def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> 
     return joined
 
 
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that computes a value, if it is of a type."""
-    producer = value.producer() if value is not None else None
-    return producer if producer is not None and producer.op_type == op_type else None
-
-
 def _is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
     """Whether a value is a constant of so many axes, the last one of so many elements."""
     if value is None or value.const_value is None:
@@ -136,11 +132,7 @@ def _same_tokens(x: ir.Value, heads: ir.Value) -> bool:
     if x.shape is None or heads.shape is None or len(x.shape) != 3:
         return False
     # There are as many elements: if either axis is the same, the other one is.
-    return any(_is_same(x.shape[axis], heads.shape[axis]) for axis in (0, 1))
-
-
-def _is_same(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> bool:
-    return a == b and not (isinstance(a, ir.SymbolicDim) and a.value is None)
+    return is_same_shape(x.shape[:1], heads.shape[:1]) or is_same_shape(x.shape[1:2], heads.shape[1:2])
 
 
 def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
