@@ -251,6 +251,16 @@ def test_weights_in_files_are_joined_up_to_what_a_graph_may_hold(crossed, tmp_pa
     assert [site for site, node in attention_nodes(model).items() if "kv_heads" in node.attributes] == ["masked"]
 
 
+def test_weights_are_read_from_files(crossed, tmp_path):
+    model = in_files(crossed, tmp_path)
+    share_projections(model, InlineRoom())
+    sites, fed = ["wide", "biased"], feeds()
+    (wide, _), (_, biased) = keys_and_values(model, sites, fed)
+    (wide_own, _), (_, biased_own) = keys_and_values(crossed.clone(), sites, fed)
+    np.testing.assert_allclose(wide[:, :, :3], wide_own, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(biased[:, :, 2:], biased_own, rtol=1e-5, atol=1e-5)
+
+
 def test_what_does_not_fit_leaves_the_graph_as_it_is(crossed, tmp_path):
     model = in_files(crossed, tmp_path)
     before = [node.name for node in model.graph]
