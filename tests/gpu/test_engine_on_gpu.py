@@ -182,9 +182,9 @@ def test_an_unsupported_operator_is_named(trt):
         tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs_of(model), [{}], EngineSection(), Watch())
 
 
-@pytest.mark.parametrize("kind", ["biased", "unbound"])
-def test_an_engine_with_packed_projections_computes_the_same(trt, kind):
-    """From one tensor what it computes from three, for another batch than the one that the profile is tuned for."""
+@pytest.mark.parametrize(("kind", "tensors"), [("biased", 1), ("unbound", 1), ("of another tensor", 2)])
+def test_an_engine_with_joined_projections_computes_the_same(trt, kind, tensors):
+    """From one tensor or two what it computes from three, for another batch than the one that the profile is tuned for."""
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(3, 1, 4, 4, generator=generator, device="cuda").half()
     feed = {"x": x, "timestep": torch.full((3,), 400.0, device="cuda")}
@@ -193,7 +193,7 @@ def test_an_engine_with_packed_projections_computes_the_same(trt, kind):
         model = tiny_models.traced_projections(kind, torch.float16)
         lower_to_plugin(model, pack=pack)
         (node,) = attention_nodes(model).values()
-        assert len({id(value) for value in node.inputs[:3]}) == (1 if pack else 3)
+        assert len({id(value) for value in node.inputs[:3]}) == (tensors if pack else 3)
         inputs = [
             TensorRecord(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=["batch", *t.shape[1:]])
             for name, t in feed.items()
