@@ -191,7 +191,7 @@ def test_an_engine_with_joined_projections_computes_the_same(trt, kind, tensors)
     outputs = []
     for pack in (True, False):
         model = tiny_models.traced_projections(kind, torch.float16)
-        lower_to_plugin(model, pack=pack)
+        lower_to_plugin(model, refittable=not pack)
         (node,) = attention_nodes(model).values()
         assert len({id(value) for value in node.inputs[:3]}) == (tensors if pack else 3)
         inputs = [

@@ -215,7 +215,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
     if native:
         lower_to_native(model, native)
     if attention_nodes(model):
-        lower_to_plugin(model, pack=not options.refittable)
+        lower_to_plugin(model, refittable=options.refittable)
     return model
 
 

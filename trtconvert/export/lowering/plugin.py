@@ -5,28 +5,34 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
+from trtconvert.export.lowering.norms import take_norms
 from trtconvert.export.lowering.packing import pack_projections
 from trtconvert.export.lowering.projections import InlineRoom
+from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.lowering.shared import share_projections
-from trtconvert.export.nodes import mask_of, require_attention_nodes
-
-_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+from trtconvert.export.nodes import HALF, mask_of, require_attention_nodes
 
 
-def lower_to_plugin(model: ir.Model, *, pack: bool = True) -> int:
+def lower_to_plugin(model: ir.Model, *, refittable: bool = False) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
-    With `pack`, nodes whose q, k and v are projections of one tensor get them as one tensor (`pack_projections`), and nodes that
-    attend to one tensor their keys and values (`share_projections`). Kernels take one 16-bit type for queries, keys, values and
-    additive masks: nodes of FP32 models get and give FP16 through casts, and masks of another type than the queries are cast to it.
+    What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`take_rotary`), norms of heads
+    (`take_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
+    (`share_projections`). Nodes that take any of these have no other lowering any more. Kernels take one 16-bit type for
+    queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through casts, and masks of another type
+    than the queries are cast to it.
 
+    Args:
+        refittable: weights keep their names, so norms and projections stay as they are.
     Returns:
         How many nodes were lowered.
     Raises:
         UserError: the model has no `Int8Attention` node.
     """
     nodes = require_attention_nodes(model)
-    if pack:
+    take_rotary(model)  # first: below it are the norms, and below these the projections
+    if not refittable:
+        take_norms(model)
         room = InlineRoom()
         pack_projections(model, room)
         share_projections(model, room)
@@ -48,7 +54,7 @@ _Casts = dict[tuple[ir.Graph | ir.Function, ir.Value, ir.DataType], ir.Value]
 def _cast_to_half(node: ir.Node, casts: _Casts) -> None:
     graph, q = node.graph, node.inputs[0]
     assert graph is not None and q is not None
-    dtype = q.dtype if q.dtype is not None and q.dtype in _HALF else ir.DataType.FLOAT16
+    dtype = q.dtype if q.dtype is not None and q.dtype in HALF else ir.DataType.FLOAT16
     mask = mask_of(node)
     for index in (0, 1, 2, *([len(INPUTS)] if mask is not None and mask.dtype != ir.DataType.BOOL else [])):
         value = node.inputs[index]

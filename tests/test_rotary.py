@@ -1,0 +1,374 @@
+"""Rotary embeddings and norms that nodes take from the graph: what the plugin makes of its inputs is what attention read before.
+
+The plugin's part is done here in NumPy, as its interface says; the rest of the graphs runs in ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import tiny_models
+import tolerances
+import torch
+from diffusers.models.transformers.transformer_flux import FluxPosEmbed, FluxTransformer2DModel
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export.lowering import lower_to_plugin
+from trtconvert.export.lowering.norms import take_norms
+from trtconvert.export.lowering.rotary import take_rotary
+from trtconvert.export.nodes import attention_nodes
+from trtconvert.models.base import InputSpec
+
+HEADS, CHANNELS, TOKENS = 2, 16, 6
+WIDTH = HEADS * CHANNELS
+Shapes = Mapping[str, tuple[int | str, ...]]
+
+
+# Models -----------------------------------------------------------------------------------------------------------------
+
+
+def traced(denoiser: nn.Module, shapes: Shapes, dtype: torch.dtype = torch.float16) -> ir.Model:
+    """A denoiser with random weights, its nodes not lowered yet; dimensions with a name vary."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in denoiser.parameters():
+        nn.init.normal_(parameter, std=0.2, generator=generator)
+    model = replace(
+        tiny_models.build(),
+        denoiser=denoiser.eval().requires_grad_(False),
+        inputs=tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items()),
+        output=InputSpec("prediction", "float32", shapes["x"]),
+        dims={size: (2, 3, 8) for shape in shapes.values() for size in shape if isinstance(size, str)},
+    )
+    return tiny_models.traced(model, dtype)
+
+
+class Flux(nn.Module):
+    """With the positions of the tokens as inputs, as its pipeline calls it, or constant."""
+
+    def __init__(self, double_blocks: int):
+        super().__init__()
+        self.transformer = FluxTransformer2DModel(
+            in_channels=4,
+            num_layers=double_blocks,
+            num_single_layers=1,
+            num_attention_heads=HEADS,
+            attention_head_dim=CHANNELS,
+            axes_dims_rope=(4, 4, 8),
+            joint_attention_dim=8,
+            pooled_projection_dim=8,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        pooled: Tensor,
+        image_positions: Tensor | None = None,
+        text_positions: Tensor | None = None,
+    ) -> Tensor:
+        if image_positions is None or text_positions is None:
+            text_positions, image_positions = torch.zeros(3, 3), torch.arange(12.0).reshape(4, 3)
+        return self.transformer(
+            x, text, pooled, timestep / 1000, image_positions, text_positions, return_dict=False
+        )[0]  # fmt: skip
+
+
+class Wan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transformer = WanTransformer3DModel(
+            num_layers=1,
+            num_attention_heads=HEADS,
+            attention_head_dim=CHANNELS,
+            in_channels=4,
+            out_channels=4,
+            ffn_dim=16,
+            text_dim=8,
+            freq_dim=8,
+            rope_max_seq_len=8,
+        )
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        return self.transformer(x, timestep, text, return_dict=False)[0]
+
+
+class Blocks(nn.Module):
+    """One block of each kind, one after the other."""
+
+    def __init__(self, *kinds: str):
+        super().__init__()
+        self.blocks = nn.ModuleList(Rotated(kind) for kind in kinds)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, timestep)
+        return x
+
+
+class Rotated(nn.Module):
+    """One attention whose queries and keys are rotated in one way or another."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in "qkv")
+        self.norms = nn.ModuleDict()
+        if kind in NORMS:
+            channels = WIDTH if kind == "norm over all heads" else CHANNELS
+            self.norms["q"] = nn.RMSNorm(channels, eps=1e-5)
+            self.norms["k"] = nn.RMSNorm(channels, eps=1e-6 if kind == "norms of two kinds" else 1e-5)
+        self.positions = FluxPosEmbed(100, [CHANNELS])
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, N, WIDTH], timestep [B] → [B, N, WIDTH]."""
+        q, k, v = self.q(x), self.k(x), self.v(x).unflatten(2, (HEADS, -1))
+        q, k = (self.normed(name, y, timestep) for name, y in (("q", q), ("k", k)))
+        rotated_q, rotated_k = self.rotated(q, x, timestep), self.rotated(k, x, timestep)
+        if self.kind == "other angles for k":
+            rotated_k = self.rotated(k, x, timestep, theta=50.0)
+        if self.kind == "k as it is":
+            rotated_k = k
+        out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (rotated_q, rotated_k, v))).transpose(1, 2)
+        return x + (out + rotated_q if self.kind == "read elsewhere" else out).flatten(2)
+
+    def normed(self, name: str, y: Tensor, timestep: Tensor) -> Tensor:
+        if self.kind == "norm over all heads":
+            return self.norms[name](y).unflatten(2, (HEADS, -1))
+        heads = y.unflatten(2, (HEADS, -1))
+        if self.kind == "norm by the timestep":
+            weight = timestep[:, None, None, None].to(y.dtype) * self.norms[name].weight / 500
+            return F.rms_norm(heads, (CHANNELS,), eps=1e-5) * weight
+        return self.norms[name](heads) if self.norms else heads
+
+    def rotated(self, y: Tensor, x: Tensor, timestep: Tensor, theta: float = 100.0) -> Tensor:
+        """y [B, N, H, D]."""
+        kind, pairs = self.kind, CHANNELS // 2
+        if kind == "norm alone":
+            return y
+        angles = torch.arange(x.shape[1])[:, None] * theta ** -(torch.arange(pairs) / pairs)
+        if kind in ("turn", "turn of computed positions", "turn by an input", "unequal neighbours"):
+            if kind == "turn":
+                cos, sin = (f(angles).repeat_interleave(2, 1) for f in (torch.cos, torch.sin))
+            elif kind == "turn of computed positions":
+                cos, sin = self.positions(x[0, :, :1] * 5)
+            elif kind == "turn by an input":
+                cos, sin = x[0, :, :CHANNELS].cos(), x[0, :, :CHANNELS].sin()
+            else:
+                cos, sin = (f(torch.cat([angles, angles], 1)) for f in (torch.cos, torch.sin))
+            even, odd = y.unflatten(3, (-1, 2)).unbind(-1)
+            turned = torch.stack([-odd, even], -1).flatten(3)
+            return (y.float() * cos[:, None] + turned.float() * sin[:, None]).to(y.dtype)
+        if kind == "halves of heads":  # of LLaMA: channel i goes with channel i + D/2
+            cos, sin = (f(torch.cat([angles, angles], 1))[:, None] for f in (torch.cos, torch.sin))
+            first, second = y.chunk(2, -1)
+            return (y.float() * cos + torch.cat([-second, first], -1).float() * sin).to(y.dtype)
+        if kind == "angles of batch elements":
+            angles = angles[None] * timestep[:, None, None] / 100
+        angles = angles.unsqueeze(-2)  # of heads
+        if kind == "angles of heads":
+            angles = angles * torch.arange(1, HEADS + 1)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        if kind == "tables in FP16":
+            cos, sin = cos.to(y.dtype), sin.to(y.dtype)
+        x0, x1 = y.unflatten(3, (-1, 2)).unbind(-1)
+        if kind == "the other way round":
+            return torch.stack([x0 * cos + x1 * sin, x1 * cos - x0 * sin], -1).flatten(3).to(y.dtype)
+        return torch.stack([x0 * cos - x1 * sin, x1 * cos + x0 * sin], -1).flatten(3).to(y.dtype)
+
+
+ROTATIONS = ("halves", "tables in FP16", "turn", "turn of computed positions", "read elsewhere")
+OTHER_ROTATIONS = (
+    "other angles for k",
+    "k as it is",
+    "turn by an input",
+    "unequal neighbours",
+    "halves of heads",
+    "angles of batch elements",
+    "angles of heads",
+    "the other way round",
+)
+OTHER_NORMS = ("norms of two kinds", "norm over all heads", "norm by the timestep")
+NORMS = ("norm", "norm alone", *OTHER_NORMS)
+ROTATED: Shapes = {"x": ("batch", TOKENS, WIDTH), "timestep": ("batch",)}
+FLUX: Shapes = {"x": (1, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}
+
+
+# What attention reads ---------------------------------------------------------------------------------------------------
+
+
+def run(model: ir.Model) -> dict[str, np.ndarray]:
+    """What each node reads and what the model gives, where each attention gives random numbers, for random inputs."""
+    model = model.clone()
+    graph, sizes = model.graph, {"batch": 2, "tokens": 5}
+    for site, node in attention_nodes(model).items():
+        names = [name for name in ("rotary", "norm") if name in node.attributes]
+        read = dict(
+            zip((*"qk", *names), (*node.inputs[:2], *node.inputs[len(node.inputs) - len(names) :]), strict=True)
+        )
+        for name, value in read.items():
+            same = ir.node("Identity", [value])
+            same.outputs[0].name, same.outputs[0].type = f"{site} {name}", value.type
+            graph.insert_before(node, same)
+            graph.outputs.append(same.outputs[0])
+        out = node.outputs[0]
+        given = ir.Value(name=f"{site} out", shape=out.shape, type=out.type)
+        ir.convenience.replace_all_uses_with(out, given)
+        graph.inputs.append(given)
+    model.functions.clear()
+    RemoveUnusedNodesPass()(model)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    generator, feeds = np.random.default_rng(0), {}
+    for value in session.get_inputs():
+        numbers = generator.standard_normal([sizes.get(size, size) for size in value.shape])
+        feeds[value.name] = numbers.astype(np.float16 if "float16" in value.type else np.float32)
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, epsilon: float) -> np.ndarray:
+    """Queries (0) or keys (1) as attention sees them."""
+    x = read[f"{site} {'qk'[index]}"]
+    if x.ndim == 5:  # q, k and v in one
+        x = x[:, :, index]
+    if (norm := read.get(f"{site} norm")) is not None:
+        wide = x.astype(np.float32)
+        x = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * norm[index]).astype(x.dtype)
+    if (rotary := read.get(f"{site} rotary")) is not None:
+        even, odd = x[..., 0::2].astype(np.float32), x[..., 1::2].astype(np.float32)
+        cos, sin = (rotary[:, None, :, part] for part in (0, 1))
+        x = np.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape).astype(x.dtype)
+    return x
+
+
+def assert_same_after(model: ir.Model, lowered: ir.Model) -> None:
+    before, after = run(model), run(lowered)
+    for site, node in attention_nodes(lowered).items():
+        epsilon = node.attributes.get_float("norm_eps", math.nan)
+        for index, name in enumerate("qk"):
+            ours = torch.from_numpy(as_the_plugin(after, site, index, epsilon)).float()
+            assert relative_error(ours, torch.from_numpy(before[f"{site} {name}"]).float()) < tolerances.ROTATED_IN_HALF
+    np.testing.assert_array_equal(after["prediction"], before["prediction"])
+
+
+def lowered(model: ir.Model, **options: bool) -> ir.Model:
+    model = model.clone()
+    lower_to_plugin(model, **options)
+    return model
+
+
+def taken(model: ir.Model) -> dict[str, set[str]]:
+    """Which of the two each site takes."""
+    return {site: {"rotary", "norm"} & set(node.attributes) for site, node in attention_nodes(model).items()}
+
+
+# Taken ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", ["constant", "inputs"])
+def test_flux(positions):
+    """Double blocks norm the two halves of their tokens apart: only their rotation is the node's."""
+    computed = positions == "inputs"
+    shapes = FLUX | ({"image_positions": (4, 3), "text_positions": (3, 3)} if computed else {})
+    model = traced(Flux(double_blocks=int(computed)), shapes)
+    after = lowered(model)
+    double = {"transformer.transformer_blocks.0.attn": {"rotary"}} if computed else {}
+    assert taken(after) == double | {"transformer.single_transformer_blocks.0.attn": {"rotary", "norm"}}
+    *first, single = attention_nodes(after).values()
+    assert list(single.inputs[0].shape) == [1, 7, 3, HEADS, CHANNELS]  # the plain projections, in one
+    assert all(node.inputs[-1] is single.inputs[-2] for node in first)  # one table
+    assert single.attributes["norm_eps"].as_float() == pytest.approx(1e-6)
+    assert_same_after(model, after)
+
+
+def test_wan():
+    """Its norms are over all heads, and its cross-attention is not rotated."""
+    model = traced(Wan(), {"x": (1, 4, 2, 4, 4), "timestep": (1,), "text": (1, 3, 8)})
+    after = lowered(model)
+    assert taken(after) == {"transformer.blocks.0.attn1": {"rotary"}, "transformer.blocks.0.attn2": set()}
+    assert_same_after(model, after)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, "tokens"])
+def test_rotations_and_norms(tokens):
+    kinds = (*ROTATIONS, "norm", "norm alone")
+    model = traced(Blocks(*kinds), ROTATED | {"x": ("batch", tokens, WIDTH)})
+    after = lowered(model)
+    of_kind = dict(zip(kinds, taken(after).values(), strict=True))
+    assert of_kind == {kind: {"rotary"} for kind in ROTATIONS} | {"norm": {"rotary", "norm"}, "norm alone": {"norm"}}
+    nodes = dict(zip(kinds, attention_nodes(after).values(), strict=True))
+    assert all(len(set(node.inputs[:3])) == 1 for node in nodes.values())  # the plain projections, in one
+    assert nodes["halves"].inputs[-1] is nodes["read elsewhere"].inputs[-1] is nodes["norm"].inputs[-2]
+    assert nodes["norm"].attributes["norm_eps"].as_float() == pytest.approx(1e-5)
+    assert_same_after(model, after)
+    # What rotated is gone, but where the result is also read by others.
+    left = {node.name for node in after.graph}
+    rotated = {kind: node.inputs[0] for kind, node in zip(kinds, attention_nodes(model).values(), strict=True)}
+    assert [kind for kind, value in rotated.items() if value.producer().name in left] == ["read elsewhere"]
+
+
+def test_bfloat16():
+    """ONNX Runtime computes no BF16 on CPUs, so only the structure is looked at."""
+    after = lowered(traced(Blocks("norm"), ROTATED, torch.bfloat16))
+    (node,) = attention_nodes(after).values()
+    assert list(taken(after).values()) == [{"rotary", "norm"}]
+    assert [value.dtype for value in node.inputs[-2:]] == [ir.DataType.FLOAT] * 2
+    assert node.inputs[0].dtype == ir.DataType.BFLOAT16
+
+
+@pytest.fixture(scope="module")
+def normed():
+    return traced(Blocks("norm"), ROTATED)
+
+
+def test_masks_stay_before_what_is_taken(normed):
+    model = normed.clone()
+    (node,) = attention_nodes(model).values()
+    mask = ir.Value(name="mask", shape=ir.Shape([1, 1, 1, TOKENS]), type=ir.TensorType(ir.DataType.FLOAT))
+    model.graph.inputs.append(mask)
+    node.resize_inputs(len(node.inputs) + 1)
+    node.replace_input_with(len(node.inputs) - 1, mask)
+    (node,) = attention_nodes(lowered(model)).values()
+    *_, of_mask, rotary, norm = node.inputs
+    assert of_mask.producer().inputs[0].name == "mask" and of_mask.dtype == ir.DataType.FLOAT16
+    assert list(rotary.shape) == [TOKENS, CHANNELS // 2, 2] and list(norm.shape) == [2, CHANNELS]
+
+
+# Left -------------------------------------------------------------------------------------------------------------------
+
+
+def test_other_rotations_are_left():
+    model = traced(Blocks(*OTHER_ROTATIONS), ROTATED)
+    before = [node.name for node in model.graph]
+    assert take_rotary(model) == 0
+    assert [node.name for node in model.graph] == before
+
+
+def test_other_norms_are_left():
+    model = traced(Blocks(*OTHER_NORMS), ROTATED)
+    assert take_rotary(model) == len(OTHER_NORMS)
+    before = [node.name for node in model.graph]
+    assert take_norms(model) == 0
+    assert [node.name for node in model.graph] == before
+
+
+def test_what_is_rotated_and_normed_in_fp32_is_left():
+    """Casts to FP16 come in front of the plugin: it would rotate rounded numbers."""
+    model = traced(Blocks("norm"), ROTATED, torch.float32)
+    assert (take_rotary(model), take_norms(model)) == (0, 0)
+
+
+def test_engines_that_are_refitted_keep_their_norms(normed):
+    after = lowered(normed, refittable=True)
+    assert list(taken(after).values()) == [{"rotary"}]
+    assert_same_after(normed, after)
