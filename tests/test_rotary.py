@@ -157,16 +157,17 @@ class Rotated(nn.Module):
         if kind == "norm alone":
             return y
         angles = torch.arange(x.shape[1])[:, None] * theta ** -(torch.arange(pairs) / pairs)
-        if kind in ("turn", "turn of computed positions", "turn by an input", "unequal neighbours"):
-            if kind == "turn":
-                cos, sin = (f(angles).repeat_interleave(2, 1) for f in (torch.cos, torch.sin))
-            elif kind == "turn of computed positions":
+        if "turn" in kind or kind == "unequal neighbours":
+            cos, sin = (f(angles).repeat_interleave(2, 1) for f in (torch.cos, torch.sin))
+            if kind == "turn of computed positions":
                 cos, sin = self.positions(x[0, :, :1] * 5)
             elif kind == "turn by an input":
                 cos, sin = x[0, :, :CHANNELS].cos(), x[0, :, :CHANNELS].sin()
-            else:
+            elif kind == "unequal neighbours":
                 cos, sin = (f(torch.cat([angles, angles], 1)) for f in (torch.cos, torch.sin))
             even, odd = y.unflatten(3, (-1, 2)).unbind(-1)
+            if kind == "half a turn":
+                even, odd = odd, even
             turned = torch.stack([-odd, even], -1).flatten(3)
             return (y.float() * cos[:, None] + turned.float() * sin[:, None]).to(y.dtype)
         if kind == "halves of heads":  # of LLaMA: channel i goes with channel i + D/2
@@ -175,16 +176,19 @@ class Rotated(nn.Module):
             return (y.float() * cos + torch.cat([-second, first], -1).float() * sin).to(y.dtype)
         if kind == "angles of batch elements":
             angles = angles[None] * timestep[:, None, None] / 100
-        angles = angles.unsqueeze(-2)  # of heads
+        angles = angles.unsqueeze(-2)  # for all heads
         if kind == "angles of heads":
-            angles = angles * torch.arange(1, HEADS + 1)[:, None]
+            angles = angles[None] * torch.arange(1, HEADS + 1)[:, None]
         cos, sin = angles.cos(), angles.sin()
         if kind == "tables in FP16":
             cos, sin = cos.to(y.dtype), sin.to(y.dtype)
         x0, x1 = y.unflatten(3, (-1, 2)).unbind(-1)
+        cos1, sin1 = (cos * 2, sin * 2) if kind == "odd channels otherwise" else (cos, sin)
+        if kind == "even channels of odd ones":
+            return torch.stack([x1 * cos - x0 * sin, x1 * cos + x0 * sin], -1).flatten(3).to(y.dtype)
         if kind == "the other way round":
             return torch.stack([x0 * cos + x1 * sin, x1 * cos - x0 * sin], -1).flatten(3).to(y.dtype)
-        return torch.stack([x0 * cos - x1 * sin, x1 * cos + x0 * sin], -1).flatten(3).to(y.dtype)
+        return torch.stack([x0 * cos - x1 * sin, x1 * cos1 + x0 * sin1], -1).flatten(3).to(y.dtype)
 
 
 ROTATIONS = ("halves", "tables in FP16", "turn", "turn of computed positions", "read elsewhere")
@@ -197,6 +201,9 @@ OTHER_ROTATIONS = (
     "angles of batch elements",
     "angles of heads",
     "the other way round",
+    "odd channels otherwise",
+    "even channels of odd ones",
+    "half a turn",
 )
 OTHER_NORMS = ("norms of two kinds", "norm over all heads", "norm by the timestep")
 NORMS = ("norm", "norm alone", *OTHER_NORMS)
@@ -299,10 +306,9 @@ def test_wan():
     assert_same_after(model, after)
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, "tokens"])
-def test_rotations_and_norms(tokens):
+def test_rotations_and_norms():
     kinds = (*ROTATIONS, "norm", "norm alone")
-    model = traced(Blocks(*kinds), ROTATED | {"x": ("batch", tokens, WIDTH)})
+    model = traced(Blocks(*kinds), ROTATED)
     after = lowered(model)
     of_kind = dict(zip(kinds, taken(after).values(), strict=True))
     assert of_kind == {kind: {"rotary"} for kind in ROTATIONS} | {"norm": {"rotary", "norm"}, "norm alone": {"norm"}}
@@ -315,6 +321,13 @@ def test_rotations_and_norms(tokens):
     left = {node.name for node in after.graph}
     rotated = {kind: node.inputs[0] for kind, node in zip(kinds, attention_nodes(model).values(), strict=True)}
     assert [kind for kind, value in rotated.items() if value.producer().name in left] == ["read elsewhere"]
+
+
+def test_any_number_of_tokens():
+    model = traced(Blocks("halves", "turn of computed positions"), ROTATED | {"x": ("batch", "tokens", WIDTH)})
+    after = lowered(model)
+    assert list(taken(after).values()) == [{"rotary"}] * 2
+    assert_same_after(model, after)
 
 
 def test_bfloat16():
@@ -364,7 +377,7 @@ def test_other_norms_are_left():
 
 def test_what_is_rotated_and_normed_in_fp32_is_left():
     """Casts to FP16 come in front of the plugin: it would rotate rounded numbers."""
-    model = traced(Blocks("norm"), ROTATED, torch.float32)
+    model = traced(Blocks("norm", "norm alone"), ROTATED, torch.float32)
     assert (take_rotary(model), take_norms(model)) == (0, 0)
 
 

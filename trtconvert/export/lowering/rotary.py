@@ -129,12 +129,10 @@ def _heads_of(value: ir.Value) -> _Heads | None:
 
 def _is_of_tokens(table: ir.Value, heads: _Heads, copies: int) -> bool:
     """Whether a table has one row for each token, for all heads and batch elements, with so many copies of each number."""
-    width = heads.pairs * copies
-    if copies > 1 and not _holds_pairs(table):
+    if table.shape is None or (copies > 1 and not _holds_pairs(table)):
         return False
-    return is_same_shape(table.shape, [1, heads.tokens, 1, width]) or is_same_shape(
-        table.shape, [heads.tokens, 1, width]
-    )
+    batch, rows = list(table.shape[:-3]), table.shape[-3:]
+    return batch in ([], [1]) and is_same_shape(rows, [heads.tokens, 1, copies * heads.pairs])
 
 
 def _is_seen_as(source: ir.Value, heads: _Heads) -> bool:
