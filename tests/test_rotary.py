@@ -264,7 +264,7 @@ def assert_same_after(model: ir.Model, lowered: ir.Model) -> None:
         epsilon = node.attributes.get_float("norm_eps", math.nan)
         for index, name in enumerate("qk"):
             ours = torch.from_numpy(as_the_plugin(after, site, index, epsilon)).float()
-            assert relative_error(ours, torch.from_numpy(before[f"{site} {name}"]).float()) < tolerances.ROTATED_IN_HALF
+            assert relative_error(ours, torch.from_numpy(before[f"{site} {name}"]).float()) < tolerances.ROUNDED_TO_HALF
     np.testing.assert_array_equal(after["prediction"], before["prediction"])
 
 

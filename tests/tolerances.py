@@ -11,9 +11,6 @@ may round either way, and one such step in a small tensor is 1e-4 of it."""
 ROUNDED_TO_HALF = 5e-4
 """An output rounded to FP16, whose unit roundoff is 2**-11."""
 
-ROTATED_IN_HALF = 1e-3
-"""As ROUNDED_TO_HALF, where one of the two rounds products and their sum as well."""
-
 HALF_INPUTS = 5e-3
 """Queries, keys and values rounded to FP16 first: each moves by up to 2**-11 of itself, and roundings to INT8, steps of a
 hundredth and more, fall the other way for a few in a hundred elements."""
