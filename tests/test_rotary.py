@@ -149,6 +149,11 @@ class Rotated(nn.Module):
         if self.kind == "norm by the timestep":
             weight = timestep[:, None, None, None].to(y.dtype) * self.norms[name].weight / 500
             return F.rms_norm(heads, (CHANNELS,), eps=1e-5) * weight
+        if self.kind in ("length of another", "mean over heads"):
+            wide = heads.float()
+            of, axis = (wide + 1, -1) if self.kind == "length of another" else (wide, -2)
+            root = torch.rsqrt(of.pow(2).mean(axis, keepdim=True) + 1e-5)
+            return (wide * root * self.norms[name].weight.float()).to(y.dtype)
         return self.norms[name](heads) if self.norms else heads
 
     def rotated(self, y: Tensor, x: Tensor, timestep: Tensor, theta: float = 100.0) -> Tensor:
@@ -205,7 +210,13 @@ OTHER_ROTATIONS = (
     "even channels of odd ones",
     "half a turn",
 )
-OTHER_NORMS = ("norms of two kinds", "norm over all heads", "norm by the timestep")
+OTHER_NORMS = (
+    "norms of two kinds",
+    "norm over all heads",
+    "norm by the timestep",
+    "length of another",
+    "mean over heads",
+)
 NORMS = ("norm", "norm alone", *OTHER_NORMS)
 ROTATED: Shapes = {"x": ("batch", TOKENS, WIDTH), "timestep": ("batch",)}
 FLUX: Shapes = {"x": (1, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}
