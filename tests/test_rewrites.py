@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
@@ -14,6 +15,7 @@ from trtconvert.bundle import TRANSPOSED
 from trtconvert.export.concats import promote_concats
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.scatters import leave_out_default_reductions
+from trtconvert.export.sizes import fold_sizes
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
 
@@ -81,9 +83,17 @@ class WritesRows(nn.Module):
         return out
 
 
-def export(module: nn.Module, x: torch.Tensor):
-    """The program before the exporter's optimisation, which is when the rewrites run."""
-    return torch.onnx.export(module.eval(), (x,), dynamo=True, optimize=False, verbose=False, input_names=["x"])
+def export(module: nn.Module, x: torch.Tensor, **dims: int):
+    """The program before the exporter's optimisation, which is when the rewrites run. Named axes vary."""
+    return torch.onnx.export(
+        module.eval(),
+        (x,),
+        dynamo=True,
+        optimize=False,
+        verbose=False,
+        input_names=["x"],
+        dynamic_shapes=({axis: torch.export.Dim(name) for name, axis in dims.items()},) if dims else None,
+    )
 
 
 def run(model: ir.Model, x: torch.Tensor) -> torch.Tensor:
@@ -130,6 +140,43 @@ def test_weights_keep_their_names_through_folding():
     assert torch.allclose(run(program.model, x), module(x), atol=1e-6)
 
 
+def test_sizes_that_do_not_vary_become_constants():
+    """Single ones of a tensor whose first axis varies: forwards, backwards, and of a part of the shape."""
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["": 20]>
+        sizes (float[N, 3, 4] x, int64 which)
+            => (int64 second, int64 last, int64 after, int64 varies, int64[1] listed, int64 asked, int64 read)
+        {
+            shape = Shape(x)
+            tail = Shape <start = 1> (x)
+            head = Shape <end = -1> (x)
+            zero = Constant <value_int = 0> ()
+            one = Constant <value_int = 1> ()
+            back = Constant <value_int = -1> ()
+            second = Gather (shape, one)
+            last = Gather (head, back)
+            after = Gather (tail, one)
+            varies = Gather (shape, zero)
+            some = Constant <value_ints = [1]> ()
+            listed = Gather (shape, some)
+            asked = Gather (shape, which)
+            numbers = Constant <value_ints = [7, 8, 9]> ()
+            read = Gather (numbers, one)
+        }
+    """)
+
+    def read() -> list[int]:
+        session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+        feeds = {"x": np.zeros((2, 3, 4), np.float32), "which": np.array(2)}
+        return [x.item() for x in session.run(None, feeds)]
+
+    assert read() == [3, 3, 4, 2, 3, 4, 8]
+    assert fold_sizes(model) == 3
+    left = {node.outputs[0].name for node in model.graph if node.op_type == "Gather"}
+    assert left == {"varies", "listed", "asked", "read"}
+    assert read() == [3, 3, 4, 2, 3, 4, 8]
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_interleaved_halves_become_one_concatenation(first):
     module, x = Interleaves(first), torch.randn(2, 5, 3, 8)
@@ -142,6 +189,30 @@ def test_interleaved_halves_become_one_concatenation(first):
     assert list(operators["Transpose"].attributes["perm"].as_ints()) == [0, 2, 1, 3]
     assert (run(program.model, x) == module(x)).all()
     assert join_interleaves(program.model) == 0
+
+
+def test_interleaved_halves_of_any_number_of_rows():
+    """Positions along the last axis are known once its size is, whatever varies beside it."""
+    module = Interleaves(0)
+    program = export(module, torch.randn(2, 5, 3, 8), batch=0, rows=1)
+    assert fold_sizes(program.model) == 2
+    program.optimize()
+    assert join_interleaves(program.model) == 1
+    assert {"ScatterND", "Range", "Shape"}.isdisjoint(node.op_type for node in program.model.graph)
+    for batch, rows in ((2, 5), (1, 7), (4, 1)):
+        x = torch.randn(batch, rows, 3, 8)
+        assert (run(program.model, x) == module(x)).all()
+
+
+def test_interleaved_halves_of_any_width_stay_scatters():
+    module = Interleaves(0)
+    program = export(module, torch.randn(2, 5, 3, 8), width=3)
+    assert fold_sizes(program.model) == 0
+    program.optimize()
+    assert join_interleaves(program.model) == 0
+    for width in (8, 14):
+        x = torch.randn(2, 5, 3, width)
+        assert (run(program.model, x) == module(x)).all()
 
 
 @pytest.mark.parametrize("module", [WritesThirds(), WritesOneHalfTwice(), WritesRows()], ids=lambda m: type(m).__name__)

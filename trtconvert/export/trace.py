@@ -22,6 +22,7 @@ from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
 from trtconvert.export.scatters import leave_out_default_reductions
+from trtconvert.export.sizes import fold_sizes
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights
 from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent
@@ -171,6 +172,7 @@ def _exported(
     name_weights(program.model, prefix)
     drop_idle_squeezes(program.model)
     promote_concats(program.model)
+    fold_sizes(program.model)
     with warnings.catch_warnings():
         # Constants are folded with numpy, and T5's buckets of positions take the logarithm of 0 where they are not looked at.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
