@@ -78,6 +78,7 @@ class Projected(nn.Module):
         self.q, self.k, self.v = (nn.Linear(64, 64, bias=bias) for _ in range(3))
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 1)
         self.narrow = nn.ModuleList(nn.Linear(64, 32) for _ in "kv")
+        self.norms = nn.ModuleList(nn.RMSNorm(32, eps=1e-5) for _ in "qk")
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -100,9 +101,22 @@ class Projected(nn.Module):
                 f(y).reshape(-1, length, f.out_features // 32, 32).transpose(1, 2)
                 for f, y in ((self.q, tokens), (k, context), (v, context))
             )
+        if self.kind == "normed and rotated":
+            q, k = (rotated(norm(y)) for norm, y in zip(self.norms, (q, k), strict=True))
         grouped = self.kind == "grouped"
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
         return x - self.out(attended.flatten(2)).transpose(1, 2).reshape(x.shape)
+
+
+def rotated(x: Tensor, angles: Tensor | None = None) -> Tensor:
+    """[B, H, N, D] with rotary embeddings of its tokens, written as Flux does; angles [..., N, D / 2]."""
+    if angles is None:
+        tokens, channels = x.shape[-2:]
+        angles = torch.arange(tokens)[:, None] * 100.0 ** -torch.linspace(0, 1, channels // 2)
+    cos, sin = (f(angles).repeat_interleave(2, -1).to(x.device) for f in (torch.cos, torch.sin))
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-second, first], -1).flatten(-2)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
 def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Model:

@@ -184,35 +184,52 @@ def test_an_unsupported_operator_is_named(trt):
 
 @pytest.mark.parametrize(("kind", "tensors"), [("biased", 1), ("unbound", 1), ("of another tensor", 2)])
 def test_an_engine_with_joined_projections_computes_the_same(trt, kind, tensors):
-    """From one tensor or two what it computes from three, for another batch than the one that the profile is tuned for."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(3, 1, 4, 4, generator=generator, device="cuda").half()
-    feed = {"x": x, "timestep": torch.full((3,), 400.0, device="cuda")}
+    """From one tensor or two what it computes from three."""
     outputs = []
     for pack in (True, False):
         model = tiny_models.traced_projections(kind, torch.float16)
         lower_to_plugin(model, refittable=not pack)
         (node,) = attention_nodes(model).values()
         assert len({id(value) for value in node.inputs[:3]}) == (tensors if pack else 3)
-        inputs = [
-            TensorRecord(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=["batch", *t.shape[1:]])
-            for name, t in feed.items()
-        ]
-        plan = tensorrt.build_lowered(
-            trt, model, Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}], EngineSection(), Watch()
-        )
-        engine = loaded(trt, plan).engine
-        context = engine.create_execution_context()
-        for name, value in feed.items():
-            assert context.set_input_shape(name, tuple(value.shape))
-            assert context.set_tensor_address(name, value.data_ptr())
-        (name,) = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)} - feed.keys()
-        outputs.append(torch.full_like(x, torch.nan))
-        assert context.set_tensor_address(name, outputs[-1].data_ptr())
-        assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-    assert outputs[1].isfinite().all()
-    assert relative_error(outputs[0], outputs[1]) <= HALF_DENOISER
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
+
+
+def test_an_engine_that_takes_norms_and_rotations_computes_the_same(trt, monkeypatch):
+    outputs = []
+    for taken in (True, False):
+        model = tiny_models.traced_projections("normed and rotated", torch.float16)
+        if not taken:
+            for rewrite in ("take_rotary", "take_norms"):
+                monkeypatch.setattr(f"trtconvert.export.lowering.plugin.{rewrite}", lambda model: 0)
+        lower_to_plugin(model)
+        (node,) = attention_nodes(model).values()
+        assert ("rotary" in node.attributes, "norm" in node.attributes) == (taken, taken)
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
+
+
+def output_of(trt, model):
+    """What an engine of `tiny_models.Projected` gives for another batch than the one that its profile is tuned for."""
+    x = torch.randn(3, 1, 4, 4, generator=torch.Generator("cuda").manual_seed(0), device="cuda").half()
+    feed = {"x": x, "timestep": torch.full((3,), 400.0, device="cuda")}
+    inputs = [
+        TensorRecord(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=["batch", *t.shape[1:]])
+        for name, t in feed.items()
+    ]
+    plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}], EngineSection(), Watch())
+    engine = loaded(trt, plan).engine
+    context = engine.create_execution_context()
+    for name, value in feed.items():
+        assert context.set_input_shape(name, tuple(value.shape))
+        assert context.set_tensor_address(name, value.data_ptr())
+    (name,) = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)} - feed.keys()
+    output = torch.full_like(x, torch.nan)
+    assert context.set_tensor_address(name, output.data_ptr())
+    assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert output.isfinite().all()
+    return output
 
 
 # Which attention ------------------------------------------------------------------------------------------------------

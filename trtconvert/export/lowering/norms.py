@@ -28,8 +28,8 @@ from trtconvert.export.nodes import HALF, append_input, attention_nodes
 def take_norms(model: ir.Model) -> int:
     """Give nodes q and k as they are before their norms, the weights of these as the input `norm`, FP32 [2, D], and their ε.
 
-    Only nodes of layout BNHD in 16 bit, whose q and k are both normed right at the node, with one ε and constant weights. What a
-    plugin rotates is normed first, so `take_rotary` comes before. The weights get another name: not for engines whose weights
+    Only nodes in 16 bit, whose q and k are both normed right at the node, with one ε and constant weights. What a plugin
+    rotates is normed first, so `take_rotary` comes before. The weights get another name: not for engines whose weights
     are to be replaced.
 
     Returns:
@@ -57,7 +57,7 @@ def take_norms(model: ir.Model) -> int:
 
 @dataclass(frozen=True)
 class _Norm:
-    """What is normed, [B, N, H, D], and how; weight [D]."""
+    """What is normed, [B, N, H, D] or [B, H, N, D], and how; weight [D]."""
 
     source: ir.Value
     weight: ir.Value
@@ -67,14 +67,14 @@ class _Norm:
 def _norms(node: ir.Node) -> tuple[_Norm, _Norm] | None:
     """Those of a node's q and k, if both are normed, with one ε."""
     q, k = node.inputs[:2]
-    if node.attributes["layout"].as_string() != "BNHD" or q is None or k is None or q.dtype not in HALF:
+    if q is None or k is None or q.dtype not in HALF:
         return None
     of_q, of_k = _norm(q), _norm(k)
     return (of_q, of_k) if of_q is not None and of_k is not None and of_q.epsilon == of_k.epsilon else None
 
 
 def _norm(value: ir.Value) -> _Norm | None:
-    """How a value [B, N, H, D] is a norm of another of its type."""
+    """How a value of four axes is a norm of another of its type."""
     for scaled, factor in factors_of(value):
         weight = before_widening(factor)
         numbers, channels = constant_of(weight), value.shape[3:] if value.shape is not None else None
@@ -103,7 +103,7 @@ def _of_root_mean_square(value: ir.Value) -> tuple[ir.Value | None, float] | Non
         exponent = constant_of(power.inputs[1]) if power is not None else None
         if power is None or exponent is None or exponent.size != 1 or exponent.item() != 2:
             continue
-        # [B, N, H, D], which `_norm` sees to
+        # the last of four, as the value that is normed has: see `_norm`
         if mean.attributes.get_int("keepdims", 1) and axes_of(mean.inputs[1], 4) == [3]:
             return before_widening(power.inputs[0]), epsilon.item()
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
+from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.norms import take_norms
 from trtconvert.export.lowering.packing import pack_projections
 from trtconvert.export.lowering.projections import InlineRoom
@@ -31,8 +32,10 @@ def lower_to_plugin(model: ir.Model, *, refittable: bool = False) -> int:
     """
     nodes = require_attention_nodes(model)
     take_rotary(model)  # first: below it are the norms, and below these the projections
+    fold_transposes(model)  # of what was rotated with heads first
     if not refittable:
         take_norms(model)
+        fold_transposes(model)
         room = InlineRoom()
         pack_projections(model, room)
         share_projections(model, room)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -40,7 +40,7 @@ def take_rotary(model: ir.Model) -> int:
     """Give nodes q and k as they are before their rotation, and its table as the input `rotary`.
 
     The table is FP32 [N, D/2, 2], (cos, sin) of each token and pair of channels; nodes with the same cos and sin share it. Only
-    nodes of layout BNHD in 16 bit, whose q and k are as many tokens and are rotated alike.
+    nodes in 16 bit, whose q and k are as many tokens and are rotated alike.
 
     Returns:
         How many nodes take their rotation.
@@ -65,18 +65,23 @@ def take_rotary(model: ir.Model) -> int:
     return count
 
 
-class _Heads(NamedTuple):
-    """The shape [B, N, H, D] of what is rotated."""
+@dataclass(frozen=True)
+class _Heads:
+    """The shape of what is rotated: [B, N, H, D], or [B, H, N, D] where heads come first."""
 
-    batch: int | ir.SymbolicDim
-    tokens: int | ir.SymbolicDim
-    number: int
-    channels: int
+    shape: tuple[int | ir.SymbolicDim, ...]
+    first: bool
+
+    @property
+    def tokens(self) -> int | ir.SymbolicDim:
+        return self.shape[2 if self.first else 1]
 
     @property
     def pairs(self) -> int:
         """In each head."""
-        return self.channels // 2
+        channels = self.shape[3]
+        assert isinstance(channels, int)  # see `_heads_of`
+        return channels // 2
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,9 @@ class _Rotation:
     """What is rotated, and by which angles.
 
     Attributes:
-        source: [B, N, H, D], or [B, N, H·D].
-        heads: the first of these.
-        cos, sin: [1, N, 1, copies · D/2], also without the first axis.
+        source: [B, N, H, D] or [B, H, N, D], or [B, N, H·D].
+        heads: the shape of what is rotated, one of the first two.
+        cos, sin: [1, N, 1, copies · D/2] or [1, 1, N, copies · D/2], also without axes of 1 in front.
         copies: 1, or 2 where neighbours are to be the same number.
     """
 
@@ -100,17 +105,18 @@ class _Rotation:
 def _rotations(node: ir.Node) -> tuple[_Rotation, _Rotation] | None:
     """Those of a node's q and k, if both are rotated, and alike."""
     q, k = node.inputs[:2]
-    if node.attributes["layout"].as_string() != "BNHD" or q is None or k is None or q.dtype not in HALF:
+    if q is None or k is None or q.dtype not in HALF:
         return None
-    of_q, of_k = _rotation(q), _rotation(k)
+    heads_first = node.attributes["layout"].as_string() == "BHND"
+    of_q, of_k = _rotation(q, heads_first), _rotation(k, heads_first)
     if of_q is None or of_k is None or of_q.cos is not of_k.cos or of_q.sin is not of_k.sin:
         return None
     return of_q, of_k
 
 
-def _rotation(value: ir.Value) -> _Rotation | None:
-    """How a value [B, N, H, D] is a rotation, if it is one that a plugin can apply."""
-    heads = _heads_of(value)
+def _rotation(value: ir.Value, heads_first: bool) -> _Rotation | None:
+    """How a value is a rotation, if it is one that a plugin can apply."""
+    heads = _heads_of(value, heads_first)
     if heads is None:
         return None
     found = _as_halves(value, heads) or _as_turn(value, heads)
@@ -120,24 +126,26 @@ def _rotation(value: ir.Value) -> _Rotation | None:
     return found if found.source.dtype == value.dtype and _is_seen_as(found.source, heads) else None
 
 
-def _heads_of(value: ir.Value) -> _Heads | None:
+def _heads_of(value: ir.Value, heads_first: bool) -> _Heads | None:
     if value.shape is None or len(value.shape) != 4:
         return None
-    batch, tokens, number, channels = value.shape
-    return _Heads(batch, tokens, number, channels) if isinstance(number, int) and isinstance(channels, int) else None
+    sizes = value.shape[1 if heads_first else 2], value.shape[3]  # heads and channels
+    return _Heads(tuple(value.shape), heads_first) if all(isinstance(size, int) for size in sizes) else None
 
 
 def _is_of_tokens(table: ir.Value, heads: _Heads, copies: int) -> bool:
     """Whether a table has one row for each token, for all heads and batch elements, with so many copies of each number."""
-    if table.shape is None or (copies > 1 and not _holds_pairs(table)):
+    if copies > 1 and not _holds_pairs(table):
         return False
-    batch, rows = list(table.shape[:-3]), table.shape[-3:]
-    return batch in ([], [1]) and is_same_shape(rows, [heads.tokens, 1, copies * heads.pairs])
+    whole = [1, *((1, heads.tokens) if heads.first else (heads.tokens, 1)), copies * heads.pairs]
+    return any(is_same_shape(table.shape, whole[axis:]) for axis in range(4) if all(size == 1 for size in whole[:axis]))
 
 
 def _is_seen_as(source: ir.Value, heads: _Heads) -> bool:
-    flat = [heads.batch, heads.tokens, heads.number * heads.channels]
-    return is_same_shape(source.shape, heads) or is_same_shape(source.shape, flat)
+    batch, tokens, number, channels = heads.shape
+    return is_same_shape(source.shape, heads.shape) or (
+        not heads.first and is_same_shape(source.shape, [batch, tokens, number * channels])
+    )
 
 
 # As halves --------------------------------------------------------------------------------------------------------------
@@ -191,7 +199,7 @@ def _as_turn(value: ir.Value, heads: _Heads) -> _Rotation | None:
             if source is None:
                 continue
             for x, cos in factors_of(straight):
-                if is_same_shape(x.shape, heads) and _source(x) is source:
+                if is_same_shape(x.shape, heads.shape) and _source(x) is source:
                     return _Rotation(source, heads, cos, sin, copies=2)
     return None
 
@@ -236,12 +244,12 @@ def _has_even_width(value: ir.Value) -> bool:
 
 
 def _pairs(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value | None, ir.Value | None]:
-    """The even and the odd channels of a value [B, N, H, D] that interleaves two tensors; None where it does not."""
+    """The even and the odd channels of a value that interleaves two tensors; None where it does not."""
     value = without_casts(value)
     reshape = producer_of(value, "Reshape")
-    if value is None or reshape is None or not is_same_shape(value.shape, heads):
+    if value is None or reshape is None or not is_same_shape(value.shape, heads.shape):
         return None, None
-    last = len(heads)  # axis of [B, N, H, D/2, 2]
+    last = len(heads.shape)  # axis of the two in a pair
     join = producer_of(without_casts(reshape.inputs[0]), "Concat")
     if join is None or len(join.inputs) != 2 or join.attributes["axis"].as_int() not in (-1, last):
         return None, None
@@ -251,12 +259,12 @@ def _pairs(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value | None, ir.V
 
 
 def _half(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value, int] | None:
-    """The tensor [B, N, H, D] whose even channels (0) or odd ones (1) a value is."""
+    """The tensor whose even channels (0) or odd ones (1) a value is."""
     found = element_of(before_widening(value))
     if found is None:
         return None
     pairs, axis, element = found
-    if axis != len(heads) or not is_same_shape(pairs.shape, [*heads[:3], heads.pairs, 2]):
+    if axis != len(heads.shape) or not is_same_shape(pairs.shape, [*heads.shape[:3], heads.pairs, 2]):
         return None
     return _source(pairs), element
 
@@ -274,16 +282,16 @@ def _source(value: ir.Value) -> ir.Value:
 
 
 def _source_as_heads(node: ir.Node, rotation: _Rotation) -> ir.Value:
-    """[B, N, H, D] in front of a node."""
-    source, heads = rotation.source, rotation.heads
+    """What is rotated, in the shape of the result, in front of a node."""
+    source, shape = rotation.source, rotation.heads.shape
     assert node.graph is not None
-    if is_same_shape(source.shape, heads):
+    if is_same_shape(source.shape, shape):
         return source
     tape = Tape()
-    sizes = tape.op("Constant", [], {"value": ir.tensor(np.array([0, 0, *heads[2:]], np.int64))})  # 0: as it is
+    sizes = tape.op("Constant", [], {"value": ir.tensor(np.array([0, 0, *shape[2:]], np.int64))})  # 0: as it is
     sizes.dtype = ir.DataType.INT64
     seen = tape.op("Reshape", [source, sizes])
-    seen.type, seen.shape = source.type, ir.Shape(heads)
+    seen.type, seen.shape = source.type, ir.Shape(shape)
     node.graph.insert_before(node, tape.nodes)
     return seen
 
