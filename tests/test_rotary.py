@@ -241,10 +241,10 @@ FLUX: Shapes = {"x": (1, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (
 # What attention reads ---------------------------------------------------------------------------------------------------
 
 
-def run(model: ir.Model) -> dict[str, np.ndarray]:
+def run(model: ir.Model, **dims: int) -> dict[str, np.ndarray]:
     """What each node reads and what the model gives, where each attention gives random numbers, for random inputs."""
     model = model.clone()
-    graph, sizes = model.graph, {"batch": 2, "tokens": 5}
+    graph, sizes = model.graph, {"batch": 2, "tokens": 5} | dims
     for site, node in attention_nodes(model).items():
         names = [name for name in ("rotary", "norm") if name in node.attributes]
         read = dict(
@@ -270,7 +270,8 @@ def run(model: ir.Model) -> dict[str, np.ndarray]:
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     generator, feeds = np.random.default_rng(0), {}
     for value in session.get_inputs():
-        numbers = generator.standard_normal([sizes.get(size, size) for size in value.shape])
+        # Sizes are numbers, names, or what torch.export derives from these.
+        numbers = generator.standard_normal([eval(str(size), {}, sizes) for size in value.shape])
         feeds[value.name] = numbers.astype(np.float16 if "float16" in value.type else np.float32)
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(None, feeds), strict=True))
@@ -291,8 +292,8 @@ def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, epsilon
     return x
 
 
-def assert_same_after(model: ir.Model, lowered: ir.Model) -> None:
-    before, after = run(model), run(lowered)
+def assert_same_after(model: ir.Model, lowered: ir.Model, **dims: int) -> None:
+    before, after = run(model, **dims), run(lowered, **dims)
     for site, node in attention_nodes(lowered).items():
         epsilon = node.attributes.get_float("norm_eps", math.nan)
         for index, name in enumerate("qk"):
@@ -422,3 +423,14 @@ def test_engines_that_are_refitted_keep_their_norms(normed):
     after = lowered(normed, refittable=True)
     assert list(taken(after).values()) == [{"rotary"}]
     assert_same_after(normed, after)
+
+
+def test_wan_of_any_size():
+    """Its positions are joined and its rotation is taken though batch, frames, height and width vary."""
+    shapes: Shapes = {"x": ("batch", 4, "frames", "height", "width"), "timestep": ("batch",), "text": ("batch", 3, 8)}
+    model = traced(Wan(), shapes)
+    assert "ScatterND" not in {node.op_type for node in model.graph}
+    after = lowered(model)
+    assert taken(after) == {"transformer.blocks.0.attn1": {"rotary"}, "transformer.blocks.0.attn2": set()}
+    for batch, frames, height, width in ((2, 3, 4, 4), (3, 2, 8, 4), (1, 5, 2, 6)):
+        assert_same_after(model, after, batch=batch, frames=frames, height=height, width=width)
