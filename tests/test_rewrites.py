@@ -145,7 +145,7 @@ def test_sizes_that_do_not_vary_become_constants():
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["": 20]>
         sizes (float[N, 3, 4] x, int64 which)
-            => (int64 second, int64 last, int64 after, int64 varies, int64[1] listed, int64 asked, int64 read)
+            => (int64 second, int64 last, int64 after, int64 varies, int64[1] listed, int64 asked, int64 read, int64[3] twice)
         {
             shape = Shape(x)
             tail = Shape <start = 1> (x)
@@ -159,22 +159,24 @@ def test_sizes_that_do_not_vary_become_constants():
             varies = Gather (shape, zero)
             some = Constant <value_ints = [1]> ()
             listed = Gather (shape, some)
-            asked = Gather (shape, which)
+            asked = Gather (tail, which)
             numbers = Constant <value_ints = [7, 8, 9]> ()
             read = Gather (numbers, one)
+            two = Constant <value_int = 2> ()
+            twice = Mul (shape, two)
         }
     """)
 
     def read() -> list[int]:
         session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
-        feeds = {"x": np.zeros((2, 3, 4), np.float32), "which": np.array(2)}
-        return [x.item() for x in session.run(None, feeds)]
+        feeds = {"x": np.zeros((2, 3, 4), np.float32), "which": np.array(1)}
+        return np.concatenate([x.ravel() for x in session.run(None, feeds)]).tolist()
 
-    assert read() == [3, 3, 4, 2, 3, 4, 8]
+    assert read() == [3, 3, 4, 2, 3, 4, 8, 4, 6, 8]
     assert fold_sizes(model) == 3
     left = {node.outputs[0].name for node in model.graph if node.op_type == "Gather"}
     assert left == {"varies", "listed", "asked", "read"}
-    assert read() == [3, 3, 4, 2, 3, 4, 8]
+    assert read() == [3, 3, 4, 2, 3, 4, 8, 4, 6, 8]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -223,6 +225,68 @@ def test_other_writes_of_every_nth_element_stay_scatters(module):
     assert join_interleaves(program.model) == 0
     assert "ScatterND" in {node.op_type for node in program.model.graph}
     assert (run(program.model, x) == module(x)).all()
+
+
+INTERLEAVING = """
+    <ir_version: 10, opset_import: ["": 20, "other": 1]>
+    interleaving (float[2, 3, 4] even, float[2, 3, 4] odd, float[8, 3, 2] out) => (float[2, 3, 8] y)
+    {
+        evens = Constant <value = int64[4, 1] {0, 2, 4, 6}> ()
+        odds = Constant <value = int64[4, 1] {1, 3, 5, 7}> ()
+        first_half = Transpose <perm = [2, 1, 0]> (even)
+        second_half = Transpose <perm = [2, 1, 0]> (odd)
+        first = ScatterND <reduction = "none"> (out, evens, first_half)
+        last = ScatterND <reduction = "none"> (first, odds, second_half)
+        y = Transpose <perm = [2, 1, 0]> (last)
+    }
+"""
+
+
+def test_the_interleaving_that_others_only_look_like():
+    assert join_interleaves(ir.from_onnx_text(INTERLEAVING)) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    {
+        "one write": {"(first, odds": "(out, odds"},
+        "first adds": {'"none"> (out': '"add"> (out'},
+        "last adds": {'"none"> (first': '"add"> (first'},
+        "first is another's": {"first = ScatterND": "first = other.ScatterND"},
+        "last is another's": {"last = ScatterND": "last = other.ScatterND"},
+        "same half twice": {"(first, odds": "(first, evens"},
+        "other positions": {"{1, 3, 5, 7}": "{1, 3, 7, 5}"},
+        "unknown positions": {
+            "odds = Constant": "unknown = Constant",
+            "float[2, 3, 4] odd": "float[2, 3, 4] odd, int64[4, 1] odds",
+        },
+        "odd width": {"float[8, 3, 2] out": "float[9, 3, 2] out", "float[2, 3, 8] y": "float[2, 3, 9] y"},
+        "any width": {"float[8, 3, 2] out": "float[N, 3, 2] out", "float[2, 3, 8] y": "float[2, 3, N] y"},
+        "unknown width": {"first = ": "new = Relu (out) first = ", "(out, evens": "(new, evens"},
+        "half as it is": {
+            "float[2, 3, 4] odd": "float[4, 3, 2] odd",
+            "Transpose <perm = [2, 1, 0]> (odd)": "Relu (odd)",
+        },
+        "halves by other ways": {"float[2, 3, 4] odd": "float[3, 2, 4] odd", "[2, 1, 0]> (odd": "[2, 0, 1]> (odd"},
+        "rows": {
+            "float[2, 3, 4] even, float[2, 3, 4] odd": "float[4, 2, 3] even, float[4, 2, 3] odd",
+            "[2, 1, 0]> (even": "[0, 2, 1]> (even",
+            "[2, 1, 0]> (odd": "[0, 2, 1]> (odd",
+        },
+        "read as it is": {"Transpose <perm = [2, 1, 0]> (last)": "Relu (last)", "float[2, 3, 8] y": "float[8, 3, 2] y"},
+        "an output": {"=> (": "=> (float[8, 3, 2] last, "},
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_only_looks_like_an_interleaving_stays_scatters(changes):
+    text = INTERLEAVING
+    for old, new in changes[1].items():
+        assert old in text
+        text = text.replace(old, new)
+    model = ir.from_onnx_text(text)
+    before = list(model.graph)
+    assert join_interleaves(model) == 0
+    assert list(model.graph) == before
 
 
 class WritesAndAdds(nn.Module):
