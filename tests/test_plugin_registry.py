@@ -45,6 +45,7 @@ def create(phase, **attributes):
     return creator.create_plugin("layer", trt.PluginFieldCollection(fields), phase)
 
 good = dict(layout=b"BNHD", softmax_scale=0.125, timestep_max=1000.0, scaling=b"dynamic", smooth_k=0)
+good |= dict(rotary=1, norm=1, norm_eps=1e-6, kv_heads=0, k_head=0, v_head=0)
 plugin = create(trt.TensorRTPhase.BUILD, **good)
 found["plugin"] = plugin.interface_info.kind
 kinds = trt.PluginCapabilityType
@@ -84,7 +85,8 @@ def test_the_library_registers_one_creator(probed: tuple[str, dict, str]) -> Non
     version, found, _ = probed
     assert found["version"].startswith(version + ".")
     assert found["new"] == ["Int8Attention"]
-    assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k"]
+    of_layers = ["rotary", "norm", "norm_eps", "kv_heads", "k_head", "v_head"]
+    assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k", *of_layers]
     assert found["gone"]
 
 
