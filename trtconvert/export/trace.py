@@ -21,6 +21,7 @@ from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
+from trtconvert.export.overwrites import join_overwritten
 from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.sizes import fold_sizes
 from trtconvert.export.squeezes import drop_idle_squeezes
@@ -178,6 +179,7 @@ def _exported(
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
         program.optimize()
     join_interleaves(program.model)
+    join_overwritten(program.model)
     leave_out_default_reductions(program.model)
     return program.model
 

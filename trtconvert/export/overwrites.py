@@ -1,0 +1,107 @@
+"""Rows that a model overwrites, `x[:, n:] = y`, as CogVideoX and CogView4 write back the tokens that they rotated.
+
+The exporter scatters the rows along the first axis, between transposes that bring another axis there and back: on a GPU three
+copies, with an index for each row, of what is two runs of rows one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from trtconvert.export.matching import constant_of, producer_of
+
+
+def join_overwritten(model: ir.Model) -> int:
+    """Turn every ScatterND that writes consecutive rows into a Concat of these and the rows before and after, in place.
+
+    For optimised models, in which positions are constants and transposes that undo each other are gone. With the same
+    transpose before what is written and what it is written to, and its inverse after, rows are joined without these.
+
+    Returns:
+        How many scatters were replaced.
+    """
+    count = 0
+    for node in list(model.graph):
+        write = _write(node)
+        if write is not None:
+            _join(model.graph, node, write)
+            count += 1
+    if count:
+        RemoveUnusedNodesPass()(model)
+    return count
+
+
+@dataclass(frozen=True)
+class _Write:
+    """`result` is `data` with `rows` from position `start` on along an axis; `stop` comes after the last of them."""
+
+    data: ir.Value
+    rows: ir.Value
+    result: ir.Value
+    axis: int
+    start: int
+    stop: int
+
+
+def _write(scatter: ir.Node) -> _Write | None:
+    """What a node writes, if it is consecutive rows."""
+    if scatter.op_type != "ScatterND" or scatter.domain or scatter.attributes.get_string("reduction", "none") != "none":
+        return None
+    data, positions, rows = scatter.inputs
+    written = constant_of(positions)
+    if data is None or data.shape is None or rows is None or written is None or written.shape[1:] != (1,):
+        return None
+    count = len(written)
+    start = int(written[0, 0]) if count else -1
+    if start < 0 or (written[:, 0] != np.arange(start, start + count)).any():
+        return None
+    untransposed = _untransposed(data, rows, scatter.outputs[0])
+    return _Write(*(untransposed or (data, rows, scatter.outputs[0], 0)), start, start + count)
+
+
+def _untransposed(data: ir.Value, rows: ir.Value, result: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
+    """The three without their transposes, and the axis that these bring to the front, if they are what they have to be."""
+    before = [producer_of(value, "Transpose") for value in (data, rows)]
+    after = [producer_of(user.outputs[0], "Transpose") for user, _ in result.uses()]
+    perms = [list(node.attributes["perm"].as_ints()) for node in (*before, *after) if node is not None]
+    if len(perms) != 3 or result.is_graph_output() or perms[0] != perms[1]:
+        return None
+    perm, _, back = perms
+    sources = [node.inputs[0] for node in before if node is not None]
+    if [perm[axis] for axis in back] != sorted(perm) or sources[0] is None or sources[1] is None:
+        return None
+    (last,) = (node for node in after if node is not None)
+    return sources[0], sources[1], last.outputs[0], perm[0]
+
+
+def _join(graph: ir.Graph, scatter: ir.Node, write: _Write) -> None:
+    """Give what reads the result of a write a Concat."""
+    assert write.data.shape is not None
+    size = write.data.shape[write.axis]
+    new, parts = list[ir.Node](), list[ir.Value]()
+    if write.start > 0:
+        parts.append(_cut(new, write, 0, write.start, write.start))
+    parts.append(write.rows)
+    if size != write.stop:
+        left = size - write.stop if isinstance(size, int) else ir.SymbolicDim(None)
+        parts.append(_cut(new, write, write.stop, np.iinfo(np.int64).max, left))
+    new.append(ir.node("Concat", parts, {"axis": write.axis}))
+    ir.convenience.replace_nodes_and_values(graph, scatter, [], new, [write.result], new[-1].outputs)
+
+
+def _cut(new: list[ir.Node], write: _Write, start: int, end: int, count: int | ir.SymbolicDim) -> ir.Value:
+    """Rows of the data that are not written; their nodes are appended."""
+    assert write.data.shape is not None
+    bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([x]))}) for x in (start, end, write.axis)]
+    for bound in bounds:
+        bound.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    cut = ir.node("Slice", [write.data, *(bound.outputs[0] for bound in bounds)])
+    sizes = list(write.data.shape)
+    sizes[write.axis] = count
+    cut.outputs[0].type, cut.outputs[0].shape = write.data.type, ir.Shape(sizes)
+    new += [*bounds, cut]
+    return cut.outputs[0]
