@@ -10,12 +10,14 @@ from dataclasses import dataclass, fields
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError
+from trtconvert.export.complex_pairs import complex_as_pairs
 from trtconvert.export.concats import promote_concats
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.interleaves import join_interleaves
@@ -122,7 +124,8 @@ def _in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module in full precision with its weights in a type: itself where they are, else a copy."""
     weights = [*module.parameters(), *module.buffers()]
     there = dtype == torch.float32 or all(x.dtype == dtype for x in weights if x.is_floating_point())
-    return module if there else copy.deepcopy(module).to(dtype)
+    # Module.to would take complex numbers along, to real ones.
+    return module if there else copy.deepcopy(module)._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def _exported(
@@ -147,29 +150,41 @@ def _exported(
     """
     symbols = {name: torch.export.Dim(name, min=low, max=high) for name, (low, _, high) in dims.items() if low < high}
     shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in specs)
+    values = tuple(inputs.values())
+
+    def to_onnx(what: nn.Module | ExportedProgram) -> torch.onnx.ONNXProgram:
+        program = torch.onnx.export(
+            what,
+            values,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            opset_version=OPSET,
+            dynamo=True,
+            dynamic_shapes=(shapes,),
+            optimize=False,  # once the weights have their names
+            verbose=False,
+        )
+        assert program is not None  # only None where it writes to a file
+        return program
+
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # One symbol for a dimension that several inputs share is what is wanted here.
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
-            program = torch.onnx.export(
-                module.eval(),
-                tuple(inputs.values()),
-                input_names=list(inputs),
-                output_names=list(outputs),
-                opset_version=OPSET,
-                dynamo=True,
-                dynamic_shapes=(shapes,),
-                optimize=False,  # once the weights have their names
-                verbose=False,
-            )
+            try:
+                program = to_onnx(module.eval())
+            except torch.onnx.errors.OnnxExporterError:
+                in_pairs = _with_complex_as_pairs(module, values, shapes)
+                if in_pairs is None:
+                    raise
+                program = to_onnx(in_pairs)
     except (torch.onnx.errors.OnnxExporterError, ConstraintViolationError) as error:
         raise UserError(
             f"{title} cannot be exported to ONNX",
             expected="a forward that torch.export can trace, with " + (", ".join(symbols) or "nothing") + " dynamic",
-            got=str(error).strip().splitlines()[0],
+            got=_cause_of(error),
             remedy=remedy,
         ) from error
-    assert program is not None  # only None where it writes to a file
     name_weights(program.model, prefix)
     drop_idle_squeezes(program.model)
     promote_concats(program.model)
@@ -182,6 +197,25 @@ def _exported(
     join_overwritten(program.model)
     leave_out_default_reductions(program.model)
     return program.model
+
+
+def _with_complex_as_pairs(
+    module: nn.Module, values: tuple[Tensor, ...], shapes: tuple[dict[int, torch.export.Dim], ...]
+) -> ExportedProgram | None:
+    """What computes with complex numbers, which the ONNX exporter mostly cannot, in pairs of real ones; None for others."""
+    try:
+        captured = torch.export.export(module, values, dynamic_shapes=(shapes,), strict=False)
+        return captured if complex_as_pairs(captured) else None
+    except Exception:  # what torch.export raises is not documented; the exporter has told of it already
+        return None
+
+
+def _cause_of(error: BaseException) -> str:
+    """The first line of what lies behind an error: the exporter's own message tells only at which step it failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:
