@@ -3,12 +3,13 @@
     python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch engines] [--exports FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: the U-Nets whole, of the diffusion
-transformers some blocks, since all of them are alike, with everything around the blocks. What is measured is time, and how far
-each output is from torch in FP32. The engines come from one ONNX export and differ in the lowering of attention alone; the
-plugin's has timestep bins of three modes, so that one engine gives the times of all three, and their mean is that of a plan that
-uses each for a third of the steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster
-alone on this GPU, or TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that
-it builds and times.
+transformers some blocks, since all of them are alike, with everything around the blocks. What is measured is time, and how
+far each output is from torch in FP32. The engines come from one ONNX export and differ in the lowering of attention alone,
+and of the norms, rotary embeddings and projections that the plugin takes with it; the plugin's has timestep bins of three
+modes, so that one engine gives the times of all three, and their mean is that of a plan that uses each for a third of the
+steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or
+TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that it builds and
+times.
 
 Engines are called as our runtime does, through a CUDA graph. Latency is the median of CUDA events over repeated calls with
 rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their

@@ -1,9 +1,9 @@
 """One product for the keys and values of all cross-attention of one tensor.
 
 The cross-attentions of a U-Net project one text, and TensorRT computes projections of one tensor as few wide products. For
-plugins that want tensors of their own it then copies each part out, or computes them one by one: on an H200 SDXL's 70 sites took
-1.4 ms of a step of 34. The plugin reads the heads of its site where they lie, in [B, Nk, P, D]: P heads, the keys and the values
-of site after site. That tensor stays in memory from its first site to its last.
+plugins that want tensors of their own it computes them one by one and copies each out: on an H200 three kernels of 14 µs
+together at each of SDXL's 70 sites, and the time between them. The plugin reads the heads of its site where they lie, in [B,
+Nk, P, D]: P heads, the keys and the values of site after site. That tensor stays in memory from its first site to its last.
 """
 
 from __future__ import annotations
