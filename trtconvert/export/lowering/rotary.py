@@ -8,6 +8,8 @@ pair alone (Su et al. 2021, RoFormer, arXiv:2104.09864, equation 34), in the two
 - as a turn: y = x·cos + turned·sin, where turned has the pairs (−x₁, x₀), with cos and sin of each channel (Flux). These hold
   each number twice, which has to be certain: the numbers are known, or made by `repeat_interleave`.
 
+Either may be done to some of the tokens, and these joined with others that are not rotated, or by other angles, such as the text
+beside a video (CogVideoX, HunyuanVideo). That is a rotation of them all, with cos = 1 and sin = 0 where there was none.
 Whatever else a model does is left as it is.
 """
 
@@ -45,19 +47,17 @@ def take_rotary(model: ir.Model) -> int:
     Returns:
         How many nodes take their rotation.
     """
-    tables: dict[tuple[ir.Graph, ir.Value, ir.Value], ir.Value] = {}
+    tables: dict[tuple[object, ...], ir.Value] = {}
     count = 0
     for node in attention_nodes(model).values():
-        rotations = _rotations(node)
-        if rotations is None:
+        rotated = _rotated(node)
+        if rotated is None:
             continue
-        for index, rotation in enumerate(rotations):
-            node.replace_input_with(index, _source_as_heads(node, rotation))
-        rotation = rotations[0]
-        assert isinstance(node.graph, ir.Graph)
-        key = (node.graph, rotation.cos, rotation.sin)
+        key = (node.graph, *(part.angles for part in rotated[0].parts))
         if key not in tables:
-            tables[key] = _table(node, rotation)
+            tables[key] = _table(node, rotated[0])
+        for index, tokens in enumerate(rotated):
+            node.replace_input_with(index, _source_of(node, tokens))
         append_input(node, "rotary", tables[key])
         count += 1
     if count:
@@ -73,8 +73,12 @@ class _Heads:
     first: bool
 
     @property
+    def token_axis(self) -> int:
+        return 2 if self.first else 1
+
+    @property
     def tokens(self) -> int | ir.SymbolicDim:
-        return self.shape[2 if self.first else 1]
+        return self.shape[self.token_axis]
 
     @property
     def pairs(self) -> int:
@@ -101,24 +105,76 @@ class _Rotation:
     sin: ir.Value
     copies: int
 
+    @property
+    def angles(self) -> tuple[ir.Value, ir.Value, int]:
+        """What tells rows of a table from others."""
+        return self.cos, self.sin, self.copies
 
-def _rotations(node: ir.Node) -> tuple[_Rotation, _Rotation] | None:
-    """Those of a node's q and k, if both are rotated, and alike."""
+
+@dataclass(frozen=True)
+class _Unrotated:
+    """Tokens beside those that are rotated: source and shape as of these."""
+
+    source: ir.Value
+    heads: _Heads
+
+    @property
+    def angles(self) -> int | ir.SymbolicDim:
+        """As of a rotation: such rows differ in their number only."""
+        return self.heads.tokens
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """All tokens of a node's q or k, in parts that follow each other; at least one is rotated."""
+
+    parts: tuple[_Rotation | _Unrotated, ...]
+    heads: _Heads
+
+
+def _rotated(node: ir.Node) -> tuple[_Tokens, _Tokens] | None:
+    """A node's q and k, if both are rotated, and alike."""
     q, k = node.inputs[:2]
     if q is None or k is None or q.dtype not in HALF:
         return None
     heads_first = node.attributes["layout"].as_string() == "BHND"
-    of_q, of_k = _rotation(q, heads_first), _rotation(k, heads_first)
-    if of_q is None or of_k is None or of_q.cos is not of_k.cos or of_q.sin is not of_k.sin:
+    of_q, of_k = _tokens(q, heads_first), _tokens(k, heads_first)
+    if of_q is None or of_k is None or [part.angles for part in of_q.parts] != [part.angles for part in of_k.parts]:
         return None
     return of_q, of_k
 
 
-def _rotation(value: ir.Value, heads_first: bool) -> _Rotation | None:
-    """How a value is a rotation, if it is one that a plugin can apply."""
+def _tokens(value: ir.Value, heads_first: bool) -> _Tokens | None:
+    """How a value is rotated, as a whole or in parts, if it is."""
     heads = _heads_of(value, heads_first)
     if heads is None:
         return None
+    whole = _rotation(value, heads)
+    if whole is not None:
+        return _Tokens((whole,), heads)
+    join = producer_of(value, "Concat")
+    if join is None or join.attributes["axis"].as_int() % 4 != heads.token_axis:
+        return None
+    parts = [_part(x, heads_first) for x in join.inputs]
+    known = tuple(part for part in parts if part is not None)
+    some = len(known) == len(parts) and any(isinstance(part, _Rotation) for part in known)
+    return _Tokens(known, heads) if some else None
+
+
+def _part(value: ir.Value | None, heads_first: bool) -> _Rotation | _Unrotated | None:
+    """Tokens that are joined with others; None if it is not known how many."""
+    heads = _heads_of(value, heads_first)
+    if value is None or heads is None or (isinstance(heads.tokens, ir.SymbolicDim) and heads.tokens.value is None):
+        return None
+    rotation = _rotation(value, heads)
+    if rotation is not None:
+        return rotation
+    source = _source(value)
+    return _Unrotated(source if source.dtype == value.dtype and _is_seen_as(source, heads) else value, heads)
+
+
+def _rotation(value: ir.Value, heads: _Heads) -> _Rotation | None:
+    """How a value is a rotation, if it is one that a plugin can apply."""
     found = _as_halves(value, heads) or _as_turn(value, heads)
     if found is None or not all(_is_of_tokens(table, heads, found.copies) for table in (found.cos, found.sin)):
         return None
@@ -126,8 +182,8 @@ def _rotation(value: ir.Value, heads_first: bool) -> _Rotation | None:
     return found if found.source.dtype == value.dtype and _is_seen_as(found.source, heads) else None
 
 
-def _heads_of(value: ir.Value, heads_first: bool) -> _Heads | None:
-    if value.shape is None or len(value.shape) != 4:
+def _heads_of(value: ir.Value | None, heads_first: bool) -> _Heads | None:
+    if value is None or value.shape is None or len(value.shape) != 4:
         return None
     sizes = value.shape[1 if heads_first else 2], value.shape[3]  # heads and channels
     return _Heads(tuple(value.shape), heads_first) if all(isinstance(size, int) for size in sizes) else None
@@ -281,44 +337,117 @@ def _source(value: ir.Value) -> ir.Value:
 # What the plugin gets ---------------------------------------------------------------------------------------------------
 
 
-def _source_as_heads(node: ir.Node, rotation: _Rotation) -> ir.Value:
-    """What is rotated, in the shape of the result, in front of a node."""
-    source, shape = rotation.source, rotation.heads.shape
+def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
+    """All tokens before they are rotated, in the shape of the result, in front of a node."""
+    heads = tokens.heads
+    if len(tokens.parts) == 1:
+        return _as_heads(node, tokens.parts[0].source, heads)
+    whole = _cut_in_parts(tokens)
+    if whole is not None:
+        return _as_heads(node, whole, heads)
     assert node.graph is not None
-    if is_same_shape(source.shape, shape):
+    tape, sources = Tape(), [_as_heads(node, part.source, part.heads) for part in tokens.parts]
+    joined = _op(tape, "Concat", sources, sources[0].type, axis=heads.token_axis)
+    joined.shape = ir.Shape(heads.shape)
+    node.graph.insert_before(node, tape.nodes)
+    return joined
+
+
+def _cut_in_parts(tokens: _Tokens) -> ir.Value | None:
+    """The tensor that the parts are slices of, each beginning where the one before ends, if they are all of its tokens."""
+    runs = [_run(part.source, tokens.heads.token_axis) for part in tokens.parts]
+    found = [run for run in runs if run is not None]
+    whole = found[0][0] if found else None
+    if whole is None or len(found) < len(runs) or not _is_seen_as(whole, tokens.heads):
+        return None
+    size = tokens.heads.tokens
+    end = size if isinstance(size, int) else np.iinfo(np.int64).max
+    is_all = [*(start for _, start, _ in found), end] == [0, *(stop for _, _, stop in found)]
+    return whole if is_all and all(data is whole for data, _, _ in found) else None
+
+
+def _run(value: ir.Value, axis: int) -> tuple[ir.Value, int | ir.Value | None, int | ir.Value | None] | None:
+    """The tensor that a value is neighbours of along one axis, and between which positions they lie."""
+    cut = producer_of(value, "Slice")
+    data = cut.inputs[0] if cut is not None else None
+    if cut is None or data is None or data.shape is None or len(cut.inputs) < 4:  # without axes: all of them
+        return None
+    step = constant_of(cut.inputs[4]) if len(cut.inputs) > 4 else np.ones(1)
+    if axes_of(cut.inputs[3], len(data.shape)) != [axis] or step is None or step.item() != 1:
+        return None
+    start, stop = (_position(bound, data.shape[axis]) for bound in cut.inputs[1:3])
+    return data, start, stop
+
+
+def _position(bound: ir.Value | None, size: int | ir.SymbolicDim) -> int | ir.Value | None:
+    """Where a slice begins or ends, from the first on if it is known how many there are, else as it says it."""
+    number = constant_of(bound)
+    if number is None:
+        return bound
+    return slice(number.item()).indices(size)[1] if isinstance(size, int) else int(number.item())
+
+
+def _as_heads(node: ir.Node, source: ir.Value, heads: _Heads) -> ir.Value:
+    """A source in the shape that it is seen as, in front of a node."""
+    assert node.graph is not None
+    if is_same_shape(source.shape, heads.shape):
         return source
     tape = Tape()
-    sizes = tape.op("Constant", [], {"value": ir.tensor(np.array([0, 0, *shape[2:]], np.int64))})  # 0: as it is
-    sizes.dtype = ir.DataType.INT64
-    seen = tape.op("Reshape", [source, sizes])
-    seen.type, seen.shape = source.type, ir.Shape(shape)
+    sizes = _constant(tape, np.array([0, 0, *heads.shape[2:]], np.int64))  # 0: as it is
+    seen = _op(tape, "Reshape", [source, sizes], source.type)
+    seen.shape = ir.Shape(heads.shape)
     node.graph.insert_before(node, tape.nodes)
     return seen
 
 
-def _table(node: ir.Node, rotation: _Rotation) -> ir.Value:
+_INT64, _SINGLE = ir.TensorType(ir.DataType.INT64), ir.TensorType(ir.DataType.FLOAT)
+
+
+def _table(node: ir.Node, tokens: _Tokens) -> ir.Value:
     """FP32 [N, D/2, 2] in front of a node."""
     assert node.graph is not None
-    tape, heads = Tape(), rotation.heads
-
-    def op(
-        op_type: str, inputs: Sequence[ir.Value], attributes: dict[str, Any], kind: ir.TypeProtocol | None
-    ) -> ir.Value:
-        value = tape.op(op_type, inputs, attributes)
-        value.type = kind
-        return value
-
-    def constant(*numbers: int) -> ir.Value:
-        return op("Constant", [], {"value": ir.tensor(np.array(numbers))}, ir.TensorType(ir.DataType.INT64))
-
-    single = ir.TensorType(ir.DataType.FLOAT)
-    columns = []
-    for numbers in (rotation.cos, rotation.sin):
-        column = op("Reshape", [numbers, constant(-1, heads.pairs, rotation.copies)], {}, numbers.type)
-        if rotation.copies > 1:
-            column = op("Slice", [column, constant(0), constant(1), constant(-1)], {}, numbers.type)
-        columns.append(op("Cast", [column], {"to": single.dtype}, single) if numbers.type != single else column)
-    table = op("Concat", columns, {"axis": -1}, single)
-    table.shape = ir.Shape([heads.tokens, heads.pairs, 2])
+    tape = Tape()
+    parts = [
+        _rows(tape, part) if isinstance(part, _Rotation) else _rows_of_no_rotation(tape, part) for part in tokens.parts
+    ]
+    table = _op(tape, "Concat", parts, _SINGLE, axis=0) if len(parts) > 1 else parts[0]
+    table.shape = ir.Shape([tokens.heads.tokens, tokens.heads.pairs, 2])
     node.graph.insert_before(node, tape.nodes)
     return table
+
+
+def _rows(tape: Tape, rotation: _Rotation) -> ir.Value:
+    """Of a table, for the tokens of a rotation."""
+    columns = []
+    for numbers in (rotation.cos, rotation.sin):
+        pairs = _constant(tape, np.array([-1, rotation.heads.pairs, rotation.copies]))
+        column = _op(tape, "Reshape", [numbers, pairs], numbers.type)
+        if rotation.copies > 1:
+            first = [_constant(tape, np.array([number])) for number in (0, 1, -1)]
+            column = _op(tape, "Slice", [column, *first], numbers.type)
+        columns.append(_op(tape, "Cast", [column], _SINGLE, to=_SINGLE.dtype) if numbers.type != _SINGLE else column)
+    return _op(tape, "Concat", columns, _SINGLE, axis=-1)
+
+
+def _rows_of_no_rotation(tape: Tape, part: _Unrotated) -> ir.Value:
+    """cos = 1 and sin = 0, which change no finite number; constant where it is known for how many tokens."""
+    heads, count = part.heads, part.heads.tokens
+    row = np.tile(np.array([1, 0], np.float32), (1, heads.pairs, 1))
+    if isinstance(count, int):
+        return _constant(tape, row.repeat(count, 0))
+    of_tokens = _op(tape, "Shape", [part.source], _INT64, start=heads.token_axis, end=heads.token_axis + 1)
+    sizes = _op(tape, "Concat", [of_tokens, _constant(tape, np.array(row.shape[1:]))], _INT64, axis=0)
+    return _op(tape, "Expand", [_constant(tape, row), sizes], _SINGLE)
+
+
+def _op(
+    tape: Tape, op_type: str, inputs: Sequence[ir.Value], kind: ir.TypeProtocol | None, **attributes: Any
+) -> ir.Value:
+    value = tape.op(op_type, inputs, attributes)
+    value.type = kind
+    return value
+
+
+def _constant(tape: Tape, numbers: np.ndarray) -> ir.Value:
+    tensor = ir.tensor(numbers)
+    return _op(tape, "Constant", [], ir.TensorType(tensor.dtype), value=tensor)
