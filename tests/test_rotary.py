@@ -5,8 +5,7 @@ The plugin's part is done here in NumPy, as its interface says; the rest of the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,9 @@ import pytest
 import tiny_models
 import tolerances
 import torch
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed, FluxTransformer2DModel
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
@@ -47,7 +48,13 @@ def traced(denoiser: nn.Module, shapes: Shapes, dtype: torch.dtype = torch.float
         denoiser=denoiser.eval().requires_grad_(False),
         inputs=tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items()),
         output=InputSpec("prediction", "float32", shapes["x"]),
-        dims={size: (2, 3, 8) for shape in shapes.values() for size in shape if isinstance(size, str)},
+        # More tokens than parts of them, else a slice may be cut short.
+        dims={
+            size: (4, 6, 8) if size == "tokens" else (2, 3, 8)
+            for shape in shapes.values()
+            for size in shape
+            if isinstance(size, str)
+        },
     )
     return tiny_models.traced(model, dtype)
 
@@ -103,12 +110,62 @@ class Wan(nn.Module):
         return self.transformer(x, timestep, text, return_dict=False)[0]
 
 
+class CogVideoX(nn.Module):
+    """With the angles of 2 × 2 × 2 patches, as its pipeline makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = CogVideoXTransformer3DModel(
+            num_attention_heads=HEADS,
+            attention_head_dim=CHANNELS,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=8,
+            text_embed_dim=8,
+            num_layers=1,
+            sample_width=4,
+            sample_height=4,
+            sample_frames=5,
+            max_text_seq_length=3,
+            use_rotary_positional_embeddings=True,
+        )
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        angles = (torch.arange(8)[:, None] * 100.0 ** -torch.linspace(0, 1, CHANNELS // 2)).repeat_interleave(2, 1)
+        return self.transformer(
+            x, text, timestep, image_rotary_emb=(angles.cos(), angles.sin()), return_dict=False
+        )[0]  # fmt: skip
+
+
+class HunyuanVideo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transformer = HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=HEADS,
+            attention_head_dim=CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=8,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 4, 8),
+        )
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+        mask = torch.ones(text.shape[:2], dtype=text.dtype)
+        return self.transformer(
+            x, timestep, text, mask, pooled, guidance=timestep.to(x.dtype), return_dict=False
+        )[0]  # fmt: skip
+
+
 class Blocks(nn.Module):
     """One block of each kind, one after the other."""
 
     def __init__(self, *kinds: str):
         super().__init__()
-        self.blocks = nn.ModuleList(Rotated(kind) for kind in kinds)
+        self.blocks = nn.ModuleList(Parts(kind) if kind in PARTS else Rotated(kind) for kind in kinds)
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         for block in self.blocks:
@@ -210,6 +267,92 @@ class Rotated(nn.Module):
         return torch.stack([x0 * cos - x1 * sin, x1 * cos1 + x0 * sin1], -1).flatten(3).to(y.dtype)
 
 
+Part = tuple[float | None, slice]
+"""Tokens, and the theta that they are rotated with, or that they are not."""
+
+
+class Parts(nn.Module):
+    """One attention that rotates some tokens of its queries and keys. Those that it does not may be of another tensor."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.q, self.k, self.v, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads_first = "heads first" in kind
+        self.axis = 3 if kind == "channels" else 2 if self.heads_first or kind == "heads" else 1
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, N, WIDTH] → [B, N, WIDTH]."""
+        parts, other, half = PARTS[self.kind], self.other(x), x.shape[1] // 2
+        if self.kind == "half of the tokens":  # not known when traced, if these are not
+            parts = (100.0, slice(0, half)), (None, slice(half, None))
+        q, k = self.joined(parts, self.q(x), other), self.joined(PARTS_OF_K.get(self.kind, parts), self.k(x), other)
+        q, k = (y if self.heads_first else y.transpose(1, 2) for y in (q, k))
+        v = self.v(x)
+        if self.kind in UNCOVERED:  # these have more tokens, or fewer
+            v = torch.cat([v, v], 1)[:, : k.shape[2]]
+        v = v.unflatten(2, (HEADS, -1)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, k, v).mean(2).flatten(1)[:, None]
+
+    def joined(self, parts: Sequence[Part], y: Tensor, other: Tensor) -> Tensor:
+        joined = []
+        for theta, tokens in parts:
+            source = other if theta is None and "of another tensor" in self.kind else y
+            if "cut before heads" in self.kind:
+                part = source[:, tokens].unflatten(2, (HEADS, -1))
+            else:
+                heads = source.unflatten(2, (HEADS, -1))
+                heads = heads.transpose(1, 2) if self.heads_first else heads
+                part = heads[(slice(None),) * self.axis + (tokens,)]
+            joined.append(part if theta is None else self.rotated(part, theta))
+        return torch.cat(joined, self.axis)
+
+    def rotated(self, y: Tensor, theta: float) -> Tensor:
+        tokens, pairs = y.shape[2 if self.heads_first else 1], y.shape[3] // 2
+        angles = torch.arange(tokens)[:, None] * theta ** -torch.linspace(0, 1, pairs)
+        return tiny_models.rotated(y, angles if self.heads_first else angles[:, None])
+
+
+AFTER: tuple[Part, ...] = (100.0, slice(0, -2)), (None, slice(-2, None))
+BEFORE: tuple[Part, ...] = (None, slice(0, 2)), (100.0, slice(2, None))
+COVERING: dict[str, tuple[Part, ...]] = {
+    "text after": AFTER,
+    "text before": BEFORE,
+    "text before, heads first": BEFORE,
+    "text after, cut before heads": AFTER,
+    "mostly text": ((100.0, slice(0, 2)), (None, slice(2, None))),
+    "half of the tokens": AFTER,
+    "two rotations": ((100.0, slice(0, 1)), (None, slice(1, 3)), (50.0, slice(3, None))),
+}
+"""Parts that make up one tensor."""
+UNCOVERED: dict[str, tuple[Part, ...]] = {
+    "text of another tensor": AFTER,
+    "text of another tensor, heads first": BEFORE,
+    "text of another tensor, cut before heads": AFTER,
+    "a gap": ((None, slice(0, 2)), (100.0, slice(3, None))),
+    "an overlap": ((None, slice(0, 3)), (100.0, slice(2, None))),
+    "not the first": ((None, slice(1, 3)), (100.0, slice(3, None))),
+    "not the last": ((None, slice(0, 2)), (100.0, slice(2, -1))),
+    "in another order": ((100.0, slice(2, None)), (None, slice(0, 2))),
+    "every other": ((100.0, slice(0, None, 2)), (None, slice(1, None, 2))),
+}
+"""Parts that do not."""
+PARTS_OF_K: dict[str, tuple[Part, ...]] = {
+    "other parts of k": ((None, slice(0, 3)), (100.0, slice(3, None))),
+    "other order of k": ((100.0, slice(0, 4)), (None, slice(4, None))),
+    "other angles of k": ((None, slice(0, 2)), (50.0, slice(2, None))),
+    "whole k": ((100.0, slice(None)),),
+    "unrotated k": ((None, slice(0, 2)), (None, slice(2, None))),
+    "more keys": ((None, slice(0, 2)), (100.0, slice(2, None)), (None, slice(0, 1))),
+}
+OTHER_PARTS: dict[str, tuple[Part, ...]] = dict.fromkeys(PARTS_OF_K, BEFORE) | {
+    "more keys": ((None, slice(0, 2)), (100.0, slice(2, None)), (None, slice(0, 2))),
+    "none": ((None, slice(0, 2)), (None, slice(3, None))),
+    "channels": ((100.0, slice(0, 8)), (None, slice(8, None))),
+    "heads": ((100.0, slice(0, 1)), (None, slice(1, None))),
+}
+PARTS = COVERING | UNCOVERED | OTHER_PARTS
+
 ROTATIONS = ("halves", "tables in FP16", "turn", "turn of computed positions", "heads first", "read elsewhere")
 OTHER_ROTATIONS = (
     "other angles for k",
@@ -277,17 +420,19 @@ def run(model: ir.Model, **dims: int) -> dict[str, np.ndarray]:
     return dict(zip(names, session.run(None, feeds), strict=True))
 
 
-def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, epsilon: float) -> np.ndarray:
+def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, node: ir.Node) -> np.ndarray:
     """Queries (0) or keys (1) as attention sees them."""
     x = read[f"{site} {'qk'[index]}"]
     if x.ndim == 5:  # q, k and v in one
         x = x[:, :, index]
     if (norm := read.get(f"{site} norm")) is not None:
         wide = x.astype(np.float32)
+        epsilon = node.attributes["norm_eps"].as_float()
         x = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * norm[index]).astype(x.dtype)
     if (rotary := read.get(f"{site} rotary")) is not None:
         even, odd = x[..., 0::2].astype(np.float32), x[..., 1::2].astype(np.float32)
-        cos, sin = (rotary[:, None, :, part] for part in (0, 1))
+        of_heads = rotary if node.attributes["layout"].as_string() == "BHND" else rotary[:, None]
+        cos, sin = of_heads[..., 0], of_heads[..., 1]
         x = np.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape).astype(x.dtype)
     return x
 
@@ -295,11 +440,12 @@ def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, epsilon
 def assert_same_after(model: ir.Model, lowered: ir.Model, **dims: int) -> None:
     before, after = run(model, **dims), run(lowered, **dims)
     for site, node in attention_nodes(lowered).items():
-        epsilon = node.attributes.get_float("norm_eps", math.nan)
         for index, name in enumerate("qk"):
-            ours = torch.from_numpy(as_the_plugin(after, site, index, epsilon)).float()
+            ours = torch.from_numpy(as_the_plugin(after, site, index, node)).float()
             expected = torch.from_numpy(before[f"{site} {name}"]).float()
-            if attention_nodes(model)[site].attributes["layout"].as_string() == "BHND":  # folded since
+            if (
+                attention_nodes(model)[site].attributes["layout"].value != node.attributes["layout"].value
+            ):  # folded since
                 expected = expected.transpose(1, 2)
             assert relative_error(ours, expected) < tolerances.ROUNDED_TO_HALF
     np.testing.assert_array_equal(after["prediction"], before["prediction"])
@@ -341,6 +487,56 @@ def test_wan():
     after = lowered(model)
     assert taken(after) == {"transformer.blocks.0.attn1": {"rotary"}, "transformer.blocks.0.attn2": set()}
     assert_same_after(model, after)
+
+
+def test_cogvideox():
+    """The text before the video is not rotated, and its own rows of the table say so. Its norms are not RMS norms."""
+    model = traced(CogVideoX(), {"x": (1, 2, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8)})
+    assert "ScatterND" not in {node.op_type for node in model.graph}
+    after = lowered(model)
+    assert taken(after) == {"transformer.transformer_blocks.0.attn1": {"rotary"}}
+    (node,) = attention_nodes(after).values()
+    assert [x.producer().op_type for x in node.inputs[:2]] == ["LayerNormalization"] * 2  # nothing is cut or joined
+    assert_same_after(model, after)
+
+
+def test_hunyuan_video():
+    """The text after the video is not rotated; the double block has projections and norms of its own for it."""
+    model = traced(HunyuanVideo(), {"x": (1, 4, 2, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)})
+    after = lowered(model)
+    assert taken(after) == {
+        "transformer.context_embedder.token_refiner.refiner_blocks.0.attn": set(),
+        "transformer.transformer_blocks.0.attn": {"rotary"},
+        "transformer.single_transformer_blocks.0.attn": {"rotary", "norm"},
+    }
+    _, double, single = attention_nodes(after).values()
+    assert list(single.inputs[0].shape) == [1, 11, 3, HEADS, CHANNELS]  # the plain projections, in one
+    assert double.inputs[-1] is single.inputs[-2] and list(double.inputs[-1].shape) == [11, CHANNELS // 2, 2]
+    assert_same_after(model, after)
+
+
+@pytest.mark.parametrize("any_number", [False, True], ids=["as traced", "any number"])
+def test_parts_of_one_tensor(any_number):
+    shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
+    model = traced(Blocks(*COVERING), shapes)
+    after = lowered(model)
+    assert list(taken(after).values()) == [{"rotary"}] * len(COVERING)
+    for node in attention_nodes(after).values():
+        assert len(set(node.inputs[:3])) == 1  # the plain projections, in one
+    for tokens in (5, 8) if any_number else (TOKENS,):
+        assert_same_after(model, after, tokens=tokens)
+
+
+@pytest.mark.parametrize("any_number", [False, True], ids=["as traced", "any number"])
+def test_parts_of_several_tensors(any_number):
+    shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
+    kinds = [kind for kind in UNCOVERED if not (any_number and kind == "every other")]
+    model = traced(Blocks(*kinds), shapes)
+    after = lowered(model)
+    assert list(taken(after).values()) == [{"rotary"}] * len(kinds)
+    assert {x.producer().op_type for node in attention_nodes(after).values() for x in node.inputs[:2]} == {"Concat"}
+    for tokens in (5, 8) if any_number else (TOKENS,):
+        assert_same_after(model, after, tokens=tokens)
 
 
 def test_rotations_and_norms():
@@ -400,6 +596,13 @@ def test_masks_stay_before_what_is_taken(normed):
 
 def test_other_rotations_are_left():
     model = traced(Blocks(*OTHER_ROTATIONS), ROTATED)
+    before = [node.name for node in model.graph]
+    assert take_rotary(model) == 0
+    assert [node.name for node in model.graph] == before
+
+
+def test_other_parts_are_left():
+    model = traced(Blocks(*OTHER_PARTS), ROTATED)
     before = [node.name for node in model.graph]
     assert take_rotary(model) == 0
     assert [node.name for node in model.graph] == before
