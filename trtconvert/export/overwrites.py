@@ -65,17 +65,20 @@ def _write(scatter: ir.Node) -> _Write | None:
 
 def _untransposed(data: ir.Value, rows: ir.Value, result: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
     """The three without their transposes, and the axis that these bring to the front, if they are what they have to be."""
-    before = [producer_of(value, "Transpose") for value in (data, rows)]
-    after = [producer_of(user.outputs[0], "Transpose") for user, _ in result.uses()]
-    perms = [list(node.attributes["perm"].as_ints()) for node in (*before, *after) if node is not None]
-    if len(perms) != 3 or result.is_graph_output() or perms[0] != perms[1]:
+    of_data, of_rows = producer_of(data, "Transpose"), producer_of(rows, "Transpose")
+    uses = [user for user, _ in result.uses()]
+    if (
+        of_data is None
+        or of_rows is None
+        or [user.op_type for user in uses] != ["Transpose"]
+        or result.is_graph_output()
+    ):
         return None
-    perm, _, back = perms
-    sources = [node.inputs[0] for node in before if node is not None]
-    if [perm[axis] for axis in back] != sorted(perm) or sources[0] is None or sources[1] is None:
+    perm, other, back = (list(node.attributes["perm"].as_ints()) for node in (of_data, of_rows, uses[0]))
+    if perm != other or [perm[axis] for axis in back] != sorted(perm):
         return None
-    (last,) = (node for node in after if node is not None)
-    return sources[0], sources[1], last.outputs[0], perm[0]
+    before, written = of_data.inputs[0], of_rows.inputs[0]
+    return (before, written, uses[0].outputs[0], perm[0]) if before is not None and written is not None else None
 
 
 def _join(graph: ir.Graph, scatter: ir.Node, write: _Write) -> None:
