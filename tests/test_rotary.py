@@ -5,6 +5,7 @@ The plugin's part is done here in NumPy, as its interface says; the rest of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -268,7 +269,7 @@ class Rotated(nn.Module):
 
 
 Part = tuple[float | None, slice]
-"""Tokens, and the theta that they are rotated with, or that they are not."""
+"""Tokens, and the theta that they are rotated with, negative for backwards, or that they are not."""
 
 
 class Parts(nn.Module):
@@ -283,7 +284,8 @@ class Parts(nn.Module):
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         """x [B, N, WIDTH] → [B, N, WIDTH]."""
-        parts, other, half = PARTS[self.kind], self.other(x), x.shape[1] // 2
+        parts, half = PARTS[self.kind], x.shape[1] // 2
+        other = self.other(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         if self.kind == "half of the tokens":  # not known when traced, if these are not
             parts = (100.0, slice(0, half)), (None, slice(half, None))
         q, k = self.joined(parts, self.q(x), other), self.joined(PARTS_OF_K.get(self.kind, parts), self.k(x), other)
@@ -309,7 +311,7 @@ class Parts(nn.Module):
 
     def rotated(self, y: Tensor, theta: float) -> Tensor:
         tokens, pairs = y.shape[2 if self.heads_first else 1], y.shape[3] // 2
-        angles = torch.arange(tokens)[:, None] * theta ** -torch.linspace(0, 1, pairs)
+        angles = torch.arange(tokens)[:, None] * abs(theta) ** -torch.linspace(0, 1, pairs) * math.copysign(1, theta)
         return tiny_models.rotated(y, angles if self.heads_first else angles[:, None])
 
 
@@ -322,6 +324,7 @@ COVERING: dict[str, tuple[Part, ...]] = {
     "text after, cut before heads": AFTER,
     "mostly text": ((100.0, slice(0, 2)), (None, slice(2, None))),
     "half of the tokens": AFTER,
+    "counted from both ends": ((100.0, slice(0, TOKENS - 2)), (None, slice(-2, None))),
     "two rotations": ((100.0, slice(0, 1)), (None, slice(1, 3)), (50.0, slice(3, None))),
 }
 """Parts that make up one tensor."""
@@ -329,6 +332,7 @@ UNCOVERED: dict[str, tuple[Part, ...]] = {
     "text of another tensor": AFTER,
     "text of another tensor, heads first": BEFORE,
     "text of another tensor, cut before heads": AFTER,
+    "all of another tensor": ((100.0, slice(None)), (None, slice(None))),
     "a gap": ((None, slice(0, 2)), (100.0, slice(3, None))),
     "an overlap": ((None, slice(0, 3)), (100.0, slice(2, None))),
     "not the first": ((None, slice(1, 3)), (100.0, slice(3, None))),
@@ -341,6 +345,7 @@ PARTS_OF_K: dict[str, tuple[Part, ...]] = {
     "other parts of k": ((None, slice(0, 3)), (100.0, slice(3, None))),
     "other order of k": ((100.0, slice(0, 4)), (None, slice(4, None))),
     "other angles of k": ((None, slice(0, 2)), (50.0, slice(2, None))),
+    "opposite angles of k": ((None, slice(0, 2)), (-100.0, slice(2, None))),
     "whole k": ((100.0, slice(None)),),
     "unrotated k": ((None, slice(0, 2)), (None, slice(2, None))),
     "more keys": ((None, slice(0, 2)), (100.0, slice(2, None)), (None, slice(0, 1))),
@@ -518,9 +523,10 @@ def test_hunyuan_video():
 @pytest.mark.parametrize("any_number", [False, True], ids=["as traced", "any number"])
 def test_parts_of_one_tensor(any_number):
     shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
-    model = traced(Blocks(*COVERING), shapes)
+    kinds = [kind for kind in COVERING if not (any_number and kind == "counted from both ends")]
+    model = traced(Blocks(*kinds), shapes)
     after = lowered(model)
-    assert list(taken(after).values()) == [{"rotary"}] * len(COVERING)
+    assert list(taken(after).values()) == [{"rotary"}] * len(kinds)
     for node in attention_nodes(after).values():
         assert len(set(node.inputs[:3])) == 1  # the plain projections, in one
     for tokens in (5, 8) if any_number else (TOKENS,):
@@ -606,6 +612,42 @@ def test_other_parts_are_left():
     before = [node.name for node in model.graph]
     assert take_rotary(model) == 0
     assert [node.name for node in model.graph] == before
+
+
+def test_parts_of_unknown_numbers_of_tokens_are_left():
+    model = traced(Blocks("mostly text"), ROTATED | {"x": ("batch", "tokens", WIDTH)})
+    (node,) = attention_nodes(model).values()
+    for join in (x.producer() for x in node.inputs[:2]):
+        text = join.inputs[1]
+        text.shape = ir.Shape([text.shape[0], None, *text.shape[2:]])
+    assert take_rotary(model) == 0
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [([5], [1], [1], [-1]), ([1], [-7], [1], [-1])],  # backwards
+        [([0, 0], [-2, HEADS], [1, 2], [1, 1]), ([-2], [TOKENS], [1], [1])],
+    ],
+    ids=["backwards", "two axes"],
+)
+def test_other_slices_are_joined(cuts):
+    """Starts, ends, axes and steps of both slices of q."""
+    model = traced(Blocks("text after"), ROTATED)
+    (node,) = attention_nodes(model).values()
+    whole = node.inputs[0].producer().inputs[1].producer().inputs[0]
+    slices = [next(user for user, _ in whole.uses() if user.outputs[0].shape[1] == count) for count in (4, 2)]
+    for cut, numbers in zip(slices, cuts, strict=True):
+        bounds = [ir.node("Constant", [], {"value_ints": list(x)}) for x in numbers]
+        model.graph.insert_before(cut, bounds)
+        cut.resize_inputs(5)
+        for index, bound in enumerate(bounds, 1):
+            cut.replace_input_with(index, bound.outputs[0])
+    after = model.clone()
+    assert take_rotary(after) == 1
+    (node,) = attention_nodes(after).values()
+    assert [x.producer().op_type for x in node.inputs[:2]] == ["Concat", "Reshape"]
+    assert_same_after(model, after)
 
 
 def test_other_norms_are_left():

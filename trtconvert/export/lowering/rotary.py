@@ -170,7 +170,7 @@ def _part(value: ir.Value | None, heads_first: bool) -> _Rotation | _Unrotated |
     if rotation is not None:
         return rotation
     source = _source(value)
-    return _Unrotated(source if source.dtype == value.dtype and _is_seen_as(source, heads) else value, heads)
+    return _Unrotated(source if _is_seen_as(source, heads) else value, heads)
 
 
 def _rotation(value: ir.Value, heads: _Heads) -> _Rotation | None:
@@ -354,16 +354,14 @@ def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
 
 
 def _cut_in_parts(tokens: _Tokens) -> ir.Value | None:
-    """The tensor that the parts are slices of, each beginning where the one before ends, if they are all of its tokens."""
-    runs = [_run(part.source, tokens.heads.token_axis) for part in tokens.parts]
-    found = [run for run in runs if run is not None]
-    whole = found[0][0] if found else None
-    if whole is None or len(found) < len(runs) or not _is_seen_as(whole, tokens.heads):
-        return None
-    size = tokens.heads.tokens
-    end = size if isinstance(size, int) else np.iinfo(np.int64).max
-    is_all = [*(start for _, start, _ in found), end] == [0, *(stop for _, _, stop in found)]
-    return whole if is_all and all(data is whole for data, _, _ in found) else None
+    """The tensor that the parts are slices of, each beginning where the one before ends, if it has no more tokens than these."""
+    whole, end = None, None
+    for part in tokens.parts:
+        run = _run(part.source, tokens.heads.token_axis)
+        if run is None or (whole is not None and (run[0] is not whole or run[1] != end)):
+            return None
+        whole, _, end = run
+    return whole if whole is not None and _is_seen_as(whole, tokens.heads) else None
 
 
 def _run(value: ir.Value, axis: int) -> tuple[ir.Value, int | ir.Value | None, int | ir.Value | None] | None:
