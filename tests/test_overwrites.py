@@ -125,16 +125,18 @@ def test_what_is_also_read_between_the_transposes_keeps_them(reader):
     assert (run(model, x) == module(x)).all()
 
 
-def test_a_transpose_of_the_rows_alone_stays():
+@pytest.mark.parametrize("index", [0, 2], ids=["rows", "data"])
+def test_a_transpose_of_one_alone_stays(index):
+    """The other is transposed further away."""
     module, x = Overwrites(1, 2, 5), torch.randn(6, 6, 6, 6)
     model = export(module, x)
     (scatter,) = (node for node in model.graph if node.op_type == "ScatterND")
-    data = scatter.inputs[0]
-    assert data is not None
-    same = ir.node("Identity", [data])
-    same.outputs[0].type, same.outputs[0].shape = data.type, data.shape
+    other = scatter.inputs[index]
+    assert other is not None
+    same = ir.node("Identity", [other])
+    same.outputs[0].type, same.outputs[0].shape = other.type, other.shape
     model.graph.insert_before(scatter, same)
-    scatter.replace_input_with(0, same.outputs[0])
+    scatter.replace_input_with(index, same.outputs[0])
     assert join_overwritten(model) == 1
     assert operators(model).count("Transpose") == 3
     assert (run(model, x) == module(x)).all()
