@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import onnx
+import exports
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
+from exports import run
 from torch import Tensor, nn
 
 from trtconvert.export.overwrites import join_overwritten
@@ -53,26 +53,10 @@ class Written(nn.Module):
 
 def export(module: nn.Module, x: Tensor, **dims: int) -> ir.Model:
     """Optimised, as the rewrite expects it. Named axes vary."""
-    program = torch.onnx.export(
-        module.eval(),
-        (x,),
-        dynamo=True,
-        optimize=False,
-        verbose=False,
-        input_names=["x"],
-        dynamic_shapes=({axis: torch.export.Dim(name) for name, axis in dims.items()},) if dims else None,
-    )
-    assert program is not None
+    program = exports.export(module, x, **dims)
     fold_sizes(program.model)
     program.optimize()
     return program.model
-
-
-def run(model: ir.Model, x: Tensor) -> Tensor:
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
 
 def operators(model: ir.Model) -> list[str]:

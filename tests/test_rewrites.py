@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from exports import export, run
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
 from torch import nn
 
@@ -81,26 +82,6 @@ class WritesRows(nn.Module):
         out = x.clone()
         out[0::2], out[1::2] = x[1::2], x[0::2]
         return out
-
-
-def export(module: nn.Module, x: torch.Tensor, **dims: int):
-    """The program before the exporter's optimisation, which is when the rewrites run. Named axes vary."""
-    return torch.onnx.export(
-        module.eval(),
-        (x,),
-        dynamo=True,
-        optimize=False,
-        verbose=False,
-        input_names=["x"],
-        dynamic_shapes=({axis: torch.export.Dim(name) for name, axis in dims.items()},) if dims else None,
-    )
-
-
-def run(model: ir.Model, x: torch.Tensor) -> torch.Tensor:
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {"x": x.detach().numpy()})[0])
 
 
 @pytest.mark.parametrize(

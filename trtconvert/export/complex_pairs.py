@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +82,7 @@ def _is_floating_point(node: Node) -> bool:
 
 def _in_pairs(graph: Graph, node: Node, pairs: dict[Node, _Pair]) -> _Pair | Node:
     """What a node with complex results or arguments is in real numbers."""
-
-    def call(target: Callable[..., Any], *args: Any, **named: Any) -> Node:
-        return _call(graph, target, *args, **named)
-
+    call = partial(_call, graph)
     target: Any = node.target
     mixed = any(x not in pairs and _is_floating_point(x) for x in node.all_input_nodes)
     sum_of_two = target in (_aten.add.Tensor, _aten.sub.Tensor) and all(x in pairs for x in node.args)

@@ -10,6 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.matching import constant_of, perm_of
+
 
 def join_interleaves(model: ir.Model) -> int:
     """Turn every pair of ScatterND that writes the even and the odd positions of a last axis into a Concat, in place.
@@ -47,7 +49,7 @@ def _halves(last: ir.Node) -> tuple[ir.Node, ir.Node] | None:
         halves[start] = half
     if len(halves) < 2:
         return None
-    perms = [_perm(half) for half in halves.values()]
+    perms = [perm_of(half) for half in halves.values()]
     return (halves[0], halves[1]) if perms[0] == perms[1] and perms[0][0] == len(perms[0]) - 1 else None
 
 
@@ -60,22 +62,18 @@ def _producer(node: ir.Node, index: int) -> ir.Node | None:
 
 def _start(scatter: ir.Node, data: ir.Value | None) -> int | None:
     """0 or 1 where a scatter writes every other position from there on along the first axis of the data, and nothing else."""
-    positions = ir.convenience.get_const_tensor(scatter.inputs[1]) if scatter.inputs[1] is not None else None
-    if data is None or data.shape is None or positions is None or scatter.attributes.get_string("reduction") != "none":
+    written = constant_of(scatter.inputs[1])
+    if data is None or data.shape is None or written is None or scatter.attributes.get_string("reduction") != "none":
         return None
-    size, written = data.shape[0], positions.numpy()
+    size = data.shape[0]
     if not isinstance(size, int) or size % 2 or written.shape != (size // 2, 1):
         return None
     return next((start for start in (0, 1) if (written[:, 0] == np.arange(start, size, 2)).all()), None)
 
 
-def _perm(transpose: ir.Node) -> list[int]:
-    return list(transpose.attributes["perm"].as_ints())
-
-
 def _join(scatter: ir.Node, even: ir.Node, odd: ir.Node) -> None:
     """Join the halves as they are before their transposes, and give the result to what reads the scatter's."""
-    scattered, perm, graph = scatter.outputs[0], _perm(even), scatter.graph
+    scattered, perm, graph = scatter.outputs[0], perm_of(even), scatter.graph
     assert graph is not None
     last_axis = ir.node("Constant", [], {"value": ir.tensor(np.array([-1]))})
     columns = [ir.node("Unsqueeze", [half.inputs[0], last_axis.outputs[0]]) for half in (even, odd)]
@@ -89,5 +87,5 @@ def _join(scatter: ir.Node, even: ir.Node, odd: ir.Node) -> None:
         out.shape = ir.Shape([scattered.shape[perm.index(axis)] for axis in range(len(perm))])
     graph.insert_after(scatter, [last_axis, *columns, pairs, sizes, joined])
     for user, _ in list(scattered.uses()):
-        user.attributes["perm"] = ir.AttrInt64s("perm", [perm[axis] for axis in _perm(user)])
+        user.attributes["perm"] = ir.AttrInt64s("perm", [perm[axis] for axis in perm_of(user)])
         user.replace_input_with(0, out)

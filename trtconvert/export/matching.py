@@ -25,6 +25,11 @@ def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type and not node.domain else None
 
 
+def perm_of(transpose: ir.Node) -> list[int]:
+    """The axes of a Transpose's input, in the order of its output."""
+    return list(transpose.attributes["perm"].as_ints())
+
+
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
     """A value's numbers, if they are known."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.matching import constant_of, producer_of
+from trtconvert.export.matching import constant_of, perm_of, producer_of
 
 
 def join_overwritten(model: ir.Model) -> int:
@@ -74,7 +74,7 @@ def _untransposed(data: ir.Value, rows: ir.Value, result: ir.Value) -> tuple[ir.
         or result.is_graph_output()
     ):
         return None
-    perm, other, back = (list(node.attributes["perm"].as_ints()) for node in (of_data, of_rows, uses[0]))
+    perm, other, back = (perm_of(node) for node in (of_data, of_rows, uses[0]))
     if perm != other or [perm[axis] for axis in back] != sorted(perm):
         return None
     before, written = of_data.inputs[0], of_rows.inputs[0]

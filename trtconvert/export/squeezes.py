@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from trtconvert.export.matching import constant_of
+
 
 def drop_idle_squeezes(model: ir.Model) -> int:
     """Remove every Squeeze whose axes are all known to differ from 1; torch.export has told them apart already.
@@ -17,12 +19,11 @@ def drop_idle_squeezes(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type != "Squeeze" or node.domain or len(node.inputs) < 2:
             continue
-        x, given = node.inputs[:2]
-        axes = None if given is None else ir.convenience.get_const_tensor(given)
+        x, axes = node.inputs[0], constant_of(node.inputs[1])
         if x is None or x.shape is None or axes is None:
             continue
         # A symbolic dimension is not 1 either: torch.export makes a constant of one that is.
-        if all(x.shape[axis] != 1 for axis in axes.numpy().flatten().tolist()):
+        if all(x.shape[axis] != 1 for axis in axes.flatten().tolist()):
             ir.convenience.replace_all_uses_with(node.outputs[0], x, replace_graph_outputs=True)
             model.graph.remove(node, safe=True)
             count += 1

@@ -145,8 +145,7 @@ bool read_version(PluginField const& field) noexcept {
 // Which fields were seen, to tell repeated and missing ones.
 constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
                    kSmoothKBit = 32, kRotaryBit = 64, kNormBit = 128, kNormEpsilonBit = 256, kKvHeadsBit = 512,
-                   kKHeadBit = 1024, kVHeadBit = 2048, kAllBits = 4095;
-constexpr int kNumFields = 12;
+                   kKHeadBit = 1024, kVHeadBit = 2048, kAllBits = (1u << SerializedAttributes::kNumFields) - 1;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
 unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
@@ -210,7 +209,7 @@ bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, 
   }
   if (phase == TensorRTPhase::kRUNTIME && seen != kAllBits) {
     log(Severity::kERROR, "expected the %d fields that this plugin serialises, got %d; build the engine again",
-        kNumFields, fields->nbFields);
+        SerializedAttributes::kNumFields, fields->nbFields);
     return false;
   }
   return true;

@@ -36,6 +36,8 @@ class SerializedAttributes {
   SerializedAttributes(SerializedAttributes const&) = delete;
   SerializedAttributes& operator=(SerializedAttributes const&) = delete;
 
+  static constexpr int32_t kNumFields = 12;
+
   nvinfer1::PluginFieldCollection const* fields() const noexcept { return &collection_; }
 
  private:
@@ -49,7 +51,7 @@ class SerializedAttributes {
   int32_t kv_heads_;
   int32_t k_head_;
   int32_t v_head_;
-  std::array<nvinfer1::PluginField, 12> fields_;
+  std::array<nvinfer1::PluginField, kNumFields> fields_;
   nvinfer1::PluginFieldCollection collection_;
 };
 

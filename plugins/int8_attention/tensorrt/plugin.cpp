@@ -118,7 +118,8 @@ bool Int8AttentionPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTe
 size_t Int8AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t nbInputs,
                                              DynamicPluginTensorDesc const*, int32_t nbOutputs) const noexcept {
   TrtConvertAttentionParams params;
-  if (!check_counts(attributes_, nbInputs, nbOutputs) || !describe_bound(attributes_, inputs, nbInputs, Bound::kMax, params)) return 0;
+  if (!check_counts(attributes_, nbInputs, nbOutputs)) return 0;
+  if (!describe_bound(attributes_, inputs, nbInputs, Bound::kMax, params)) return 0;
   size_t bytes = 0;
   char message[kMessageSize];
   report(trtconvert_attention_workspace_size(&params, &bytes, message, sizeof(message)), message);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from trtconvert.export.matching import perm_of
 from trtconvert.export.nodes import attention_nodes
 
 PERMUTATION = [0, 2, 1, 3]
@@ -35,7 +36,7 @@ def fold_transposes(model: ir.Model) -> int:
 
 
 def _is_transpose(node: ir.Node | None) -> bool:
-    return node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == PERMUTATION
+    return node is not None and node.op_type == "Transpose" and perm_of(node) == PERMUTATION
 
 
 def _untransposed(value: ir.Value | None) -> ir.Value | None:

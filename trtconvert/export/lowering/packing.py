@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.layout import output_tokens_first
 from trtconvert.export.lowering.projections import InlineRoom, Projection, join, projection
-from trtconvert.export.matching import element_of, producer_of
+from trtconvert.export.matching import element_of, perm_of, producer_of
 from trtconvert.export.nodes import attention_nodes
 
 PARTS = 3
@@ -59,7 +59,7 @@ def _source_of_parts(node: ir.Node) -> ir.Value | None:
         return None
     transpose = producer_of(found[0][0], "Transpose")
     # [B, N, 3, H, D] to [3, B, H, N, D]
-    if transpose is None or list(transpose.attributes["perm"].as_ints()) != [2, 0, 3, 1, 4]:
+    if transpose is None or perm_of(transpose) != [2, 0, 3, 1, 4]:
         return None
     packed = transpose.inputs[0]
     return packed if packed is not None and packed.shape is not None and packed.shape[2] == PARTS else None
