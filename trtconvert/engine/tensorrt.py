@@ -203,12 +203,12 @@ def build_engine(
 def lowered(model: ir.Model, native: Collection[str], options: EngineSection) -> ir.Model:
     """A copy of an exported model for TensorRT: some sites with its own attention, the others with the plugin.
 
-    Refittable engines keep their projections apart: a weight is replaced by the name that it has in the state dict.
+    Refittable engines keep their projections as they are: a weight is replaced by the name that it has in the state dict.
 
     Raises:
         UserError: the model has no site of one of the names.
     """
-    from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+    from trtconvert.export.lowering import lower_to_native, lower_to_plugin, split_products
     from trtconvert.export.nodes import attention_nodes
 
     model = model.clone()
@@ -216,6 +216,8 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
         lower_to_native(model, native)
     if attention_nodes(model):
         lower_to_plugin(model, refittable=options.refittable)
+    if not options.refittable:
+        split_products(model)
     return model
 
 

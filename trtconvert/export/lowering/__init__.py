@@ -1,9 +1,10 @@
 """Rewrites of a model in place, each with the count of nodes that it changed: the three ways in which an `Int8Attention`
-node meets a runtime, and the folding of transposes into its layout."""
+node meets a runtime, the folding of transposes into its layout, and the splitting of products for TensorRT."""
 
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.plugin import lower_to_plugin
+from trtconvert.export.lowering.products import split_products
 
-__all__ = ["fold_transposes", "lower_to_function", "lower_to_native", "lower_to_plugin"]
+__all__ = ["fold_transposes", "lower_to_function", "lower_to_native", "lower_to_plugin", "split_products"]

@@ -1,0 +1,129 @@
+"""Products of a concatenation: one for each part, so that no parts are copied beside each other.
+
+The single blocks of Flux and HunyuanVideo project attention and MLP together: Linear(cat([attention, mlp], dim=2)). TensorRT
+copies both into one tensor for it: on an H200 53 to 67 µs of the 2,000 that a block of Flux takes at 1024².
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from trtconvert.export.matching import producer_of
+from trtconvert.export.nodes import HALF
+
+
+@dataclass(frozen=True)
+class _Product:
+    """concat(parts) @ weight (+ bias).
+
+    Attributes:
+        parts: [..., Ki] each, widths: the Ki; weight: [K, C], of 16 bits; bias: [C]. Both are constants.
+        last: the node whose output it is.
+    """
+
+    parts: tuple[ir.Value, ...]
+    widths: tuple[int, ...]
+    weight: ir.Value
+    bias: ir.Value | None
+    last: ir.Node
+
+
+def split_products(model: ir.Model) -> int:
+    """Compute products of a concatenation along its last axis with a constant as sums of products of its parts, in place.
+
+    Results differ in their last bits. One product sums all in FP32 and is rounded to 16 bits twice, before the bias is added and
+    after; two products and their sums are rounded four times, each time by half a unit in the last place of a number that is
+    about as large as the result, or larger where parts cancel. The narrowest part comes first, with the bias, and the widest
+    last: kernels add what is given to their own sum in FP32, and what is then rounded once more is the smallest number only.
+
+    The parts of the weight get another name: not for engines whose weights are to be replaced. In models that keep their
+    weights in files they stay there: rows of a matrix lie one after the other.
+
+    Returns:
+        How many products were split.
+    """
+    products = [product for node in model.graph if (product := _product(node)) is not None]
+    for product in products:
+        _split(product)
+    if products:
+        RemoveUnusedNodesPass()(model)
+    return len(products)
+
+
+def _product(matmul: ir.Node) -> _Product | None:
+    if matmul.op_type != "MatMul" or matmul.domain:
+        return None
+    joined, weight = matmul.inputs
+    concat = producer_of(joined, "Concat")
+    if concat is None or joined is None or joined.shape is None or joined.is_graph_output() or len(joined.uses()) > 1:
+        return None
+    if weight is None or weight.const_value is None or weight.dtype not in HALF or len(weight.const_value.shape) != 2:
+        return None
+    if concat.attributes["axis"].as_int() % len(joined.shape) != len(joined.shape) - 1:
+        return None
+    parts = tuple(part for part in concat.inputs if part is not None)
+    widths = tuple(part.shape[-1] for part in parts if part.shape is not None)
+    known = tuple(width for width in widths if isinstance(width, int))
+    if len(known) != len(parts) or len(parts) < 2:
+        return None
+    bias, add = _bias(matmul)
+    return _Product(parts, known, weight, bias, add or matmul)
+
+
+def _bias(matmul: ir.Node) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
+    """A constant [C] that is added to a product, and the node that adds it."""
+    product = matmul.outputs[0]
+    if product.is_graph_output() or len(product.uses()) != 1:
+        return None, None
+    add = product.uses()[0].node
+    if add.op_type != "Add" or add.domain:
+        return None, None
+    bias = next((x for x in add.inputs if x is not None and x.const_value is not None), None)
+    return (bias, add) if bias is not None and bias.shape is not None and len(bias.shape) == 1 else (None, None)
+
+
+def _split(product: _Product) -> None:
+    graph, last = product.last.graph, product.last
+    assert isinstance(graph, ir.Graph)
+    starts = [sum(product.widths[:index]) for index in range(len(product.widths))]
+    new = list[ir.Node]()
+    total: ir.Value | None = None
+    for width, start, part in sorted(zip(product.widths, starts, product.parts, strict=True), key=lambda x: x[0]):
+        new.append(ir.node("MatMul", [part, _rows(graph, product.weight, start, width)]))
+        if total is not None:
+            new.append(ir.node("Add", [total, new[-1].outputs[0]]))
+        elif product.bias is not None:
+            new.append(ir.node("Add", [new[-1].outputs[0], product.bias]))
+        total = new[-1].outputs[0]
+    for node in new:
+        node.outputs[0].type, node.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
+    ir.convenience.replace_nodes_and_values(graph, last, [last], new, last.outputs, new[-1].outputs)
+
+
+def _rows(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value:
+    """Rows of a matrix as an initializer, where the matrix lies: in the model's files, or in memory."""
+    tensor = weight.const_value
+    assert tensor is not None and tensor.dtype is not None
+    name = f"{weight.name}, {count} rows from {start}"
+    if name in graph.initializers:  # a module that is called twice
+        return graph.initializers[name]
+    shape = ir.Shape([count, int(tensor.shape[1])])
+    if isinstance(tensor, ir.ExternalTensor):
+        row = tensor.nbytes // int(tensor.shape[0])
+        offset = (tensor.offset or 0) + start * row
+        rows: ir.TensorProtocol = ir.ExternalTensor(
+            tensor.location, offset, count * row, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
+        )
+    else:
+        rows = ir.LazyTensor(
+            lambda: ir.Tensor(tensor.numpy()[start : start + count], dtype=tensor.dtype),
+            tensor.dtype,
+            shape,
+            name=name,
+        )
+    value = ir.Value(name=name, const_value=rows, type=ir.TensorType(tensor.dtype), shape=shape)
+    graph.register_initializer(value)
+    return value
