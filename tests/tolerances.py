@@ -15,6 +15,9 @@ HALF_INPUTS = 5e-3
 """Queries, keys and values rounded to FP16 first: each moves by up to 2**-11 of itself, and roundings to INT8, steps of a
 hundredth and more, fall the other way for a few in a hundred elements."""
 
+SPLIT_PRODUCT = 2e-3
+"""A product of half precision as the sum of two: up to four roundings by 2**-11 of an element, through two blocks."""
+
 ROUNDED_SHIFT = 2e-3
 """A constant added to keys in FP32 and subtracted again moves them by up to 2**-22 of the constant, which flips some
 roundings to INT8."""

@@ -34,10 +34,11 @@ class _Product:
 def split_products(model: ir.Model) -> int:
     """Compute products of a concatenation along its last axis with a constant as sums of products of its parts, in place.
 
-    Results differ in their last bits. One product sums all in FP32 and is rounded to 16 bits twice, before the bias is added and
-    after; two products and their sums are rounded four times, each time by half a unit in the last place of a number that is
-    about as large as the result, or larger where parts cancel. The narrowest part comes first, with the bias, and the widest
-    last: kernels add what is given to their own sum in FP32, and what is then rounded once more is the smallest number only.
+    Results differ in their last bits: one product of 16 bits is rounded twice, before the bias is added and after, two and their
+    sums are rounded four times. For numbers of N(0, 1) in FP16, a part of 768 channels and one of 3072, the relative error goes
+    from 2.7e-4 to 3.2e-4, or to 2.6e-4 where the kernels add bias and the sum so far to their own sums in FP32. Where parts
+    cancel it is more, as they are larger than their sum. The narrowest part comes first, with the bias, and the widest last,
+    since the first is rounded once more: the other way round it is 3.4e-4 or 2.9e-4.
 
     The parts of the weight get another name: not for engines whose weights are to be replaced. In models that keep their
     weights in files they stay there: rows of a matrix lie one after the other.
@@ -91,7 +92,8 @@ def _split(product: _Product) -> None:
     starts = [sum(product.widths[:index]) for index in range(len(product.widths))]
     new = list[ir.Node]()
     total: ir.Value | None = None
-    for width, start, part in sorted(zip(product.widths, starts, product.parts, strict=True), key=lambda x: x[0]):
+    # The narrowest first. No two start at the same row, so parts themselves are never compared.
+    for width, start, part in sorted(zip(product.widths, starts, product.parts, strict=True)):
         new.append(ir.node("MatMul", [part, _rows(graph, product.weight, start, width)]))
         if total is not None:
             new.append(ir.node("Add", [total, new[-1].outputs[0]]))
