@@ -228,6 +228,7 @@ def output_alone(model: ir.Model, index: int) -> ir.Model:
             "axis = 1, num_outputs = 3": "axis = 2, num_outputs = 4",
             "first, second, third =": "first, second, third, last =",
             "float[2, 1, 4]": "float[2, 3, 1]",
+            "float[2, 3, 4] total": "float[2, 3, 4] total, float[2, 3, 1] last",
         },
         "along two axes": {SPLIT: SLICES.replace("(total, two, three, axis)", "(total, two, three, one)").replace(
             "third = ", "other_axis = Constant <value_ints = [0]> ()\n third = ").replace("three, one", "three, other_axis")},

@@ -49,9 +49,8 @@ def _axis_of_rows(add: ir.Node) -> int | None:
     # Along the last axis the constant is a linear layer's bias, which the kernel of its product adds at no cost.
     if axis is None or axis == rank - 1 or not any(_is_constant(x) for x in add.inputs):
         return None
-    size = total.shape[axis]
     shapes = [x.shape for x in add.inputs if x is not None]
-    alike = isinstance(size, int) and all(s is not None and len(s) == rank and s[axis] == size for s in shapes)
+    alike = all(s is not None and len(s) == rank and s[axis] == total.shape[axis] for s in shapes)
     return axis if alike else None
 
 
