@@ -218,7 +218,13 @@ def output_alone(model: ir.Model, index: int) -> ir.Model:
         "of activations": {"(table, x)": "(y, x)"},
         "one row for all": {"(table, x)": "(row, x)"},
         "one row of the embedding": {"float[2, 3, 4] x": "float[2, 1, 4] x"},
-        "fewer axes": {"(table, x)": "(flat, x)"},
+        "fewer axes": {
+            "float[3, 4] flat = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}": "float[3, 3] flat = {0, 1, 2, 3, 4, 5, 6, 7, 8}",
+            "(table, x)": "(flat, x)",
+            "float[2, 3, 4]": "float[2, 3, 3]",
+            "float[2, 1, 4]": "float[2, 1, 3]",
+        },
+        "of unknown shape": {"total = Add (table, x)": "new = Relu (x) total = Add (table, new)"},
         "several rows": {
             SPLIT: "sizes = Constant <value_ints = [2, 1]> ()\n first, second = Split <axis = 1> (total, sizes)",
             "float[2, 1, 4] first": "float[2, 2, 4] first",

@@ -79,7 +79,7 @@ def _bias(matmul: ir.Node) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
     product = matmul.outputs[0]
     if product.is_graph_output() or len(product.uses()) != 1:
         return None, None
-    add = product.uses()[0].node
+    ((add, _),) = product.uses()
     if add.op_type != "Add" or add.domain:
         return None, None
     bias = next((x for x in add.inputs if x is not None and x.const_value is not None), None)
@@ -112,9 +112,9 @@ def _rows(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value
     name = f"{weight.name}, {count} rows from {start}"
     if name in graph.initializers:  # a module that is called twice
         return graph.initializers[name]
-    shape = ir.Shape([count, int(tensor.shape[1])])
+    shape = ir.Shape([count, *tensor.shape[1:]])  # type: ignore[arg-type]
     if isinstance(tensor, ir.ExternalTensor):
-        row = tensor.nbytes // int(tensor.shape[0])
+        row = tensor.nbytes // tensor.shape.numpy()[0]
         offset = (tensor.offset or 0) + start * row
         rows: ir.TensorProtocol = ir.ExternalTensor(
             tensor.location, offset, count * row, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
