@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import onnx_ir as ir
 import pytest
+import tiny_models
 import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
@@ -131,6 +133,23 @@ def test_tables_keep_the_names_by_which_engines_are_refitted():
     assert add_rows(program.model) == 1
     assert torch.equal(run(program.model, x), before)
     assert {constant_behind(node.inputs[0]) for node in rows(program.model)} == {"table", None}  # and the embedding
+
+
+class Modulated(tiny_models.Tiny):
+    def __init__(self) -> None:
+        super().__init__(handwritten=False)
+        self.table = nn.Parameter(torch.randn(1, 2, 4))
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        shift, scale = (self.table + timestep[:, None, None].to(x.dtype).expand(-1, 2, 4)).chunk(2, dim=1)
+        return super().forward(x * scale[:, None] + shift[:, None], timestep)
+
+
+def test_exported_models_add_rows():
+    model = replace(tiny_models.build(), denoiser=Modulated().eval().requires_grad_(False))
+    exported = tiny_models.traced(model)
+    (table,) = (node for node in exported.graph if node.op_type == "Split" and node.inputs[0].is_initializer())
+    assert table.inputs[0].name == "table" and len(table.outputs) == 2
 
 
 SUM = """

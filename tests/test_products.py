@@ -15,9 +15,11 @@ from exports import export, run
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
+from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.lowering import split_products
 from trtconvert.export.weights import name_weights
+from trtconvert.recipe import EngineSection
 
 TOKENS = 6
 WIDTHS = (64, 256)
@@ -253,6 +255,12 @@ def test_other_products_are_left(change):
     before = list(model.graph)
     assert split_products(model) == 0
     assert list(model.graph) == before
+
+
+def test_engines_that_are_refitted_keep_their_products():
+    for refittable in (True, False):
+        model = tensorrt.lowered(product(), [], EngineSection(refittable=refittable))
+        assert ("weight" in model.graph.initializers) == refittable
 
 
 def test_full_precision_is_left():
