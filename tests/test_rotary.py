@@ -616,20 +616,15 @@ def test_any_number_of_tokens():
 
 def test_bfloat16():
     """ONNX Runtime computes no BF16 on CPUs, so only the structure is looked at."""
-    after = lowered(traced(Blocks("norm"), ROTATED, torch.bfloat16))
-    (node,) = attention_nodes(after).values()
-    assert list(taken(after).values()) == [{"rotary", "norm"}]
-    assert [value.dtype for value in node.inputs[-2:]] == [ir.DataType.FLOAT] * 2
-    assert node.inputs[0].dtype == ir.DataType.BFLOAT16
+    after = lowered(traced(Blocks("norm", "across heads"), ROTATED, torch.bfloat16))
+    assert list(taken(after).values()) == [{"rotary", "norm"}] * 2
+    for node in attention_nodes(after).values():
+        assert [value.dtype for value in node.inputs[-2:]] == [ir.DataType.FLOAT] * 2
+        assert node.inputs[0].dtype == ir.DataType.BFLOAT16
 
 
-@pytest.fixture(scope="module")
-def normed():
-    return traced(Blocks("norm"), ROTATED)
-
-
-def test_masks_stay_before_what_is_taken(normed):
-    model = normed.clone()
+def test_masks_stay_before_what_is_taken():
+    model = traced(Blocks("norm"), ROTATED)
     (node,) = attention_nodes(model).values()
     mask = ir.Value(name="mask", shape=ir.Shape([1, 1, 1, TOKENS]), type=ir.TensorType(ir.DataType.FLOAT))
     model.graph.inputs.append(mask)
@@ -704,14 +699,15 @@ def test_other_norms_are_left():
 
 def test_what_is_rotated_and_normed_in_fp32_is_left():
     """Casts to FP16 come in front of the plugin: it would rotate rounded numbers."""
-    model = traced(Blocks("norm", "norm alone"), ROTATED, torch.float32)
+    model = traced(Blocks("norm", "norm alone", "across heads alone"), ROTATED, torch.float32)
     assert (take_rotary(model), take_norms(model)) == (0, 0)
 
 
-def test_engines_that_are_refitted_keep_their_norms(normed):
-    after = lowered(normed, refittable=True)
-    assert list(taken(after).values()) == [{"rotary"}]
-    assert_same_after(normed, after)
+def test_engines_that_are_refitted_keep_their_norms():
+    model = traced(Blocks("norm", "across heads"), ROTATED)
+    after = lowered(model, refittable=True)
+    assert list(taken(after).values()) == [{"rotary"}] * 2
+    assert_same_after(model, after)
 
 
 def test_wan_of_any_size():
