@@ -219,7 +219,7 @@ __device__ __forceinline__ void load_channels(float (&x)[8], const float* table,
 enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads };
 
 // RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors are those of all tokens.
-template <typename T, int Lanes, Layers kLayers>
+template <typename T, int Lanes, Layers kLayers, bool kRotary>
 __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                                      const float* norm, const float* factors, int tokens) {
   constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads;
@@ -236,10 +236,17 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
     }
   }
   if (norm) load_channels(weight, norm, lane * 8, has_channels);
-  const int rows = has_channels && p.rotary ? left : 0;
+  const int rows = has_channels ? left : 0;
   const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + lane * 8;
+  float turns[2][8];  // cosine and sine of four pairs, of a row and of the next: they come from L2, mostly
+  const auto load_turn = [&](int i) {
+    const int row = row_of<Lanes, false>(i);
+    load_channels(turns[i % 2], rotary, int64_t(row) * p.head_dim, row < rows);
+  };
+  if constexpr (kRotary) load_turn(0);
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    if (kRotary && i + 1 < Map<Lanes>::kPasses) load_turn(i + 1);
     float x[8];
     unpack8<T>(data[i], x);
     if (kAcrossHeads || norm) {
@@ -254,10 +261,8 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
       for (int c = 0; c < 8; ++c) x[c] = x[c] * factor * weight[c];
       data[i] = pack8<T>(x);
     }
-    const int row = row_of<Lanes, false>(i);
-    if (row < rows) {
-      float turn[8];  // cosine and sine of four pairs
-      load_channels(turn, rotary, int64_t(row) * p.head_dim, true);
+    if (kRotary && row_of<Lanes, false>(i) < rows) {
+      const float(&turn)[8] = turns[i % 2];
       if (kAcrossHeads || norm) unpack8<T>(data[i], x);
 #pragma unroll
       for (int c = 0; c < 8; c += 2) {
@@ -267,6 +272,16 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
       }
       data[i] = pack8<T>(x);
     }
+  }
+}
+
+template <typename T, int Lanes, Layers kLayers>
+__device__ __forceinline__ void compute_layers(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
+                                               const float* norm, const float* factors, int tokens) {
+  if (p.rotary) {
+    normalise_and_rotate<T, Lanes, kLayers, true>(data, p, at, norm, factors, tokens);
+  } else {
+    normalise_and_rotate<T, Lanes, kLayers, false>(data, p, at, norm, factors, tokens);
   }
 }
 
@@ -573,11 +588,11 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   if (is_query) {
     load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
     if constexpr (kLayers != Layers::kNone)
-      normalise_and_rotate<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
+      compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
   } else if (is_key) {
     load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
     if constexpr (kLayers != Layers::kNone)
-      normalise_and_rotate<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
+      compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
   } else {
     if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
     load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
