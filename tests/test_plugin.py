@@ -356,7 +356,17 @@ def test_packed_inputs_are_taken(driver: Driver, mask: tuple[int, ...] | None) -
 
 SHARED = {"layout": "BNHD", "shared_heads": 16}
 SHARED_ATTRIBUTES = {"layout": "BNHD", "kv_heads": 3, "k_head": 10, "v_head": 13}
+SHARED_ACROSS_HEADS = {"layout": "BNHD", "kv_heads": 6, "shared_heads": 19, "norm": (2, 6, 64)}
+SHARED_ACROSS_HEADS_ATTRIBUTES = {
+    "layout": "BNHD",
+    "kv_heads": 6,
+    "k_head": 7,
+    "v_head": 13,
+    "norm": 1,
+    "norm_eps": 1e-6,
+}
 LAYERS = {"queries": 77, "rotary": (77, 32, 2), "norm": (2, 64)}
+ACROSS_HEADS = {"kv_heads": 6, "norm": (2, 6, 64)}
 LAYERS_ATTRIBUTES = {"rotary": 1, "norm": 1, "norm_eps": 1e-6}
 
 
@@ -369,8 +379,14 @@ LAYERS_ATTRIBUTES = {"rotary": 1, "norm": 1, "norm_eps": 1e-6}
         ({"rotary": 1}, LAYERS | {"norm": None}),
         ({"norm": 1, "norm_eps": 0.0}, {"norm": (2, 64)}),
         (LAYERS_ATTRIBUTES | {"layout": "BNHD"}, LAYERS | PACKED),
+        (LAYERS_ATTRIBUTES, LAYERS | ACROSS_HEADS),
+        ({"norm": 1, "norm_eps": 1e-6}, ACROSS_HEADS),
+        (LAYERS_ATTRIBUTES | {"layout": "BNHD"}, LAYERS | PACKED | ACROSS_HEADS),
     ],
-    ids=["shared", "rotary and norm", "rotary", "norm", "packed, rotary and norm"],
+    ids=[
+        *("shared", "rotary and norm", "rotary", "norm", "packed, rotary and norm"),
+        *("rotary and norm across heads", "norm across heads", "packed, rotary and norm across heads"),
+    ],
 )
 def test_optional_inputs_are_taken(
     driver: Driver, attributes: dict[str, object], shape: dict[str, object], mask: tuple[int, ...] | None
@@ -381,6 +397,10 @@ def test_optional_inputs_are_taken(
     assert all(driver.lib.driver_supports(plugin, i, dynamic(descs, descs), inputs) for i in range(len(descs)))
     assert driver.lib.driver_configure(plugin, dynamic(descs, descs), inputs) == 0, driver.messages()
     assert driver.lib.driver_shape_change(plugin, (Desc * len(descs))(*descs), inputs) == 0, driver.messages()
+    if shape.get("norm") == (2, 6, 64):  # 1 / √mean(x²) of each token lies in the workspace
+        apart = tensors(**(shape | {"norm": (2, 64), "mask": mask}))
+        sizes = [driver.lib.driver_workspace(plugin, dynamic(these, these), inputs) for these in (descs, apart)]
+        assert sizes[0] - sizes[1] >= 4 * 2 * (shape.get("queries", 100) + 77)
     descs[-2].type = HALF  # the last input, a mask of another length or FP32 tables
     assert driver.lib.driver_supports(plugin, inputs - 1, dynamic(descs, descs), inputs) == (
         shape is SHARED and mask is not None
@@ -400,6 +420,11 @@ def test_optional_inputs_are_taken(
             "input 'rotary': expected shape [77, 32, 2]",
         ),
         (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": (64,)})), "input 'norm': expected shape [2, 64]"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": (2, 32)})), "or [2, 6, 64] for norms across all heads"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": (2, 6, 64)})), "got [2, 6, 64] with 6 and 3 heads"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | ACROSS_HEADS | {"norm": (2, 3, 64)})), "got [2, 3, 64] with 6 and 6"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | ACROSS_HEADS | {"norm": (3, 6, 64)})), "got [3, 6, 64]"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | ACROSS_HEADS | {"norm": (2, 6, 64, 1)})), "got [2, 6, 64, 1]"),
         (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": None})), "expected 12 or 13 inputs"),
         ({"rotary": 1}, tensors(), "expected 11 or 12 inputs"),
     ],
@@ -493,8 +518,14 @@ def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin:
         (SHARED, SHARED_ATTRIBUTES),
         (LAYERS | {"layout": "BHND"}, LAYERS_ATTRIBUTES),
         (LAYERS | PACKED, LAYERS_ATTRIBUTES),
+        (LAYERS | ACROSS_HEADS | {"layout": "BHND"}, LAYERS_ATTRIBUTES),
+        (LAYERS | ACROSS_HEADS | PACKED, LAYERS_ATTRIBUTES),
+        (SHARED_ACROSS_HEADS, SHARED_ACROSS_HEADS_ATTRIBUTES),
     ],
-    ids=["BHND", "BNHD", "packed", "shared", "rotary and norm", "packed, rotary and norm"],
+    ids=[
+        *("BHND", "BNHD", "packed", "shared", "rotary and norm", "packed, rotary and norm"),
+        *("rotary and norm across heads", "packed, rotary and norm across heads", "shared, norm across heads"),
+    ],
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_enqueue_computes_what_the_operator_does(
@@ -521,7 +552,7 @@ def test_enqueue_computes_what_the_operator_does(
     data[3] = torch.tensor([60.0, 450.0], device="cuda")  # the first and the last bin
     if packed:
         data[1] = data[2] = data[0]
-    if shape is SHARED:
+    if "shared_heads" in shape:
         data[2] = data[1]
     out_desc = descs[inputs].dims
     out = torch.full(out_desc.d[: out_desc.nb], torch.nan, dtype=torch.float16, device="cuda")
@@ -535,11 +566,12 @@ def test_enqueue_computes_what_the_operator_does(
     status = driver.lib.driver_enqueue(plugin, descs, inputs, pointers, outputs, ctypes.c_void_p(workspace.data_ptr()))
     assert status == 0, driver.messages()
     qkv = data[0].unbind(2) if packed else data[:3]
-    if shape is SHARED:
-        qkv = [data[0], data[1][:, :, 10:13], data[1][:, :, 13:16]]
+    if "shared_heads" in shape:
+        k, v, count = (attributes[name] for name in ("k_head", "v_head", "kv_heads"))
+        qkv = [data[0], data[1][:, :, k : k + count], data[1][:, :, v : v + count]]
     options = given | {"smooth_k": False, "mask": data[10] if masked else None}
-    if "rotary" in attributes:
-        options |= {"rotary": data[-2], "norm": (*data[-1], 1e-6)}
+    options |= {"rotary": data[-2]} if "rotary" in attributes else {}
+    options |= {"norm": (*data[-1], 1e-6)} if "norm" in attributes else {}
     expected = kernel._run_cuda(*qkv, data[3], AttentionTables(*data[4:10]), **options)
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)

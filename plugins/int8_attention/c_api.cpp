@@ -1,4 +1,4 @@
-// The C API: every check at the boundary, then the two launches. Nothing here throws.
+// The C API: every check at the boundary, then the launches. Nothing here throws.
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -100,7 +100,10 @@ TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report&
       return report.fail(TRTCONVERT_INVALID_ARGUMENT, "rotary: expected as many queries as keys, got %d and %d", c.num_queries,
                          c.num_keys);
   }
-  if (!c.q_norm && !c.k_norm) return TRTCONVERT_OK;
+  if (!c.q_norm && !c.k_norm) {
+    if (c.norm_across_heads) return report.invalid_int("norm_across_heads", "0 without q_norm and k_norm", c.norm_across_heads);
+    return TRTCONVERT_OK;
+  }
   if (check_pointer("q_norm", c.q_norm, 16, report) || check_pointer("k_norm", c.k_norm, 16, report)) return report.status;
   if (!std::isfinite(c.norm_epsilon) || c.norm_epsilon < 0)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "norm_epsilon: expected a finite value >= 0, got %g", c.norm_epsilon);
@@ -148,6 +151,7 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.q_norm = c.q_norm;
   p.k_norm = c.k_norm;
   p.norm_epsilon = c.norm_epsilon;
+  p.norm_across_heads = c.norm_across_heads != 0;
   return p;
 }
 

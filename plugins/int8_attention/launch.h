@@ -8,7 +8,8 @@
 
 namespace trtconvert::attention {
 
-// Writes what the attention kernels read of the workspace of `params`, from its inputs. All architectures.
+// Writes what the attention kernels read of the workspace of `params`, from its inputs: one kernel, or two where there is a norm
+// across heads. All architectures.
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream);
 
 // wgmma and bulk copies; sm_90a only. Everything but general masks. `values` describes V where params.direct_values is set.

@@ -110,9 +110,14 @@ struct Params {
 
   // What the pre-pass does to Q and K first; null: nothing.
   const float* rotary;  // [N, D / 2, 2]: cosine and sine
-  const float* q_norm;  // [D], and k_norm: both or neither
-  const float* k_norm;
+  const float* q_norm;  // [D], or [H, D] across heads, and k_norm: both or neither
+  const float* k_norm;  // [D], or [Hkv, D]
   float norm_epsilon;
+  bool norm_across_heads;
+
+  // Workspace, written before the pre-pass, for norms across heads only: 1 / sqrt(mean(x^2) + norm_epsilon) of each token.
+  float* q_norm_factors;  // [B, Nq]
+  float* k_norm_factors;  // [B, Nk]
 
   // Workspace, written by the pre-pass. "block" and "tile" are contiguous images of the given size in bytes; a mode uses the
   // part of it that its element size needs.

@@ -2,7 +2,8 @@
 // the per-element information of params.h.
 //
 // One thread block takes 128 tokens of one head of Q, K or V. All of them are held in registers: every 16-byte load is in
-// flight before the first use, and the data is read once although the scales need a reduction first.
+// flight before the first use, and the data is read once although the scales need a reduction first. It has one head of a token:
+// what norms across heads need of all of them comes from a small kernel before.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -127,6 +128,21 @@ __device__ __forceinline__ float row_max(float x) {
   return x;
 }
 
+// Sum over the Lanes threads that share a row.
+template <int Lanes>
+__device__ __forceinline__ float row_sum(float x) {
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float squares_of(const float (&x)[8]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) sum = fmaf(x[c], x[c], sum);
+  return sum;
+}
+
 __device__ __forceinline__ bool usable_scale(float s) { return isfinite(s) && s > 0.f; }
 
 // Whether every table entry that this head's mode reads is usable. Called by the whole thread block.
@@ -199,36 +215,55 @@ __device__ __forceinline__ void load_channels(float (&x)[8], const float* table,
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-// RMS norm and rotation of the tile's rows, in place.
-template <typename T, int Lanes>
-__device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const float* norm,
-                                                     int tile, int tokens) {
-  const int lane = threadIdx.x % Lanes;
+// Layers before attention. A rotation goes with either norm, or alone with the first.
+enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads };
+
+// RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors are those of all tokens.
+template <typename T, int Lanes, Layers kLayers, bool kRotary>
+__device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
+                                                     const float* norm, const float* factors, int tokens) {
+  constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads;
+  const int lane = threadIdx.x % Lanes, left = tokens - at.tile * kTokens;
   const bool has_channels = lane * 8 < p.head_dim;
-  float weight[8];
+  float weight[8], given[kAcrossHeads ? Map<Lanes>::kPasses : 1];
+  if constexpr (kAcrossHeads) {
+    norm += at.head * p.head_dim;
+    factors += int64_t(at.batch) * tokens + int64_t(at.tile) * kTokens;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+      const int row = row_of<Lanes, false>(i);
+      given[i] = row < left ? __ldg(factors + row) : 0.f;
+    }
+  }
   if (norm) load_channels(weight, norm, lane * 8, has_channels);
-  const int rows = has_channels && p.rotary ? tokens - tile * kTokens : 0;
-  const float* const rotary = p.rotary + int64_t(tile) * kTokens * p.head_dim + lane * 8;
+  const int rows = has_channels ? left : 0;
+  const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + lane * 8;
+  float turns[2][8];  // cosine and sine of four pairs, of a row and of the next: they come from L2, mostly
+  const auto load_turn = [&](int i) {
+    const int row = row_of<Lanes, false>(i);
+    load_channels(turns[i % 2], rotary, int64_t(row) * p.head_dim, row < rows);
+  };
+  if constexpr (kRotary) load_turn(0);
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    if (kRotary && i + 1 < Map<Lanes>::kPasses) load_turn(i + 1);
     float x[8];
     unpack8<T>(data[i], x);
-    if (norm) {
-      float squares = 0.f;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) squares = fmaf(x[c], x[c], squares);
-#pragma unroll
-      for (int offset = Lanes / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-      const float factor = rsqrtf(squares / p.head_dim + p.norm_epsilon);
+    if (kAcrossHeads || norm) {
+      float factor;
+      if constexpr (kAcrossHeads) {
+        factor = given[i];
+      } else {
+        const float squares = row_sum<Lanes>(squares_of(x));
+        factor = rsqrtf(squares / p.head_dim + p.norm_epsilon);
+      }
 #pragma unroll
       for (int c = 0; c < 8; ++c) x[c] = x[c] * factor * weight[c];
       data[i] = pack8<T>(x);
     }
-    const int row = row_of<Lanes, false>(i);
-    if (row < rows) {
-      float turn[8];  // cosine and sine of four pairs
-      load_channels(turn, rotary, int64_t(row) * p.head_dim, true);
-      if (norm) unpack8<T>(data[i], x);
+    if (kRotary && row_of<Lanes, false>(i) < rows) {
+      const float(&turn)[8] = turns[i % 2];
+      if (kAcrossHeads || norm) unpack8<T>(data[i], x);
 #pragma unroll
       for (int c = 0; c < 8; c += 2) {
         const float first = x[c], second = x[c + 1], cosine = turn[c], sine = turn[c + 1];
@@ -237,6 +272,16 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
       }
       data[i] = pack8<T>(x);
     }
+  }
+}
+
+template <typename T, int Lanes, Layers kLayers>
+__device__ __forceinline__ void compute_layers(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
+                                               const float* norm, const float* factors, int tokens) {
+  if (p.rotary) {
+    normalise_and_rotate<T, Lanes, kLayers, true>(data, p, at, norm, factors, tokens);
+  } else {
+    normalise_and_rotate<T, Lanes, kLayers, false>(data, p, at, norm, factors, tokens);
   }
 }
 
@@ -473,8 +518,52 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   }
 }
 
-// kLayersBefore: whether there are layers before attention to compute.
-template <typename T, int Lanes, bool kLayersBefore>
+// The factors of a norm across heads, one warp a token.
+constexpr int kFactorThreads = 256;
+constexpr int kFactorTokens = kFactorThreads / 32;
+constexpr int kFactorLoads = 4;  // of 16 bytes, in flight per thread
+
+template <typename T>
+__global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __grid_constant__ Params p) {
+  const int query_work = ceil_div(p.num_queries, kFactorTokens);
+  const bool is_query = blockIdx.x < query_work;
+  const int token = (blockIdx.x - (is_query ? 0 : query_work)) * kFactorTokens + threadIdx.x / 32;
+  const int tokens = is_query ? p.num_queries : p.num_keys, heads = is_query ? p.heads : p.kv_heads;
+  if (token >= tokens) return;
+  const TrtConvertStrides& strides = is_query ? p.q_strides : p.k_strides;
+  const T* const source = static_cast<const T*>(is_query ? p.q : p.k) + blockIdx.y * strides.batch + token * strides.token;
+
+  // Neighbouring lanes take neighbouring chunks of a head, and then those of the next head: where a token's heads lie behind
+  // each other, so do the warp's bytes. Each step takes the warp 32 chunks further, with additions only.
+  const int lane = threadIdx.x % 32;
+  const unsigned chunks = p.head_dim / 8, further_chunks = 32 % chunks;
+  const int64_t further = 32 / chunks * strides.head + further_chunks * 8, to_next_head = strides.head - p.head_dim;
+  unsigned chunk = lane % chunks;
+  const T* next = source + lane / chunks * strides.head + chunk * 8;
+  float squares = 0.f;
+  for (int left = heads * chunks; left > 0; left -= 32 * kFactorLoads) {
+    uint4 data[kFactorLoads];
+#pragma unroll
+    for (int i = 0; i < kFactorLoads; ++i) {
+      // Beyond the last chunk the first one again: behind a condition, the compiler lets each load wait for the one before.
+      data[i] = __ldg(reinterpret_cast<const uint4*>(lane < left - i * 32 ? next : source));
+      next += further;
+      chunk += further_chunks;
+      if (chunk >= chunks) chunk -= chunks, next += to_next_head;
+    }
+#pragma unroll
+    for (int i = 0; i < kFactorLoads; ++i) {
+      float x[8];
+      unpack8<T>(data[i], x);
+      squares += lane < left - i * 32 ? squares_of(x) : 0.f;
+    }
+  }
+  squares = row_sum<32>(squares);
+  float* const factors = is_query ? p.q_norm_factors : p.k_norm_factors;
+  if (lane == 0) factors[int64_t(blockIdx.y) * tokens + token] = rsqrtf(squares / (heads * p.head_dim) + p.norm_epsilon);
+}
+
+template <typename T, int Lanes, Layers kLayers>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
     prepass_kernel(const __grid_constant__ Params p) {
   __shared__ Shared<Lanes> shared;
@@ -498,10 +587,12 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   uint4 data[Map<Lanes>::kPasses];
   if (is_query) {
     load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
-    if constexpr (kLayersBefore) normalise_and_rotate<T, Lanes>(data, p, p.q_norm, at.tile, p.num_queries);
+    if constexpr (kLayers != Layers::kNone)
+      compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
   } else if (is_key) {
     load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
-    if constexpr (kLayersBefore) normalise_and_rotate<T, Lanes>(data, p, p.k_norm, at.tile, p.num_keys);
+    if constexpr (kLayers != Layers::kNone)
+      compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
   } else {
     if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
     load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
@@ -533,25 +624,33 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   }
 }
 
-template <typename T, bool kLayersBefore>
+template <typename T, Layers kLayers>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   const int64_t blocks =
       int64_t(ceil_div(p.num_queries, kTokens)) * p.heads + int64_t(p.key_tiles) * p.kv_heads * 2;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks), p.batch);
   if (p.dims.qk <= 64) {
-    prepass_kernel<T, 8, kLayersBefore><<<grid, Map<8>::kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 8, kLayers><<<grid, Map<8>::kThreads, 0, stream>>>(p);
   } else if (p.dims.qk <= 128) {
-    prepass_kernel<T, 16, kLayersBefore><<<grid, Map<16>::kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 16, kLayers><<<grid, Map<16>::kThreads, 0, stream>>>(p);
   } else {
-    prepass_kernel<T, 32, kLayersBefore><<<grid, Map<32>::kThreads, 0, stream>>>(p);
+    prepass_kernel<T, 32, kLayers><<<grid, Map<32>::kThreads, 0, stream>>>(p);
   }
   return cudaGetLastError();
 }
 
+// Both kernels are launched without the programmatic attribute and so begin after all work before them: the pre-pass when the
+// factors are there, and the factors' kernel of the next call, in the same workspace, after this call's attention kernel. That one
+// waits for the pre-pass, their last reader, before it ends.
 template <typename T>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
-  return p.rotary || p.q_norm ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
+  if (!p.norm_across_heads)
+    return p.rotary || p.q_norm ? launch<T, Layers::kNormOfHeads>(p, stream) : launch<T, Layers::kNone>(p, stream);
+  const dim3 grid(ceil_div(p.num_queries, kFactorTokens) + ceil_div(p.num_keys, kFactorTokens), p.batch);
+  norm_factors_kernel<T><<<grid, kFactorThreads, 0, stream>>>(p);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? launch<T, Layers::kNormAcrossHeads>(p, stream) : error;
 }
 
 }  // namespace

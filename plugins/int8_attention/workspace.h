@@ -22,6 +22,10 @@ inline size_t lay_out_workspace(Params& p, void* base) {
   p.q_block_bytes = int64_t(kQueryBlock) * std::max(p.dims.qk, 2 * p.dims.pv);
   p.k_tile_bytes = int64_t(kKeyTile) * std::max(p.dims.qk, 2 * p.dims.pv);
   p.v_tile_bytes = int64_t(kKeyTile) * 2 * p.dims.pv;
+  if (p.norm_across_heads) {
+    p.q_norm_factors = reinterpret_cast<float*>(take(size_t(p.batch) * p.num_queries * sizeof(float)));
+    p.k_norm_factors = reinterpret_cast<float*>(take(size_t(p.batch) * p.num_keys * sizeof(float)));
+  }
   p.elements = reinterpret_cast<ElementInfo*>(take(size_t(p.batch) * sizeof(ElementInfo)));
   p.row_scales = reinterpret_cast<float*>(take(rows * kQueryBlock * sizeof(float)));
   p.tile_scales = reinterpret_cast<TileScales*>(take(tiles * sizeof(TileScales)));

@@ -57,10 +57,13 @@ def draw(kind: str, batch: int, heads: int, kv_heads: int, queries: int, keys: i
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def poison() -> None:
+    """Memory that the allocator hands out next holds NaN: what stays unwritten, or is read unwritten, shows in the result."""
+    torch.full((256 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
+
+
 def attend(qkv, timestep, tables, **options) -> Tensor:
-    # Memory that the allocator hands out next holds NaN: what stays unwritten, or is read unwritten, shows in the result.
-    poison = torch.full((256 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
-    del poison
+    poison()
     return kernel.int8_attention(*qkv, timestep, *(getattr(tables, name) for name in TABLES), **options)
 
 
@@ -125,9 +128,10 @@ def test_masks(mode: Mode, dtype: torch.dtype) -> None:
 
 
 def normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMS norm of each row, [B, H, N, D], rounded to x's type."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
+    """RMS norm of [B, H, N, D], of each row by a weight [D] or of each token across heads by [H, D], rounded to x's type."""
+    wide, of_token = x.float(), weight.dim() == 2
+    mean = wide.square().mean((1, 3) if of_token else 3, keepdim=True)
+    return (wide * torch.rsqrt(mean + epsilon) * (weight[:, None] if of_token else weight)).to(x.dtype)
 
 
 def rotated(x: Tensor, rotary: Tensor) -> Tensor:
@@ -136,33 +140,109 @@ def rotated(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
+EPSILON = 0.1  # of norms: large, so that it shows
+
+
+def angles(tokens: int, dim: int) -> Tensor:
+    """A table of rotations, [N, D / 2, 2]."""
+    turns = torch.rand(tokens, dim // 2, device="cuda") * 100
+    return torch.stack([turns.cos(), turns.sin()], -1)
+
+
+def check_layers_before(
+    qkv, mode: Mode, weights: list[Tensor] | None, rotary: Tensor | None, layout: str = "BHND", **options
+) -> None:
+    """The kernels' own norm and rotation of [B, H, N, D] against the same layers before them: a value may round to its other
+    neighbour."""
+    q, k, v = qkv
+    before = [q, k]
+    if weights is not None:
+        before = [normalised(x, weight, EPSILON) for x, weight in zip(before, weights, strict=True)]
+    if rotary is not None:
+        before = [rotated(x, rotary) for x in before]
+    tables, timestep = reference.tables_from_data(*before, v, mode), torch.full((q.shape[0],), 500.0, device="cuda")
+    expected = kernel._run_cuda(*before, v, timestep, tables, **options)
+    if layout == "packed":  # [B, N, 3, H, D]
+        given = torch.stack([x.transpose(1, 2) for x in qkv], 2).unbind(2)
+    else:
+        given = qkv if layout == "BHND" else [x.transpose(1, 2).contiguous() for x in qkv]
+    options |= {"rotary": rotary, "norm": None if weights is None else (*weights, EPSILON)}
+    poison()
+    out = kernel._run_cuda(*given, timestep, tables, layout="BHND" if layout == "BHND" else "BNHD", **options)
+    out = out if layout == "BHND" else out.transpose(1, 2)
+    assert error(out, expected.double()) <= (1e-3 if out.dtype == torch.float16 else 8e-3)
+
+
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("layers", ["norm", "rotary", "both"])
 @pytest.mark.parametrize("tokens", [1, 127, 1000])
 @pytest.mark.parametrize("dim", [40, 64, 128, 192])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_norm_and_rotation_in_the_same_trip(mode: Mode, dim: int, tokens: int, layers: str, target_arch: int) -> None:
-    """The kernels' own norm and rotation against the same layers before them: a value may round to its other neighbour."""
     dtype = torch.bfloat16 if dim == 64 else torch.float16
-    q, k, v = draw("k-bias", 2, 4, 2, tokens, tokens, dim, dtype)
-    weights = [torch.rand(dim, device="cuda") + 0.5 for _ in range(2)]
-    epsilon = 0.1  # large, so that it shows
-    angles = torch.rand(tokens, dim // 2, device="cuda") * 100
-    rotary = torch.stack([angles.cos(), angles.sin()], -1)
-    before = [q, k]
-    if layers != "rotary":
-        before = [normalised(x, weight, epsilon) for x, weight in zip(before, weights, strict=True)]
-    if layers != "norm":
-        before = [rotated(x, rotary) for x in before]
-    options = {"scaling": ("calibrated", "dynamic")[tokens % 2], "target_arch": target_arch}
-    tables, timestep = reference.tables_from_data(*before, v, mode), torch.full((2,), 500.0, device="cuda")
-    expected = kernel._run_cuda(*before, v, timestep, tables, **options)
-    options |= {
-        "rotary": rotary if layers != "norm" else None,
-        "norm": (*weights, epsilon) if layers != "rotary" else None,
-    }
-    out = kernel._run_cuda(q, k, v, timestep, tables, **options)
-    assert error(out, expected.double()) <= (1e-3 if dtype == torch.float16 else 8e-3)
+    check_layers_before(
+        draw("k-bias", 2, 4, 2, tokens, tokens, dim, dtype),
+        mode,
+        None if layers == "rotary" else [torch.rand(dim, device="cuda") + 0.5 for _ in range(2)],
+        None if layers == "norm" else angles(tokens, dim),
+        scaling=("calibrated", "dynamic")[tokens % 2],
+        target_arch=target_arch,
+    )
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize("layers", ["norm", "both"])
+@pytest.mark.parametrize("layout", ["BHND", "BNHD", "packed"])
+@pytest.mark.parametrize("tokens", [1, 127, 1000])
+@pytest.mark.parametrize("dim", [40, 64, 128, 160])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_norm_across_heads(mode: Mode, dim: int, tokens: int, layout: str, layers: str, target_arch: int) -> None:
+    """As above. A token's heads are less than the warp that reads them takes at once, as much, and more."""
+    heads, kv_heads = 12, 12 if layout == "packed" else 4
+    keys = 77 if layers == "norm" and layout != "packed" else tokens
+    check_layers_before(
+        draw("k-bias", 2, heads, kv_heads, tokens, keys, dim, torch.bfloat16 if dim == 64 else torch.float16),
+        mode,
+        [torch.rand(number, dim, device="cuda") + 0.5 for number in (heads, kv_heads)],
+        angles(tokens, dim) if layers == "both" else None,
+        layout,
+        scaling=("calibrated", "dynamic")[tokens % 2],
+        target_arch=target_arch,
+    )
+
+
+def test_norm_across_heads_of_keys_beyond_the_length() -> None:
+    qkv = draw("k-bias", 2, 4, 4, 70, 300, 64)
+    key_lengths = torch.tensor([300, 129], dtype=torch.int32, device="cuda")
+    for x in qkv[1:]:
+        x[1, :, 129:] = torch.nan
+    weights = [torch.rand(4, 64, device="cuda") + 0.5 for _ in range(2)]
+    tables, timestep = (
+        reference.tables_from_data(*(x.nan_to_num() for x in qkv), Mode.BALANCED),
+        torch.zeros(2, device="cuda"),
+    )
+    options = {"key_lengths": key_lengths, "scaling": "dynamic"}
+    out = kernel._run_cuda(*qkv, timestep, tables, norm=(*weights, EPSILON), **options)
+    before = [normalised(x, weight, EPSILON) for x, weight in zip(qkv[:2], weights, strict=True)]
+    expected = kernel._run_cuda(*before, qkv[2], timestep, tables, **options)
+    assert error(out, expected.double()) <= 1e-3
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+def test_calls_in_a_row_keep_their_norms_apart(target_arch: int) -> None:
+    """The allocator gives them one workspace, and nothing waits between them."""
+    calls = [[x * 1.5**i for x in draw("k-bias", 1, 8, 8, 1000, 1000, 64)] for i in range(12)]
+    weights = [torch.rand(8, 64, device="cuda") + 0.5 for _ in range(2)]
+    tables, timestep = reference.tables_from_data(*calls[0], Mode.PRECISION), torch.zeros(1, device="cuda")
+
+    def run(qkv) -> Tensor:
+        norm = (*weights, EPSILON)
+        return kernel._run_cuda(*qkv, timestep, tables, norm=norm, scaling="dynamic", target_arch=target_arch)
+
+    in_a_row = [run(qkv) for qkv in calls]
+    for qkv, out in zip(calls, in_a_row, strict=True):
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out, run(qkv), rtol=0, atol=0)
 
 
 def test_each_batch_element_takes_its_own_mode() -> None:
@@ -339,7 +419,8 @@ def test_threads_and_streams_do_not_disturb_each_other() -> None:
 def parameters() -> kernel._Params:
     """Parameters that check() accepts. Their pointers are valid memory that is never used: nothing is launched."""
     memory = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=2, batch=1, num_heads=4, num_kv_heads=2)
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params.batch, params.num_heads, params.num_kv_heads = 1, 4, 2
     params.num_queries, params.num_keys, params.head_dim, params.num_bins = 256, 256, 64, 1
     params.softmax_scale, params.timestep_max = 0.125, 1000.0
     pointers = ("q", "k", "v", "out", *kernel._TABLES, "modes", "workspace")
@@ -376,6 +457,8 @@ def test_a_workspace_for_large_shapes_fits_small_ones() -> None:
     sizes = [size(batch=batch, num_queries=n, num_keys=n) for batch in (1, 2, 3) for n in tokens]
     largest = [size(batch=3, num_queries=n, num_keys=n) for n in tokens]
     assert sizes[-len(tokens) :] == largest == sorted(largest)
+    across_heads = [size(batch=3, num_queries=n, num_keys=n, norm_across_heads=1) for n in tokens]
+    assert across_heads == sorted(across_heads) and min(x - y for x, y in zip(across_heads, largest, strict=True)) > 0
     assert all(x <= y for x, y in zip(sizes, sizes[len(tokens) :], strict=False))  # each against the next batch size
 
 
@@ -389,6 +472,7 @@ def test_a_workspace_for_large_shapes_fits_small_ones() -> None:
         ("softmax_scale", float("nan"), 1), ("timestep_max", -1.0, 1), ("q", None, 1), ("k", 8, 1), ("out", None, 1),
         ("timestep", None, 1), ("q_scale", 2, 1), ("v_scale", 4, 1), ("modes", None, 1), ("workspace", None, 1),
         ("workspace_size", 1000, 3), ("rotary", 8, 1), ("q_norm", 64, 1), ("k_norm", 64, 1),
+        ("norm_across_heads", 1, 1),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_named(field: str, value: float | None, status: int) -> None:

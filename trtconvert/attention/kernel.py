@@ -19,7 +19,7 @@ from trtconvert.attention.reference import AttentionTables
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import library_path
 
-_PARAMS_VERSION = 2  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
+_PARAMS_VERSION = 3  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
 
@@ -63,6 +63,7 @@ class _Params(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         *[(name, ctypes.c_void_p) for name in ("rotary", "q_norm", "k_norm")],
         ("norm_epsilon", ctypes.c_float),
+        ("norm_across_heads", ctypes.c_int32),
     ]
 
 
@@ -227,7 +228,8 @@ def _run_cuda(
     Args:
         target_arch: 80 runs the portable kernel on a GPU that has a better one.
         rotary: [N, D / 2, 2] FP32, cosine and sine by which neighbouring channels of q and k are turned before attention.
-        norm: weights [D] FP32 of the RMS norms of q and of k before that, and their epsilon.
+        norm: weights FP32 of the RMS norms of q and of k before that, [D] for norms of each head, or [H, D] and [Hkv, D] for
+            norms of each token across its heads, and their epsilon.
     """
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
@@ -275,6 +277,7 @@ def _run_cuda(
         params.rotary = rotary.data_ptr()
     if norm is not None:
         params.q_norm, params.k_norm, params.norm_epsilon = norm[0].data_ptr(), norm[1].data_ptr(), norm[2]
+        params.norm_across_heads = int(norm[0].dim() == 2)
 
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     size = ctypes.c_size_t()

@@ -34,9 +34,12 @@ struct ShapeText {
   }
 };
 
+bool is_same(Dims const& a, Dims const& b) noexcept {
+  return a.nbDims == b.nbDims && std::equal(a.d, a.d + a.nbDims, b.d);
+}
+
 bool check_shape(Input input, Dims const& got, Dims const& expected) noexcept {
-  bool same = got.nbDims == expected.nbDims;
-  for (int32_t i = 0; same && i < got.nbDims; ++i) same = got.d[i] == expected.d[i];
+  bool const same = is_same(got, expected);
   if (!same) {
     log(Severity::kERROR, "input '%s': expected shape %s from q, k, modes and attributes, got %s", kInputNames[input],
         ShapeText(expected).text, ShapeText(got).text);
@@ -107,6 +110,21 @@ bool check_shared(Dims const& q, Dims const& k, Attributes const& attributes) no
   return false;
 }
 
+// Whether norms are those of a token across its heads, from the shape of their weights.
+bool is_across_heads(Dims const& norm) noexcept { return norm.nbDims == 3; }
+
+bool check_norm(Dims const& norm, HeadsFirst const& q, HeadsFirst const& k) noexcept {
+  Dims const of_heads{2, {2, q.dim}};
+  Dims const across_heads{3, {2, q.heads, q.dim}};
+  if (is_same(norm, of_heads) || (q.heads == k.heads && is_same(norm, across_heads))) return true;
+  log(Severity::kERROR,
+      "input 'norm': expected shape %s for norms of each head, or %s for norms across all heads where q and k have as many, got %s "
+      "with %lld and %lld heads",
+      ShapeText(of_heads).text, ShapeText(across_heads).text, ShapeText(norm).text, static_cast<long long>(q.heads),
+      static_cast<long long>(k.heads));
+  return false;
+}
+
 bool check_layers_before(Dims const* rotary, Dims const* norm, HeadsFirst const& q, HeadsFirst const& k) noexcept {
   if (rotary != nullptr && q.tokens != k.tokens) {
     log(Severity::kERROR, "input 'rotary': expected as many queries as keys, got %lld and %lld",
@@ -114,7 +132,7 @@ bool check_layers_before(Dims const* rotary, Dims const* norm, HeadsFirst const&
     return false;
   }
   return (rotary == nullptr || check_shape(kRotary, *rotary, {3, {q.tokens, q.dim / 2, 2}})) &&
-         (norm == nullptr || check_shape(kNorm, *norm, {2, {2, q.dim}}));
+         (norm == nullptr || check_norm(*norm, q, k));
 }
 
 // Strides that broadcast the mask to [B, H, Nq, Nk], dimensions aligned at the right as in ONNX.
@@ -274,6 +292,7 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
                                         : shared ? strides_in_shared(k, all_kv_heads)
                                                  : contiguous(k, attributes);
   params.norm_epsilon = attributes.norm_epsilon;
+  params.norm_across_heads = optional.norm >= 0 && is_across_heads(inputs[optional.norm].dims) ? 1 : 0;
   params.mask_kind = TRTCONVERT_MASK_NONE;
   return optional.mask < 0 || describe_mask(inputs[optional.mask], params);
 }

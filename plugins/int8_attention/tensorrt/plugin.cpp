@@ -162,7 +162,7 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
   if (optional.rotary >= 0) params.rotary = static_cast<float const*>(inputs[optional.rotary]);
   if (optional.norm >= 0) {
     params.q_norm = static_cast<float const*>(inputs[optional.norm]);
-    params.k_norm = params.q_norm + params.head_dim;
+    params.k_norm = params.q_norm + params.head_dim * (params.norm_across_heads ? params.num_heads : 1);
   }
   params.workspace = workspace;
   params.stream = stream;

@@ -1,13 +1,16 @@
-"""RMS norms of the heads of queries and keys, for a plugin that applies them as it reads q and k.
+"""RMS norms of queries and keys, for a plugin that applies them as it reads q and k.
 
-x / √(mean(x²) + ε) · w over the channels of each head (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4): what Flux and
-others do to q and k before the rotary embeddings. For what TensorRT makes of it see `rotary`.
+x / √(mean(x²) + ε) · w (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) over the channels of each head, as in Flux, or
+across the heads, over all channels of a token, as in Wan: what models do to q and k before the rotary embeddings. For what
+TensorRT makes of it see `rotary`. What is normed across heads is seen as heads afterwards, so a norm also stands between a
+projection and its heads, where `packing` and `shared` do not look for it.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -26,16 +29,17 @@ from trtconvert.export.nodes import HALF, append_input, attention_nodes
 
 
 def take_norms(model: ir.Model) -> int:
-    """Give nodes q and k as they are before their norms, the weights of these as the input `norm`, FP32 [2, D], and their ε.
+    """Give nodes q and k as they are before their norms, the weights of these as the input `norm`, and their ε.
 
-    Only nodes in 16 bit, whose q and k are both normed right at the node, with one ε and constant weights. What a plugin
-    rotates is normed first, so `take_rotary` comes before. The weights get another name: not for engines whose weights
+    `norm` is FP32, [2, D] for norms of each head, [2, H, D] for norms across heads. Only nodes in 16 bit, whose q and k are both
+    normed right at the node, in the same way, with one ε and constant weights; across heads only nodes of layout BNHD. What a
+    plugin rotates is normed first, so `take_rotary` comes before. The weights get another name: not for engines whose weights
     are to be replaced.
 
     Returns:
         How many nodes take their norms.
     """
-    joined: dict[tuple[ir.Graph, ir.Value, ir.Value], ir.Value] = {}
+    joined: dict[tuple[ir.Graph, ir.Value, ir.Value, tuple[int, ...]], ir.Value] = {}
     count = 0
     for node in attention_nodes(model).values():
         norms = _norms(node)
@@ -43,8 +47,8 @@ def take_norms(model: ir.Model) -> int:
             continue
         assert isinstance(node.graph, ir.Graph)
         for index, norm in enumerate(norms):
-            node.replace_input_with(index, norm.source)
-        key = (node.graph, norms[0].weight, norms[1].weight)
+            node.replace_input_with(index, _source_of(node, norm))
+        key = (node.graph, norms[0].weight, norms[1].weight, norms[0].sizes)
         if key not in joined:
             joined[key] = _joined(*key)
         append_input(node, "norm", joined[key])
@@ -57,41 +61,68 @@ def take_norms(model: ir.Model) -> int:
 
 @dataclass(frozen=True)
 class _Norm:
-    """What is normed, [B, N, H, D] or [B, H, N, D], and how; weight [D]."""
+    """What is normed, and how.
+
+    Attributes:
+        source: [B, N, H, D] or [B, H, N, D]; across heads [B, N, H·D], or the same rows otherwise.
+        weight: [D], or [H·D].
+        sizes: of the weights, as they are read: (D,), or (H, D).
+        as_heads: across heads, the node that makes the result [B, N, H, D].
+    """
 
     source: ir.Value
     weight: ir.Value
     epsilon: float
+    sizes: tuple[int, ...]
+    as_heads: ir.Node | None = None
 
 
 def _norms(node: ir.Node) -> tuple[_Norm, _Norm] | None:
-    """Those of a node's q and k, if both are normed, with one ε."""
+    """Those of a node's q and k, if both are normed, in the same way and with one ε."""
     q, k = node.inputs[:2]
     if q is None or k is None or q.dtype not in HALF:
         return None
-    of_q, of_k = _norm(q), _norm(k)
-    return (of_q, of_k) if of_q is not None and of_k is not None and of_q.epsilon == of_k.epsilon else None
+    tokens_first = node.attributes["layout"].as_string() == "BNHD"
+    of_q, of_k = (_norm(value) or (_norm_across_heads(value) if tokens_first else None) for value in (q, k))
+    if of_q is None or of_k is None or (of_q.epsilon, of_q.sizes) != (of_k.epsilon, of_k.sizes):
+        return None
+    return of_q, of_k
+
+
+def _norm_across_heads(value: ir.Value) -> _Norm | None:
+    """How a value [B, N, H, D] is a norm of rows of its type, each the H·D numbers of one token."""
+    as_heads = producer_of(value, "Reshape")
+    rows = as_heads.inputs[0] if as_heads is not None else None
+    norm = _norm(rows) if rows is not None else None
+    if norm is None or value.shape is None:
+        return None
+    sizes = tuple(size for size in value.shape[2:] if isinstance(size, int))
+    if len(sizes) != 2 or norm.sizes != (math.prod(sizes),):
+        return None
+    return replace(norm, sizes=sizes, as_heads=as_heads)
 
 
 def _norm(value: ir.Value) -> _Norm | None:
-    """How a value of four axes is a norm of another of its type."""
+    """How a value is a norm, over its last axis, of another of its type."""
+    if value.shape is None:
+        return None
     for scaled, factor in factors_of(value):
         weight = before_widening(factor)
-        numbers, channels = constant_of(weight), value.shape[3:] if value.shape is not None else None
-        if weight is None or numbers is None or not is_same_shape(channels, numbers.shape):
+        numbers = constant_of(weight)
+        if weight is None or numbers is None or not is_same_shape(value.shape[-1:], numbers.shape):
             continue
         for x, reciprocal in factors_of(scaled):
-            found = _of_root_mean_square(reciprocal)
+            found = _of_root_mean_square(reciprocal, rank=len(value.shape))
             source = before_widening(x)
             if source is None or found is None or found[0] is not source:
                 continue
             if source.dtype == value.dtype and is_same_shape(source.shape, value.shape):
-                return _Norm(source, weight, found[1])
+                return _Norm(source, weight, found[1], numbers.shape)
     return None
 
 
-def _of_root_mean_square(value: ir.Value) -> tuple[ir.Value | None, float] | None:
-    """x and ε of 1 / √(mean(x²) + ε), the mean over the last axis."""
+def _of_root_mean_square(value: ir.Value, rank: int) -> tuple[ir.Value | None, float] | None:
+    """x and ε of 1 / √(mean(x²) + ε), the mean over the last axis of as many as the rank."""
     root = producer_of(without_casts(value), "Reciprocal")
     square = producer_of(without_casts(root.inputs[0]), "Sqrt") if root is not None else None
     total = producer_of(without_casts(square.inputs[0]), "Add") if square is not None else None
@@ -103,16 +134,29 @@ def _of_root_mean_square(value: ir.Value) -> tuple[ir.Value | None, float] | Non
         exponent = constant_of(power.inputs[1]) if power is not None else None
         if power is None or exponent is None or exponent.size != 1 or exponent.item() != 2:
             continue
-        # the last of four, as the value that is normed has: see `_norm`
-        if mean.attributes.get_int("keepdims", 1) and axes_of(mean.inputs[1], 4) == [3]:
+        if mean.attributes.get_int("keepdims", 1) and axes_of(mean.inputs[1], rank) == [rank - 1]:
             return before_widening(power.inputs[0]), epsilon.item()
     return None
 
 
-def _joined(graph: ir.Graph, of_q: ir.Value, of_k: ir.Value) -> ir.Value:
-    """The weights of q and of k, FP32 [2, D], as an initializer."""
-    rows = [numbers for weight in (of_q, of_k) if (numbers := constant_of(weight)) is not None]
-    both = ir.Tensor(np.stack(rows).astype(np.float32), name=f"{of_q.name}+{of_k.name}")
+def _source_of(node: ir.Node, norm: _Norm) -> ir.Value:
+    """What is normed, as heads, in front of a node."""
+    if norm.as_heads is None:
+        return norm.source
+    allowzero = norm.as_heads.attributes.get_int("allowzero", 0)
+    again = ir.node("Reshape", [norm.source, norm.as_heads.inputs[1]], {"allowzero": allowzero})
+    heads = again.outputs[0]
+    heads.type, heads.shape = norm.source.type, norm.as_heads.outputs[0].shape
+    assert node.graph is not None
+    node.graph.insert_before(node, again)
+    return heads
+
+
+def _joined(graph: ir.Graph, of_q: ir.Value, of_k: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
+    """The weights of q and of k, FP32 [2, *sizes], as an initializer."""
+    rows = [numbers.reshape(sizes) for weight in (of_q, of_k) if (numbers := constant_of(weight)) is not None]
+    name = f"{of_q.name}+{of_k.name}" + (f" of {sizes[0]} heads" if len(sizes) > 1 else "")
+    both = ir.Tensor(np.stack(rows).astype(np.float32), name=name)
     value = ir.Value(name=both.name, const_value=both, type=ir.TensorType(both.dtype), shape=both.shape)
     graph.register_initializer(value)
     return value

@@ -17,7 +17,7 @@ from trtconvert.export.nodes import HALF, mask_of, require_attention_nodes
 def lower_to_plugin(model: ir.Model, *, refittable: bool = False) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
-    What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`take_rotary`), norms of heads
+    What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`take_rotary`), norms
     (`take_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
     (`share_projections`). Nodes that take any of these have no other lowering any more. Kernels take one 16-bit type for
     queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through casts, and masks of another type

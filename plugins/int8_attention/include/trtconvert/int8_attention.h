@@ -1,6 +1,7 @@
 /* C API of the INT8 attention kernels: plain C, no TensorRT, no torch.
  *
- * A launch allocates nothing, synchronises nothing and reads no device memory on the host, so CUDA graphs capture it.
+ * A run launches two kernels, or three where there is a norm across heads. It allocates nothing, synchronises nothing and reads
+ * no device memory on the host, so CUDA graphs capture it.
  * Every function is safe to call from several threads and on several streams at once, as long as each launch in flight
  * has its own workspace.
  */
@@ -21,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_ATTENTION_VERSION 2
+#define TRTCONVERT_ATTENTION_VERSION 3
 
 typedef enum {
   TRTCONVERT_OK = 0,
@@ -100,13 +101,14 @@ typedef struct {
   void* stream; /* cudaStream_t */
 
   /* Layers of the network right before attention, computed in the same trip over Q and K where they are given; FP32, 16-byte
-   * aligned. Each layer's result is rounded to the data type. First a root-mean-square norm of each token and head,
-   * x * rsqrt(mean(x^2) + norm_epsilon) * weight, then the rotation of neighbouring channels 2 i and 2 i + 1 of a token,
-   * (x0 cos - x1 sin, x1 cos + x0 sin). */
+   * aligned. Each layer's result is rounded to the data type. First a root-mean-square norm of each token and head, or of each
+   * token across its heads, x * rsqrt(mean(x^2) + norm_epsilon) * weight, then the rotation of neighbouring channels 2 i and
+   * 2 i + 1 of a token, (x0 cos - x1 sin, x1 cos + x0 sin). */
   const float* rotary; /* [N, D / 2, 2]: cosine and sine of each token and pair; Nq = Nk = N. Or null */
-  const float* q_norm; /* [D]: weights. Null, with k_norm: no norm */
-  const float* k_norm; /* [D] */
+  const float* q_norm; /* [D], or [H, D] across heads: weights. Null, with k_norm: no norm */
+  const float* k_norm; /* [D], or [Hkv, D] across heads */
   float norm_epsilon;  /* finite, >= 0 where there is a norm */
+  int32_t norm_across_heads; /* nonzero: the mean is over all heads and channels of a token; 0 where there is no norm */
 } TrtConvertAttentionParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
