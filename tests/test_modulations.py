@@ -8,6 +8,7 @@ from dataclasses import replace
 import onnx_ir as ir
 import pytest
 import tiny_models
+import tolerances
 import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
@@ -15,6 +16,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from exports import export, run
 from torch import Tensor, nn
 
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export.lowering import split_rows
 from trtconvert.export.modulations import add_rows
 from trtconvert.export.squeezes import drop_idle_squeezes
 
@@ -102,6 +105,28 @@ def test_rows_of_the_embedding_are_taken_once_for_all_blocks(make: Callable[[], 
     # Those of the tables, in place of those of the sums, and those that the blocks share.
     assert len(rows(model)) == taken_of_sums + each
     assert add_rows(model) == 0
+
+
+@pytest.mark.parametrize(("make", "products"), [(wan, 1), (pixart, 1), (ltx, 0)], ids=["wan", "pixart", "ltx"])
+def test_products_that_are_cut_into_rows_are_computed_row_by_row(make, products):
+    torch.manual_seed(0)
+    module, x = make()
+    program = export(module, x)
+    drop_idle_squeezes(program.model)
+    program.optimize()
+    model = program.model
+    add_rows(model)
+    taken, gemms = len(rows(model)), count(model, "Gemm")
+    before = run(model, x)
+    assert split_rows(model) == products
+    assert len(rows(model)) == taken - products
+    assert count(model, "Gemm") == gemms + 5 * products
+    assert relative_error(run(model, x).float(), before.float()) < 1e-3
+    assert split_rows(model) == 0
+
+
+def count(model: ir.Model, op_type: str) -> int:
+    return sum(node.op_type == op_type for node in model.graph)
 
 
 def rows(model: ir.Model) -> list[ir.Node]:
