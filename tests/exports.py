@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import torch
 from torch import Tensor, nn
+
+from trtconvert.export.storage import ROOT
 
 
 def export(module: nn.Module, x: Tensor, **dims: int) -> torch.onnx.ONNXProgram:
@@ -30,3 +33,15 @@ def run(model: ir.Model, x: Tensor) -> Tensor:
     onnx.checker.check_model(proto, full_check=True)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {"x": x.detach().numpy()})[0])
+
+
+def run_from_root(content: bytes, feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """The first output that ONNX Runtime computes from a model whose files are named from the root.
+
+    Args:
+        feeds: the model's inputs, and maybe others.
+    """
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(ROOT))
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})[0]

@@ -1,12 +1,16 @@
-"""What several test files use: the program, in this process or in one of its own, and what a refusal looks like."""
+"""What several test files use: the program, in this process or in one of its own, what a refusal looks like, a full disk."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,3 +125,16 @@ def reused(outcome: Outcome) -> dict[str, bool]:
     """Whether each stage of a build came from the cache, as the table says."""
     rows = re.findall(r"time, (\w+) +│ (from the cache|[\d.]+ s)", outcome.output)
     return {stage: time == "from the cache" for stage, time in rows if stage not in ("bundle", "all")}
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Files that this process writes cannot be larger, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -8,8 +8,9 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support import contents, partials
+from support import contents, files_of_at_most, partials
 
 from trtconvert import files
 from trtconvert.errors import UserError
@@ -100,6 +101,14 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, number):
         assert part in str(error.value)
     assert contents(tmp_path) == {}
     assert partials(tmp_path) == []
+
+
+def test_a_full_disk_is_named_where_numpy_writes(tmp_path):
+    """Its error has no number."""
+    full_disk = pytest.raises(UserError, match=r"the disk is full")
+    with full_disk, whole_file(tmp_path / "array") as path, files_of_at_most(1000), path.open("wb") as file:
+        np.zeros(1000).tofile(file)
+    assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,17 @@ import onnxruntime
 import pytest
 import tiny_models
 import torch
+from exports import run_from_root
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.export.lowering import lower_to_function, lower_to_plugin
+from trtconvert.export import storage
+from trtconvert.export.lowering import lower_to_function, lower_to_plugin, shared
 from trtconvert.export.lowering.packing import pack_projections
-from trtconvert.export.lowering.projections import InlineRoom
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.models.base import InputSpec
-
-FLOAT = 4
-"""Bytes."""
 
 
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -35,7 +33,7 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 def in_files(model: ir.Model, folder) -> ir.Model:
     """The model as it is read from a file with weights beside it."""
-    ir.save(model, folder / "model.onnx", external_data="weights", size_threshold_bytes=0)
+    ir.save(model, folder / "model.onnx", external_data="weights", size_threshold_bytes=storage.SMALL)
     return ir.load(folder / "model.onnx")
 
 
@@ -66,7 +64,7 @@ def cut(model: ir.Model) -> ir.Model:
 def test_a_packed_projection_is_what_three_were(kind):
     model = tiny_models.traced_projections(kind)
     original = model.clone()
-    assert pack_projections(model, InlineRoom()) == 1
+    assert pack_projections(model) == 1
     (node,) = attention_nodes(model).values()
     assert list(node.inputs[0].shape)[1:] == [16, 3, 2, 32]
     products = [n for n in model.graph if n.op_type == "MatMul"]
@@ -82,7 +80,7 @@ def test_a_packed_projection_is_what_three_were(kind):
 def test_other_projections_are_left(kind):
     model = tiny_models.traced_projections(kind)
     before = [node.name for node in model.graph]
-    assert pack_projections(model, InlineRoom()) == 0
+    assert pack_projections(model) == 0
     assert [node.name for node in model.graph] == before
 
 
@@ -203,7 +201,7 @@ def keys_and_values(model: ir.Model, sites: list[str], fed: dict[str, np.ndarray
 @pytest.mark.parametrize("shape", [{}, {"batch": 3, "length": 11}, {"batch": 1, "tokens": 5, "length": 3}], ids=str)
 def test_sites_read_their_keys_and_values_from_one_product(crossed, shape):
     model, original, fed = crossed.clone(), crossed.clone(), feeds(**shape)
-    assert share_projections(model, InlineRoom()) == len(FIRST_HEADS)
+    assert share_projections(model) == len(FIRST_HEADS)
     nodes = attention_nodes(model)
     heads = {
         site: tuple(node.attributes[name].as_int() for name in ("k_head", "v_head", "kv_heads"))
@@ -223,8 +221,8 @@ def test_sites_read_their_keys_and_values_from_one_product(crossed, shape):
 
 def test_a_whole_model_computes_the_same_from_shared_and_packed_projections(crossed):
     """A module that is called twice packs twice."""
-    model, room = crossed.clone(), InlineRoom()
-    assert (pack_projections(model, room), share_projections(model, room)) == (2, len(FIRST_HEADS))
+    model = crossed.clone()
+    assert (pack_projections(model), share_projections(model)) == (2, len(FIRST_HEADS))
     lower_to_function(cut(model))
     np.testing.assert_allclose(run(model, feeds())[0], run(crossed, feeds())[0], rtol=1e-4, atol=1e-4)
 
@@ -232,45 +230,51 @@ def test_a_whole_model_computes_the_same_from_shared_and_packed_projections(cros
 def test_queries_and_other_sites_stay_as_they_are(crossed):
     model = crossed.clone()
     before = attention_nodes(crossed)
-    share_projections(model, InlineRoom())
+    share_projections(model)
     for site, node in attention_nodes(model).items():
         left = slice(1) if site in FIRST_HEADS else slice(None)
         assert [x.name for x in node.inputs[left]] == [x.name for x in before[site].inputs[left]]
         assert [x.name for x in node.inputs[3:]] == [x.name for x in before[site].inputs[3:]]
     again = [node.name for node in model.graph]
-    assert share_projections(model, InlineRoom()) == 0 and [node.name for node in model.graph] == again
+    assert share_projections(model) == 0 and [node.name for node in model.graph] == again
 
 
-def test_weights_in_files_are_joined_up_to_what_a_graph_may_hold(crossed, tmp_path):
-    """Both passes fill one room; where the weights of a site are too large for the rest of it, those of others may not be."""
+def test_weights_in_files_are_joined_in_a_file(crossed, tmp_path):
     model = in_files(crossed, tmp_path)
-    packed, masked = 3 * 64 * 64 * FLOAT, 2 * TEXT * 32 * FLOAT
-    room = InlineRoom(packed + masked)
-    assert pack_projections(model, room) == 1 and room.left == masked
-    assert share_projections(model, room) == 1 and room.left == 0
-    assert [site for site, node in attention_nodes(model).items() if "kv_heads" in node.attributes] == ["masked"]
+    assert (pack_projections(model), share_projections(model)) == (2, len(FIRST_HEADS))
+    names = {
+        name for name, value in model.graph.initializers.items() if " and " in name and value.const_value.nbytes > 1024
+    }
+    lower_to_function(cut(model))
+    with storage.for_parser(model) as content:
+        stored = {x.name for x in onnx.ModelProto.FromString(content).graph.initializer if x.external_data}
+        assert names < stored and len(names) == 6
+        np.testing.assert_allclose(run_from_root(content, feeds()), run(crossed, feeds())[0], rtol=1e-4, atol=1e-4)
 
 
-def test_weights_are_read_from_files(crossed, tmp_path):
-    model = in_files(crossed, tmp_path)
-    share_projections(model, InlineRoom())
-    sites, fed = ["wide", "biased"], feeds()
-    (wide, _), (_, biased) = keys_and_values(model, sites, fed)
-    (wide_own, _), (_, biased_own) = keys_and_values(crossed.clone(), sites, fed)
-    np.testing.assert_allclose(wide[:, :, :3], wide_own, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(biased[:, :, 2:], biased_own, rtol=1e-5, atol=1e-5)
-
-
-def test_what_does_not_fit_leaves_the_graph_as_it_is(crossed, tmp_path):
-    model = in_files(crossed, tmp_path)
-    before = [node.name for node in model.graph]
-    room = InlineRoom(2 * TEXT * 32 * FLOAT - 1)
-    assert (pack_projections(model, room), share_projections(model, room)) == (0, 0)
-    assert [node.name for node in model.graph] == before
-
-
-def test_weights_in_the_graph_take_no_room(crossed):
-    assert share_projections(crossed.clone(), InlineRoom(0)) == len(FIRST_HEADS)
+@pytest.mark.parametrize(
+    ("most", "first_heads"),
+    [
+        (30_720, {"wide": (0, 3), "grouped": (6, 8), "masked": (0, 1)}),
+        (30_719, {"wide": (0, 3), "grouped": (0, 2), "masked": (4, 5)}),
+        (1, {"wide": (0, 3), "grouped": (0, 2), "masked": (0, 1)}),
+    ],
+)
+def test_what_many_sites_share_is_several_tensors(crossed, monkeypatch, most, first_heads):
+    """24 channels of text to 3, 2 and 1 heads of 32, for keys and for values, in float32: 18,432, 12,288 and 6,144 bytes."""
+    monkeypatch.setattr(shared, "WIDEST", most)
+    model, original = crossed.clone(), crossed.clone()
+    assert share_projections(model) == len(FIRST_HEADS)
+    nodes = attention_nodes(model)
+    found = {
+        site: tuple(nodes[site].attributes[name].as_int() for name in ("k_head", "v_head")) for site in first_heads
+    }
+    assert found == first_heads
+    sites, fed = list(first_heads), feeds()
+    several, own = keys_and_values(model, sites, fed), keys_and_values(original, sites, fed)
+    for heads, tensors, alone in zip(found.values(), several, own, strict=True):
+        for head, tensor, expected in zip(heads, tensors, alone, strict=True):
+            np.testing.assert_allclose(tensor[:, :, head : head + expected.shape[2]], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("refittable", [True, False])

@@ -188,11 +188,11 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_disk_full(error):
             raise UserError(
                 f"the disk is full while writing {target}",
                 expected="free space",
-                got=f"{error.strerror}, {free_space(target) / 2**20:.0f} MiB free",
+                got=f"{error.strerror or error}, {free_space(target) / 2**20:.0f} MiB free",
                 remedy="free some space or give another folder; nothing half-written was left",
             ) from error
         if error.errno in _UNWRITABLE and _concerns(error, target):
@@ -211,6 +211,13 @@ def _concerns(error: OSError, target: Path) -> bool:
         return True
     place, target = Path(os.fsdecode(error.filename)).absolute(), target.absolute()
     return place in (target, *target.parents) or target.parent in place.parents
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether free space would have avoided an error. numpy's `tofile` gives no number, only how much was written."""
+    if error.errno is None:
+        return str(error).endswith(" written")
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_space(path: Path) -> int:

@@ -161,16 +161,15 @@ def build_engine(
         BackendUnavailable, TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
         UserError: a denoiser has no `Int8Attention` node.
     """
-    import onnx_ir as ir
-
     from trtconvert.attention.kernel import library_version
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_mix
     from trtconvert.engine.engine_timer import denoiser_microseconds
+    from trtconvert.export import storage
     from trtconvert.export.nodes import require_attention_nodes
 
     trt = load()
     profiles = component.profiles or [component.dims]
-    model = ir.load(onnx)
+    model = storage.load(onnx)
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
 
     def build(native: Collection[str]) -> bytes:
@@ -237,12 +236,13 @@ def build_lowered(
 
     Args:
         trt: what `load` gave.
-        path: a file in the folder where weights that the model keeps outside of itself lie.
+        model: its weights, where they lie in files, are joined in one in the temporary folder (see `storage.for_parser`).
+        path: of the model, for messages.
     Raises:
+        UserError: the disk of the temporary folder is full.
         TrtconvertError, KeyboardInterrupt: see `build_plan`.
     """
-    import onnx_ir as ir
-
+    from trtconvert.export import storage
     from trtconvert.export.nodes import attention_nodes
 
     def configure(config: Any) -> None:
@@ -250,17 +250,18 @@ def build_lowered(
         if attention_nodes(model):
             config.plugins_to_serialize = [str(library_path())]
 
-    return build_plan(
-        trt,
-        ir.to_proto(model).SerializeToString(),
-        path,
-        inputs,
-        profiles,
-        configure=configure,
-        watch=watch,
-        title=f"TensorRT {trt.__version__}",
-        timing_cache=timing_cache_path(device_name(), trt.__version__),
-    )
+    with storage.for_parser(model) as content:
+        return build_plan(
+            trt,
+            content,
+            storage.ROOT / path.name,
+            inputs,
+            profiles,
+            configure=configure,
+            watch=watch,
+            title=f"TensorRT {trt.__version__}",
+            timing_cache=timing_cache_path(device_name(), trt.__version__),
+        )
 
 
 def apply_options(trt: Any, config: Any, options: EngineSection) -> None:

@@ -11,28 +11,26 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.layout import output_tokens_first
-from trtconvert.export.lowering.projections import InlineRoom, Projection, join, projection
+from trtconvert.export.lowering.projections import Projection, join, projection
 from trtconvert.export.matching import element_of, perm_of, producer_of
 from trtconvert.export.nodes import attention_nodes
 
 PARTS = 3
 
 
-def pack_projections(model: ir.Model, room: InlineRoom) -> int:
+def pack_projections(model: ir.Model) -> int:
     """Give nodes one tensor [B, N, 3, H, D] for q, k and v where the model computes them as one, or where they are products of
     one tensor with constant weights.
 
     The weights of three products become one, under another name: not for engines whose weights are to be replaced.
 
-    Args:
-        room: for the joined weights; nodes that do not fit keep three.
     Returns:
         How many nodes were packed.
     """
     count = 0
     for node in attention_nodes(model).values():
         packed = _source_of_parts(node)
-        if packed is None and (parts := _projections(node)) and room.take(parts):
+        if packed is None and (parts := _projections(node)):
             packed = join(parts, [PARTS, parts[0].heads, parts[0].head_dim], before=node)
         if packed is None:
             continue

@@ -8,7 +8,6 @@ from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.norms import take_norms
 from trtconvert.export.lowering.packing import pack_projections
-from trtconvert.export.lowering.projections import InlineRoom
 from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes import HALF, mask_of, require_attention_nodes
@@ -36,9 +35,8 @@ def lower_to_plugin(model: ir.Model, *, refittable: bool = False) -> int:
     if not refittable:
         take_norms(model)
         fold_transposes(model)
-        room = InlineRoom()
-        pack_projections(model, room)
-        share_projections(model, room)
+        pack_projections(model)
+        share_projections(model)
     casts: _Casts = {}
     for node in nodes.values():
         node.overload = ""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from trtconvert.export.matching import is_same_shape, producer_of
-
-LARGEST_INLINE = 3 << 29
-"""Bytes of joined weights in models that keep theirs in files: a serialized graph may have 2 GiB, and holds more than these."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,6 @@ class Projection:
     head_dim: int
     steps: tuple[ir.Value, ...]
 
-    @property
-    def constants(self) -> list[ir.Value]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
-
     def serves_only(self, node: ir.Node) -> bool:
         """Whether nothing but the node reads it, so that it is computed no more when the node reads another tensor."""
         user: ir.Node | None = node
@@ -41,26 +34,6 @@ class Projection:
             if value.is_graph_output() or any(other is not user for other, _ in value.uses()):
                 return False
             user = value.producer()
-        return True
-
-
-@dataclass
-class InlineRoom:
-    """What a graph may still take of joined weights, which lie in it and no more in the model's files.
-
-    Attributes:
-        left: bytes.
-    """
-
-    left: int = LARGEST_INLINE
-
-    def take(self, projections: Iterable[Projection]) -> bool:
-        """Take what projections need, if there is so much; else leave the room as it is."""
-        tensors = [value.const_value for part in projections for value in part.constants]
-        needed = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
-        if needed > self.left:
-            return False
-        self.left -= needed
         return True
 
 
@@ -136,13 +109,20 @@ def _same_tokens(x: ir.Value, heads: ir.Value) -> bool:
 
 
 def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
-    """The weights beside each other, along their last axis, as a new initializer that is computed when it is written."""
+    """The weights beside each other, along their last axis, as a new initializer that is computed when it is written.
+
+    Nothing of it stays in memory, where the weights lie in files nothing of them either.
+    """
     tensors = [weight.const_value for weight in weights if weight.const_value is not None]
     first = tensors[0]
     shape = ir.Shape([*first.shape[:-1], sum(int(tensor.shape[-1]) for tensor in tensors)])  # type: ignore[arg-type]
 
     def together() -> ir.Tensor:
-        return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1), dtype=first.dtype)
+        joined = np.concatenate([tensor.numpy() for tensor in tensors], axis=-1)
+        for tensor in tensors:
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor.release()
+        return ir.Tensor(joined, dtype=first.dtype)
 
     # TensorRT's names have at most 4096 bytes. A module that is called twice has its weights joined twice.
     name = base = f"{weights[0].name} and {len(weights) - 1} more"
