@@ -154,7 +154,7 @@ def test_the_parser_reads_what_was_joined(joining):
     np.testing.assert_array_equal(found[64, 64], np.float32(0.01))
 
 
-@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX")  # of timing caches, which it takes and does not use
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX")  # timing caches, which it ignores
 @pytest.mark.parametrize("stop", [None, KeyboardInterrupt, TrtconvertError])
 def test_joined_weights_are_built_and_nothing_is_left(joining, tmp_path, monkeypatch, stop):
     """TensorRT-RTX in TensorRT's place."""

@@ -149,6 +149,16 @@ def test_models_that_hold_their_weights_are_serialized_as_they_are(tmp_path, tem
         assert content == ir.to_proto(model).SerializeToString() and not list(temporary.iterdir())
 
 
+def test_too_much_for_one_message_goes_to_a_file_though_nothing_else_does(tmp_path, temporary, monkeypatch):
+    model = extended(ir.from_proto(onnx.load(stored(tmp_path))))
+    held = KEPT.nbytes + JOINED.nbytes + BIAS.nbytes
+    for limit, names in ((held, set()), (held - 1, {"kept", "joined"})):
+        monkeypatch.setattr(storage, "INLINE_LIMIT", limit)
+        with storage.for_parser(model) as content:
+            assert set(places(content)) == names
+            np.testing.assert_allclose(run_from_root(content, {"x": X}), expected(), rtol=1e-4, atol=1e-4)
+
+
 # What is left -----------------------------------------------------------------------------------------------------------
 
 
