@@ -231,6 +231,14 @@ def test_files_with_a_second_name_are_read(tmp_path):
         np.testing.assert_allclose(run_from_root(content, {"x": X}), expected(), rtol=1e-4, atol=1e-4)
 
 
+def test_weights_are_found_after_the_program_went_elsewhere(tmp_path, monkeypatch):
+    stored(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    model = storage.load(Path("model.onnx"))
+    monkeypatch.chdir("/")
+    np.testing.assert_array_equal(model.graph.initializers["kept"].const_value.numpy(), KEPT)
+
+
 @pytest.mark.parametrize("location", ["../secret", "a/../../secret", "/etc/hostname"])
 def test_weights_outside_the_folder_are_refused(tmp_path, location):
     path = stored(tmp_path / "bundle")
