@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +117,73 @@ def test_weights_beside_the_graph_are_found_from_its_path(tmp_path, monkeypatch)
     storage.weights_file(path).unlink()
     with pytest.raises(TrtconvertError, match=r"(?s)cannot be parsed.*weights beside model\.onnx is missing"):
         build(path.read_bytes(), path)
+
+
+DOUBLED = np.random.default_rng(0).standard_normal((64, 128), np.float32)
+
+
+@pytest.fixture
+def joining(tmp_path, monkeypatch):
+    """A model whose weight is in a file, and another weight [64, 128] that is computed when it is written."""
+    monkeypatch.setattr(storage, "INLINE_LIMIT", 1000)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    storage.save(ir.from_proto(model_of(*LINEAR)), tmp_path / "model.onnx")
+    model = storage.load(tmp_path / "model.onnx")
+    tensor = ir.LazyTensor(lambda: ir.Tensor(DOUBLED), ir.DataType.FLOAT, ir.Shape(DOUBLED.shape), name="joined")
+    weight = ir.val("joined", const_value=tensor)
+    model.graph.register_initializer(weight)
+    model.graph.append(ir.node("MatMul", [model.graph.outputs[0], weight]))
+    model.graph.outputs[:] = model.graph[-1].outputs
+    model.graph.outputs[0].dtype, model.graph.outputs[0].shape = ir.DataType.FLOAT, ir.Shape(["batch", 128])
+    return model
+
+
+def test_the_parser_reads_what_was_joined(joining):
+    network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
+    parser = trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR))
+    with storage.for_parser(joining) as content:
+        assert DOUBLED.tobytes() not in content
+        assert parser.parse(content, str(storage.ROOT / "model.onnx"))
+        found = {}
+        for layer in map(network.get_layer, range(network.num_layers)):
+            if layer.type == trt.LayerType.CONSTANT:
+                layer.__class__ = trt.IConstantLayer
+                found[tuple(layer.shape)] = np.array(layer.weights)
+    np.testing.assert_array_equal(found[64, 128].reshape(64, 128), DOUBLED)
+    np.testing.assert_array_equal(found[64, 64], np.float32(0.01))
+
+
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX")  # timing caches, which it ignores
+@pytest.mark.parametrize("stop", [None, KeyboardInterrupt, TrtconvertError])
+def test_joined_weights_are_built_and_nothing_is_left(joining, tmp_path, monkeypatch, stop):
+    """TensorRT-RTX in TensorRT's place."""
+    seen = []
+
+    def for_ada(_, config, __):
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+        seen.extend((tmp_path / "temporary").glob("*/*"))
+        if stop is not None:
+            raise stop("here")
+
+    monkeypatch.setattr(tensorrt, "apply_options", for_ada)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    inputs = [TensorRecord(name="x", dtype="float32", shape=["batch", 64])]
+    with contextlib.nullcontext() if stop is None else pytest.raises(stop, match="here"):
+        plan = tensorrt.build_lowered(
+            trt, joining, Path("model.onnx"), inputs, [{"batch": (1, 2, 4)}], EngineSection(), Watch()
+        )
+        assert len(plan) > 4 * (64 * 64 + 64 * 128)
+    assert len(seen) == 1 and not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_file_of_weights_that_is_gone_is_named(joining, tmp_path):
+    storage.weights_file(tmp_path / "model.onnx").unlink()
+    inputs = [TensorRecord(name="x", dtype="float32", shape=["batch", 64])]
+    with pytest.raises(TrtconvertError, match=r"(?s)cannot be parsed.*weights beside denoiser\.onnx is missing"):
+        tensorrt.build_lowered(trt, joining, Path("a/denoiser.onnx"), inputs, [{}], EngineSection(), Watch())
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_options_of_the_recipe_reach_the_builder():

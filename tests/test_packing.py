@@ -241,6 +241,7 @@ def test_queries_and_other_sites_stay_as_they_are(crossed):
 
 def test_weights_in_files_are_joined_in_a_file(crossed, tmp_path):
     model = in_files(crossed, tmp_path)
+    apart = [x.const_value for x in model.graph.initializers.values() if isinstance(x.const_value, ir.ExternalTensor)]
     assert (pack_projections(model), share_projections(model)) == (2, len(FIRST_HEADS))
     names = {
         name for name, value in model.graph.initializers.items() if " and " in name and value.const_value.nbytes > 1024
@@ -250,6 +251,7 @@ def test_weights_in_files_are_joined_in_a_file(crossed, tmp_path):
         stored = {x.name for x in onnx.ModelProto.FromString(content).graph.initializer if x.external_data}
         assert names < stored and len(names) == 6
         np.testing.assert_allclose(run_from_root(content, feeds()), run(crossed, feeds())[0], rtol=1e-4, atol=1e-4)
+    assert [tensor.raw for tensor in apart] == [None] * len(apart)  # no file stays mapped into memory
 
 
 @pytest.mark.parametrize(

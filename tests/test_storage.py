@@ -149,6 +149,16 @@ def test_models_that_hold_their_weights_are_serialized_as_they_are(tmp_path, tem
         assert content == ir.to_proto(model).SerializeToString() and not list(temporary.iterdir())
 
 
+def test_too_much_for_one_message_goes_to_a_file_though_nothing_else_does(tmp_path, temporary, monkeypatch):
+    model = extended(ir.from_proto(onnx.load(stored(tmp_path))))
+    held = KEPT.nbytes + JOINED.nbytes + BIAS.nbytes
+    for limit, names in ((held, set()), (held - 1, {"kept", "joined"})):
+        monkeypatch.setattr(storage, "INLINE_LIMIT", limit)
+        with storage.for_parser(model) as content:
+            assert set(places(content)) == names
+            np.testing.assert_allclose(run_from_root(content, {"x": X}), expected(), rtol=1e-4, atol=1e-4)
+
+
 # What is left -----------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +229,14 @@ def test_files_with_a_second_name_are_read(tmp_path):
     np.testing.assert_array_equal(storage.load(path).graph.initializers["kept"].const_value.numpy(), KEPT)
     with storage.for_parser(extended(storage.load(path))) as content:
         np.testing.assert_allclose(run_from_root(content, {"x": X}), expected(), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_found_after_the_program_went_elsewhere(tmp_path, monkeypatch):
+    stored(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    model = storage.load(Path("model.onnx"))
+    monkeypatch.chdir("/")
+    np.testing.assert_array_equal(model.graph.initializers["kept"].const_value.numpy(), KEPT)
 
 
 @pytest.mark.parametrize("location", ["../secret", "a/../../secret", "/etc/hostname"])

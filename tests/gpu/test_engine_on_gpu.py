@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 import tiny_models
 import torch
+from onnx import ModelProto
 from rich.console import Console
 from support import run, tiny_recipe
 from tolerances import HALF_DENOISER
@@ -353,6 +354,27 @@ def test_weights_beside_the_graph_are_built_in(trt, bundle, tmp_path, monkeypatc
     assert storage.weights_file(path).stat().st_size > 1000
     built = tensorrt.build_engine("denoiser", component, path, EngineSection(attention="plugin"), Watch())
     assert loaded(trt, built.plan).engine.num_optimization_profiles == 2
+
+
+def test_weights_in_files_that_are_joined_in_another_are_built_in(trt, tmp_path, monkeypatch):
+    """They give what the same weights give where the graph holds all of them. The file has a second name, as in a bundle that is
+    compiled.
+    """
+    monkeypatch.setattr(storage, "SMALL", 100)
+    held, path = tiny_models.traced_projections("biased", torch.float16), tmp_path / "model.onnx"
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "INLINE_LIMIT", 100)
+        storage.save(held, path)
+    os.link(storage.weights_file(path), tmp_path / "second name")
+    in_files = storage.load(path)
+    outputs = []
+    for model, files in ((held, 0), (in_files, 2)):
+        lower_to_plugin(model)
+        with storage.for_parser(model) as content:
+            locations = {e.value for x in ModelProto.FromString(content).graph.initializer for e in x.external_data[:1]}
+            assert len(locations) == files
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
 
 
 def test_timing_is_told_and_names_sites_of_the_graph(trt, bundle):

@@ -34,7 +34,7 @@ def save(model: ir.Model, path: Path) -> None:
     Weights that a model loaded from the same folder keeps in such a file already stay there, and are shared.
     """
     weights = _weights(model)
-    if sum(tensor.nbytes for _, tensor in weights if not isinstance(tensor, ir.ExternalTensor)) > INLINE_LIMIT:
+    if _bytes(_in_memory(weights)) > INLINE_LIMIT:
         try:
             for value, tensor in weights:
                 value.const_value = _row_by_row(tensor)
@@ -74,27 +74,24 @@ def load(path: Path) -> ir.Model:
 def for_parser(model: ir.Model) -> Iterator[bytes]:
     """A model, serialized for a parser that takes `ROOT` for its folder.
 
-    Protobuf takes 2 GiB. Where a model keeps its weights in files, those in memory that are larger than `SMALL`, which lowerings
-    have joined, go to a file too, computed one at a time, in a temporary folder that is there until the block ends. TensorRT's
-    parser looks for all files below one folder and refuses "..", and nothing is to be written to the model's own: so files are
-    named from the root of the file system, which is above both.
+    Protobuf takes 2 GiB. Where a model keeps weights in files, or holds more than `INLINE_LIMIT`, those in memory that are larger
+    than `SMALL`, which lowerings have joined, go to a file too, computed one at a time, in a temporary folder that is there until
+    the block ends. TensorRT's parser looks for all files below one folder and refuses "..", and nothing is to be written to the
+    model's own: so files are named from the root of the file system, which is above both.
 
     Raises:
         UserError: the disk of the temporary folder is full.
     """
     model = model.clone()  # has values of its own, and the same tensors
     weights = _weights(model)
-    if not any(isinstance(tensor, ir.ExternalTensor) for _, tensor in weights):
+    in_memory = _in_memory(weights)
+    if len(in_memory) == len(weights) and _bytes(in_memory) <= INLINE_LIMIT:
         yield _serialized(model)
         return
     with tempfile.TemporaryDirectory(prefix="trtconvert-") as folder:
-        loose = [
-            (value, tensor)
-            for value, tensor in weights
-            if not isinstance(tensor, ir.ExternalTensor) and tensor.nbytes > SMALL
-        ]
-        written = _written([tensor for _, tensor in loose], Path(folder))
-        for (value, _), tensor in zip(loose, written, strict=True):
+        large = [(value, tensor) for value, tensor in in_memory if tensor.nbytes > SMALL]
+        written = _written([tensor for _, tensor in large], Path(folder))
+        for (value, _), tensor in zip(large, written, strict=True):
             value.const_value = tensor
         for value, tensor in _weights(model):
             if isinstance(tensor, ir.ExternalTensor):
@@ -124,10 +121,22 @@ def _serialized(model: ir.Model) -> bytes:
     return ir.to_proto(model).SerializeToString()
 
 
-def _weights(model: ir.Model) -> list[tuple[ir.Value, ir.TensorProtocol]]:
+_Weights = list[tuple[ir.Value, ir.TensorProtocol]]
+
+
+def _weights(model: ir.Model) -> _Weights:
     """The initializers of all graphs of a model."""
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     return [(value, value.const_value) for value in values if value.const_value is not None]
+
+
+def _in_memory(weights: _Weights) -> _Weights:
+    """Those that are not in files, or are yet to be computed."""
+    return [(value, tensor) for value, tensor in weights if not isinstance(tensor, ir.ExternalTensor)]
+
+
+def _bytes(weights: _Weights) -> int:
+    return sum(tensor.nbytes for _, tensor in weights)
 
 
 def _moved(tensor: ir.ExternalTensor, location: Path) -> ir.ExternalTensor:
