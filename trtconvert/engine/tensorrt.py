@@ -159,7 +159,8 @@ def build_engine(
         onnx: the model as it is exported, a denoiser's with `Int8Attention` nodes.
     Raises:
         BackendUnavailable, TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
-        UserError: a denoiser has no `Int8Attention` node.
+        UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
+            folder is full.
     """
     from trtconvert.attention.kernel import library_version
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_mix
@@ -236,7 +237,7 @@ def build_lowered(
 
     Args:
         trt: what `load` gave.
-        model: its weights, where they lie in files, are joined in one in the temporary folder (see `storage.for_parser`).
+        model: weights that it holds may go to a temporary file (see `storage.for_parser`).
         path: of the model, for messages.
     Raises:
         UserError: the disk of the temporary folder is full.
