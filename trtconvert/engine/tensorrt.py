@@ -208,7 +208,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
     Raises:
         UserError: the model has no site of one of the names.
     """
-    from trtconvert.export.lowering import lower_to_native, lower_to_plugin, split_products, split_rows
+    from trtconvert.export.lowering import lower_to_native, lower_to_plugin, split_modulations, split_products
     from trtconvert.export.nodes import attention_nodes
 
     model = model.clone()
@@ -218,7 +218,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
         lower_to_plugin(model, refittable=options.refittable)
     if not options.refittable:
         split_products(model)
-        split_rows(model)
+        split_modulations(model)
     return model
 
 

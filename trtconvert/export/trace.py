@@ -22,7 +22,6 @@ from trtconvert.export.concats import promote_concats
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
-from trtconvert.export.modulations import add_rows
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes
 from trtconvert.export.overwrites import join_overwritten
 from trtconvert.export.scatters import leave_out_default_reductions
@@ -196,7 +195,6 @@ def _exported(
         program.optimize()
     join_interleaves(program.model)
     join_overwritten(program.model)
-    add_rows(program.model)
     leave_out_default_reductions(program.model)
     return program.model
 

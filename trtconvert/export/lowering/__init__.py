@@ -3,8 +3,16 @@ node meets a runtime, the folding of transposes into its layout, and the splitti
 
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.layout import fold_transposes
+from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.plugin import lower_to_plugin
-from trtconvert.export.lowering.products import split_products, split_rows
+from trtconvert.export.lowering.products import split_products
 
-__all__ = ["fold_transposes", "lower_to_function", "lower_to_native", "lower_to_plugin", "split_products", "split_rows"]
+__all__ = [
+    "fold_transposes",
+    "lower_to_function",
+    "lower_to_native",
+    "lower_to_plugin",
+    "split_modulations",
+    "split_products",
+]
