@@ -16,8 +16,8 @@ WIDTH = 32
 
 
 def seeded(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Biases are what their classes draw, so with a seed whatever was drawn before. One draw in some hundred lets three channels that
-    Wan's decoder norms be nearly zero, and roundings of FP32 become errors of a hundredth."""
+    """Biases are what their classes draw, so with a seed whatever was drawn before. One draw in some hundred lets the three
+    channels that Wan's decoder norms be nearly zero, and roundings of FP32 become errors of a hundredth."""
 
     @functools.wraps(make)
     def made(*arguments: Any) -> Any:
