@@ -27,6 +27,14 @@ def export(module: nn.Module, x: Tensor, **dims: int) -> torch.onnx.ONNXProgram:
     return program
 
 
+def changed(text: str, changes: dict[str, str]) -> ir.Model:
+    """A model in ONNX's own words, some of which are replaced by others one after the other."""
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return ir.from_onnx_text(text)
+
+
 def run(model: ir.Model, x: Tensor) -> Tensor:
     """What ONNX Runtime makes of x with a valid model."""
     proto = ir.to_proto(model)

@@ -10,7 +10,7 @@ import tolerances
 import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from exports import export, run
+from exports import changed, export, run
 from torch import Tensor, nn
 
 from trtconvert.engine import tensorrt
@@ -121,14 +121,6 @@ RESHAPE = "embedding = Reshape (product, shape)"
 OUTPUTS = ", float[2, 1, 4] second, float[2, 1, 4] third"
 
 
-def changed(changes: dict[str, str]) -> ir.Model:
-    text = MODULATIONS
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    return ir.from_onnx_text(text)
-
-
 @pytest.mark.parametrize(
     "changes",
     {
@@ -143,7 +135,7 @@ def changed(changes: dict[str, str]) -> ir.Model:
     ids=lambda item: item[0],
 )  # fmt: skip
 def test_rows_are_the_same(changes):
-    model = changed(changes[1])
+    model = changed(MODULATIONS, changes[1])
     del model.graph.inputs[1:]
     x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([run(output_alone(model, index), x) for index in range(3)])
@@ -223,7 +215,7 @@ FIRST = "        (float[2, 1, 4] first"
     ids=lambda item: item[0],
 )  # fmt: skip
 def test_other_sums_are_left(changes):
-    model = changed(changes[1])
+    model = changed(MODULATIONS, changes[1])
     before = list(model.graph)
     assert split_modulations(model) == 0
     assert list(model.graph) == before
@@ -231,5 +223,5 @@ def test_other_sums_are_left(changes):
 
 def test_engines_that_are_refitted_keep_their_product():
     for refittable in (True, False):
-        model = tensorrt.lowered(changed({}), [], EngineSection(refittable=refittable))
+        model = tensorrt.lowered(changed(MODULATIONS, {}), [], EngineSection(refittable=refittable))
         assert ("weight" in model.graph.initializers) == refittable

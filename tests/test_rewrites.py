@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from exports import export, run
+from exports import changed, export, run
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
 from torch import nn
 
@@ -260,11 +260,7 @@ def test_the_interleaving_that_others_only_look_like():
     ids=lambda item: item[0],
 )
 def test_what_only_looks_like_an_interleaving_stays_scatters(changes):
-    text = INTERLEAVING
-    for old, new in changes[1].items():
-        assert old in text
-        text = text.replace(old, new)
-    model = ir.from_onnx_text(text)
+    model = changed(INTERLEAVING, changes[1])
     before = list(model.graph)
     assert join_interleaves(model) == 0
     assert list(model.graph) == before

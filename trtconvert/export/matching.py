@@ -25,6 +25,11 @@ def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type and not node.domain else None
 
 
+def is_read_once(value: ir.Value) -> bool:
+    """Whether one input of one node is all that needs a value."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
 def perm_of(transpose: ir.Node) -> list[int]:
     """The axes of a Transpose's input, in the order of its output."""
     return list(transpose.attributes["perm"].as_ints())

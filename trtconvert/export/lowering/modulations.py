@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.products import rows_of
-from trtconvert.export.matching import producer_of
+from trtconvert.export.lowering.initializers import rows_of
+from trtconvert.export.matching import is_read_once, producer_of
 
 
 def split_modulations(model: ir.Model) -> int:
@@ -75,7 +75,7 @@ class _Product:
 
 def _sum(split: ir.Node) -> _Sum | None:
     add = producer_of(split.inputs[0], "Add") if split.op_type == "Split" and not split.domain else None
-    if add is None or not _is_read_once(add.outputs[0]):
+    if add is None or not is_read_once(add.outputs[0]):
         return None
     rows = len(split.outputs)
     if any(x is None or not _is_rows(x, rows) for x in add.inputs) or not all(_is_rows(x, 1) for x in split.outputs):
@@ -98,10 +98,6 @@ def _is_constant(value: ir.Value | None) -> bool:
     return value is not None and ir.convenience.get_const_tensor(value) is not None
 
 
-def _is_read_once(value: ir.Value) -> bool:
-    return len(value.uses()) == 1 and not value.is_graph_output()
-
-
 def _product(embedding: ir.Value) -> _Product | None:
     """How an embedding is a product of its own, which nothing else reads."""
     value: ir.Value | None = embedding
@@ -115,7 +111,7 @@ def _product(embedding: ir.Value) -> _Product | None:
         return None
     read = (gemm.outputs[0], *(node.outputs[0] for node in (reshape, *casts) if node.outputs[0] is not embedding))
     shape, width = embedding.shape, gemm.outputs[0].shape
-    if shape is None or width is None or not all(_is_read_once(x) for x in read):
+    if shape is None or width is None or not all(is_read_once(x) for x in read):
         return None
     # As many channels, so as many batch elements.
     sizes = [size for size in shape[1:] if isinstance(size, int)]

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.matching import (
     axes_of,
     before_widening,
@@ -156,7 +157,4 @@ def _joined(graph: ir.Graph, of_q: ir.Value, of_k: ir.Value, sizes: tuple[int, .
     """The weights of q and of k, FP32 [2, *sizes], as an initializer."""
     rows = [numbers.reshape(sizes) for weight in (of_q, of_k) if (numbers := constant_of(weight)) is not None]
     name = f"{of_q.name}+{of_k.name}" + (f" of {sizes[0]} heads" if len(sizes) > 1 else "")
-    both = ir.Tensor(np.stack(rows).astype(np.float32), name=name)
-    value = ir.Value(name=both.name, const_value=both, type=ir.TensorType(both.dtype), shape=both.shape)
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, ir.Tensor(np.stack(rows).astype(np.float32), name=name))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.matching import producer_of
+from trtconvert.export.lowering.initializers import rows_of
+from trtconvert.export.matching import is_read_once, producer_of
 from trtconvert.export.nodes import HALF
 
 
@@ -60,7 +61,7 @@ def _product(matmul: ir.Node) -> _Product | None:
         return None
     joined, weight = matmul.inputs
     concat = producer_of(joined, "Concat")
-    if concat is None or joined is None or joined.shape is None or joined.is_graph_output() or len(joined.uses()) > 1:
+    if concat is None or joined is None or joined.shape is None or not is_read_once(joined):
         return None
     if weight is None or weight.const_value is None or weight.dtype not in HALF or len(weight.const_value.shape) != 2:
         return None
@@ -78,7 +79,7 @@ def _product(matmul: ir.Node) -> _Product | None:
 def _bias(matmul: ir.Node) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
     """A constant [C] that is added to a product, and the node that adds it."""
     product = matmul.outputs[0]
-    if product.is_graph_output() or len(product.uses()) != 1:
+    if not is_read_once(product):
         return None, None
     ((add, _),) = product.uses()
     if add.op_type != "Add" or add.domain:
@@ -104,29 +105,3 @@ def _split(product: _Product) -> None:
     for node in new:
         node.outputs[0].type, node.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
     ir.convenience.replace_nodes_and_values(graph, last, [last], new, last.outputs, new[-1].outputs)
-
-
-def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value:
-    """Rows of a matrix, or numbers of a vector, as an initializer, where these lie: in the model's files, or in memory."""
-    tensor = weight.const_value
-    assert tensor is not None and tensor.dtype is not None
-    name = f"{weight.name}, {count} rows from {start}"
-    if name in graph.initializers:  # a module that is called twice
-        return graph.initializers[name]
-    shape = ir.Shape([count, *tensor.shape[1:]])  # type: ignore[arg-type]
-    if isinstance(tensor, ir.ExternalTensor):
-        row = tensor.nbytes // tensor.shape.numpy()[0]
-        offset = (tensor.offset or 0) + start * row
-        rows: ir.TensorProtocol = ir.ExternalTensor(
-            tensor.location, offset, count * row, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
-        )
-    else:
-        rows = ir.LazyTensor(
-            lambda: ir.Tensor(tensor.numpy()[start : start + count], dtype=tensor.dtype),
-            tensor.dtype,
-            shape,
-            name=name,
-        )
-    value = ir.Value(name=name, const_value=rows, type=ir.TensorType(tensor.dtype), shape=shape)
-    graph.register_initializer(value)
-    return value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.matching import is_same_shape, producer_of
 
 
@@ -130,7 +131,4 @@ def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
     while name in graph.initializers:
         count += 1
         name = f"{base}, {count}"
-    joined = ir.LazyTensor(together, first.dtype, shape, name=name)
-    value = ir.Value(name=name, const_value=joined, type=ir.TensorType(first.dtype), shape=shape)
-    graph.register_initializer(value)
-    return value
+    return add_initializer(graph, ir.LazyTensor(together, first.dtype, shape, name=name))
