@@ -22,6 +22,7 @@
 
 namespace trtconvert::attention {
 
+constexpr int kModes = 4;
 constexpr int kKeyTile = 128;      // part of the numerics: P is relative to the maximum of 128 consecutive keys
 constexpr int kQueryBlock = 64;    // rows of one Q image
 constexpr int kHalfTile = 64;      // keys of one 16-bit K or V image
@@ -133,7 +134,9 @@ struct Params {
                            //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted;
                            //   for the kernel of sm_90a swizzled where swizzled_values(), and not written with direct_values
   int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
-  // sm_90a: of units that several thread blocks compute, see sm90/schedule.h.
+  // sm_90a, see sm90/schedule.h.
+  int32_t* units_taken;    // [4], of each mode, by thread blocks that were done with their first: zero
+  // Of units that several thread blocks compute.
   int divided_units;       // room for so many
   int32_t* parts_done;     // [divided_units, kMaxConsumers]: zero
   float* parts;            // [units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
 
@@ -166,14 +167,23 @@ struct Tile {
   int head, tile, batch;
   int64_t index;      // of the tile among all of its kind: (batch, head, tile) for K and V, (batch, head) * query_blocks for Q
   int64_t table_row;  // of [T, Hkv, D] tables, K and V only
+
+  // Of K and V.
+  template <int Lanes>
+  __device__ __forceinline__ void set_key_rows(const Params& p) {
+    index = (int64_t(batch) * p.kv_heads + head) * p.key_tiles + tile;
+    table_row = (int64_t(element.bin) * p.kv_heads + head) * p.head_dim + threadIdx.x % Lanes * 8;
+  }
 };
+
+constexpr int kMostBlocksPerSm = 4;
 
 // How threads map to rows: Lanes threads per row with 8 channels each, lanes beyond head_dim hold zeros.
 template <int Lanes>
 struct Map {
   // Registers for the loads in flight against warps that hide them: four rows a thread, sixteen of the longest kind.
   static constexpr int kThreads = Lanes == 16 ? 512 : 256;
-  static constexpr int kBlocksPerSm = Lanes == 8 ? 4 : 2;
+  static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : 2;
   static constexpr int kRowsPerPass = kThreads / Lanes;
   static constexpr int kPasses = kTokens / kRowsPerPass;
   static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
@@ -563,6 +573,20 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
   if (lane == 0) factors[int64_t(blockIdx.y) * tokens + token] = rsqrtf(squares / (heads * p.head_dim) + p.norm_epsilon);
 }
 
+// One tile of V, whose place in `at` is set. The load comes before what the element's mode is.
+template <typename T, int Lanes>
+__device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared<Lanes>& shared) {
+  uint4 data[Map<Lanes>::kPasses];
+  load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+  at.element = element_of(p, at.batch);
+  at.set_key_rows<Lanes>(p);
+  const int valid = at.element.num_keys - at.tile * kTokens;
+  if (valid <= 0) return;  // the attention kernels do not read this tile
+  if (valid >= kTokens) return quantise_values<T, Lanes, true>(p, at, data, valid, shared);
+  clear_beyond<Lanes, true>(data, valid);
+  quantise_values<T, Lanes, false>(p, at, data, valid, shared);
+}
+
 template <typename T, int Lanes, Layers kLayers>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
     prepass_kernel(const __grid_constant__ Params p) {
@@ -578,28 +602,39 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   const int index = blockIdx.x - (is_query ? 0 : is_key ? query_work : query_work + key_work);
   const int heads = is_query ? p.heads : p.kv_heads;
   Tile at;
-  at.head = index % heads;
-  at.tile = index / heads;
   at.batch = blockIdx.y;
 
-  // The loads come first: what the element's mode is takes two more trips to memory. Where that may spare the load of V, it is
-  // asked first.
+  if (!is_query && !is_key) {
+    // Where the mode may spare all of it, that is asked first, and by few thread blocks.
+    if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
+    const int value_blocks = gridDim.x - query_work - key_work;
+    for (int work = index; work < key_work; work += value_blocks) {
+      if (work != index) __syncthreads();  // the tile before has left shared memory
+      at.head = work % heads;
+      at.tile = work / heads;
+      prepare_values<T, Lanes>(p, at, shared);
+    }
+    return;
+  }
+
+  // The loads come first: what the element's mode is takes two more trips to memory.
+  at.head = index % heads;
+  at.tile = index / heads;
   uint4 data[Map<Lanes>::kPasses];
   if (is_query) {
     load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
     if constexpr (kLayers != Layers::kNone)
       compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
-  } else if (is_key) {
+  } else {
     load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
     if constexpr (kLayers != Layers::kNone)
       compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
-  } else {
-    if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
-    load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
   }
   at.element = element_of(p, at.batch);
-  if (blockIdx.x == 0 && blockIdx.y == 0)
+  if (blockIdx.x == 0 && blockIdx.y == 0) {
+    if (p.units_taken && threadIdx.x < kModes) p.units_taken[threadIdx.x] = 0;
     for (int i = threadIdx.x; i < p.divided_units * kMaxConsumers; i += blockDim.x) p.parts_done[i] = 0;
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0)
     p.elements[at.batch] = {at.element.mode, at.element.bin, at.element.num_keys, 0};
 
@@ -608,26 +643,20 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
     quantise_queries<T, Lanes>(p, at, data);
     return;
   }
-  at.index = (int64_t(at.batch) * p.kv_heads + at.head) * p.key_tiles + at.tile;
-  at.table_row = (int64_t(at.element.bin) * p.kv_heads + at.head) * p.head_dim + threadIdx.x % Lanes * 8;
+  at.set_key_rows<Lanes>(p);
   const int valid = at.element.num_keys - at.tile * kTokens;
   if (valid <= 0) return;  // the attention kernels do not read this tile
-  const bool full = valid >= kTokens;
-  if (is_key) {
-    if (full) return quantise_keys<T, Lanes, true>(p, at, data, valid, shared);
-    clear_beyond<Lanes, false>(data, valid);
-    quantise_keys<T, Lanes, false>(p, at, data, valid, shared);
-  } else {
-    if (full) return quantise_values<T, Lanes, true>(p, at, data, valid, shared);
-    clear_beyond<Lanes, true>(data, valid);
-    quantise_values<T, Lanes, false>(p, at, data, valid, shared);
-  }
+  if (valid >= kTokens) return quantise_keys<T, Lanes, true>(p, at, data, valid, shared);
+  clear_beyond<Lanes, false>(data, valid);
+  quantise_keys<T, Lanes, false>(p, at, data, valid, shared);
 }
 
 template <typename T, Layers kLayers>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
-  const int64_t blocks =
-      int64_t(ceil_div(p.num_queries, kTokens)) * p.heads + int64_t(p.key_tiles) * p.kv_heads * 2;
+  const int64_t query_work = int64_t(ceil_div(p.num_queries, kTokens)) * p.heads, key_work = int64_t(p.key_tiles) * p.kv_heads;
+  // Thread blocks for V that turn out to have no work cost their launches: no more than run at once.
+  const int at_once = kMostBlocksPerSm * p.multiprocessors;
+  const int64_t blocks = query_work + key_work + (p.direct_values ? std::min(key_work, int64_t(at_once)) : key_work);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks), p.batch);
   if (p.dims.qk <= 64) {

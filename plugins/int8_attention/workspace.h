@@ -33,6 +33,7 @@ inline size_t lay_out_workspace(Params& p, void* base) {
   p.k_images = take(tiles * p.k_tile_bytes);
   p.v_images = take(tiles * p.v_tile_bytes);
   if (p.multiprocessors > 0) {
+    p.units_taken = reinterpret_cast<int32_t*>(take(kModes * sizeof(int32_t)));
     p.divided_units = Schedule::most_divided(p);
     p.parts_done = reinterpret_cast<int32_t*>(take(size_t(p.divided_units) * kMaxConsumers * sizeof(int32_t)));
     p.parts = reinterpret_cast<float*>(

@@ -256,6 +256,47 @@ def test_each_batch_element_takes_its_own_mode() -> None:
     check(qkv, tables, timestep=timestep)
 
 
+@pytest.mark.parametrize("keys", [0, 77, 300, 1000])
+@pytest.mark.parametrize("queries", [60, 200, 600])
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_thread_blocks_go_from_task_to_task(mode: Mode, dim: int, queries: int, keys: int) -> None:
+    # Several tasks per multiprocessor, of all and of some of a thread block's consumers; batch elements of other lengths, of which
+    # one has no keys, leave barriers in any phase.
+    qkv = draw("k-bias", 4, 40, 20, queries, max(keys, 1), dim)
+    tables = reference.tables_from_data(*qkv, mode)
+    lengths = torch.tensor([keys, keys // 2, 0, keys], dtype=torch.int32, device="cuda")
+    options = {"scaling": "dynamic", "key_lengths": lengths}
+    if keys:
+        out = check(qkv, tables, **options)
+    else:
+        out = attend(qkv, torch.zeros(4, device="cuda"), tables, **options)
+    assert (out[lengths == 0] == 0).all()
+    if keys:  # values by the copy engine, which key lengths exclude
+        out = check(qkv, tables, scaling="dynamic")
+        assert torch.equal(out, attend(qkv, torch.full((4,), 500.0, device="cuda"), tables, scaling="dynamic"))
+
+
+@pytest.mark.parametrize("dim", [40, 64, 80, 128, 160])
+@pytest.mark.parametrize("batch, heads, queries", [(2, 24, 1000), (5, 3, 200), (40, 5, 130), (300, 1, 64)])
+def test_batch_elements_of_several_modes_share_the_thread_blocks(batch: int, heads: int, queries: int, dim: int) -> None:
+    qkv = draw("gauss", batch, heads, heads, queries, 260, dim)
+    one = reference.tables_from_data(*qkv, Mode.FP16)
+    tables = reference.AttentionTables(
+        *(getattr(one, name).repeat_interleave(5, 0) for name in TABLES[:-1]),
+        modes=torch.tensor([3, 2, 1, 0, 1], dtype=torch.int32, device="cuda"),
+    )
+    generator = torch.Generator("cuda").manual_seed(batch)
+    for timestep in (
+        torch.rand(batch, generator=generator, device="cuda") * 1000,
+        torch.where(torch.arange(batch, device="cuda") == batch - 1, 100.0, 900.0),  # one of another mode, at the end
+    ):
+        out = check(qkv, tables, timestep=timestep)
+        for b in (0, batch - 1):
+            alone = check([x[b : b + 1] for x in qkv], tables, timestep=timestep[b : b + 1])
+            assert error(out[b : b + 1], alone.double()) < 1e-3
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_error_against_unquantised_attention(mode: Mode) -> None:
     qkv = draw("gauss", 1, 8, 8, 4096, 4096, 128)

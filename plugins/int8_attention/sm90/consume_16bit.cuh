@@ -79,141 +79,153 @@ __device__ __forceinline__ void hide_weights(uint32_t (&probability)[N][4], int 
 // runs in the others' turns. S::kAhead registers of the next scores are issued behind the second product, so that the tensor
 // cores have work until its end is noticed; without room for them the second product ends in the iteration that computed P.
 template <int kMode, bool kBf16, int kDimQk, int kDimPv>
-__device__ void consume_16bit(const Params& p, const Task& task, uint8_t* shared, int consumer) {
+__device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   constexpr int kStages = S::kStages, kKeys = S::kKeys, kScores = S::kScores, kAhead = S::kAhead;
   constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
   constexpr bool kSums = S::kOnes == 0;
   static_assert(!S::kOptimistic || !kSums, "weights that are computed twice must not be summed twice");
   using Score = std::conditional_t<kMode == 0, float, int32_t>;
-  Barriers& barriers = *reinterpret_cast<Barriers*>(shared + S::kBarriers);
-  const uint32_t ring = shared_address(shared);
-  // Descriptors of the first stage: the others' lie a multiple of the stage's size further on.
-  const uint64_t query = matrix_descriptor(ring + S::kConsumerArea + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
-  const uint64_t first_key = matrix_descriptor(ring + S::kValueRoom, (kMode == 0 ? kHalfTile : kKeyTile) * 16, 128);
-  // With the swizzle the next 64 columns are the next block, or the block of ones, which is the same for all stages: the
-  // distance to it shrinks by what the start moves on.
-  constexpr bool kSharedOnes = S::kOnesBytes > 0;
-  const uint64_t first_value = S::kSwizzled ? swizzled_descriptor(ring, kSharedOnes ? S::kOnesBlock : kSwizzledBlock, 1024)
-                                            : matrix_descriptor(ring, 128, kHalfTile * 16);
-  const auto moved = [](int bytes) { return int64_t(bytes >> 4) * (kSharedOnes ? 1 - (1 << 16) : 1); };
+  const uint32_t ring = keep_shared(shared_address(&reinterpret_cast<const Barriers*>(shared + S::kBarriers)->address));
+  const BarrierAddresses barriers(ring + S::kBarriers);
+  const int own = S::kConsumerArea + consumer * S::kConsumerBytes;
+  const uint64_t query = matrix_descriptor(ring + own, kQueryBlock * 16, 128);
   const int lane = lane_id();
 
-  const float* const scale_of_row = p.row_scales + task.q_block(p, consumer) * kQueryBlock + first_row();
-  const float row_scale[2] = {scale_of_row[0], scale_of_row[8]};
-  // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
-  const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
-  const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
-  const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeys;
-  const int partial_step = last_columns < kKeys ? steps - 1 : -1;
-
-  Rows rows;
-  float o[kChunks][(kChunk + S::kOnes) / 2] = {};
-  uint32_t probability[kKeys / 16][4];
-  const auto issue_values = [&](int stage) {
-    const uint64_t value = first_value + stage * moved(S::kStageBytes);
-    pin(o);
-    pin(probability);
-    wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < kChunks; ++n)
-#pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
-        const int offset = S::kSwizzled ? n * kChunk / 64 * kSwizzledBlock + k % 4 * 16 * 128
-                                        : n * kChunk / 8 * kHalfTile * 16 + k % 4 * 256;
-        wgmma_16bit_pv<kBf16, kChunk + S::kOnes>(o[n], probability[k], advance(value + moved(k / 4 * S::kHalfBytes), offset), 1);
+  Turns turns(consumer, S::kConsumers);
+  for (int n = 0;; ++n) {
+    mbarrier_wait(barriers.query_full(consumer), n & 1);
+    const Task& task = reinterpret_cast<const Barriers*>(shared + S::kBarriers)->tasks[n % kTaskSlots];
+    // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
+    const int active = __shfl_sync(0xffffffffu, task.active, 0);
+    if (active == 0) break;
+    const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
+    const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
+    const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeys;
+    const int partial_step = last_columns < kKeys ? steps - 1 : -1;
+    if (consumer >= active) {
+      if (lane == 0) {
+        mbarrier_arrive(barriers.query_empty(consumer));
+        mbarrier_arrive(barriers.task_done());
       }
-    wgmma_commit();
-  };
+      continue;
+    }
+    turns.begin(consumer, active);
+    const uint32_t row_scales = ring + own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
-  Turns turns(consumer, task.active);
-  Cursor<kStages> at;
-  if (streams > 1) at.advance(consumer);
-  Cursor<kStages> previous = at;
-  mbarrier_wait(&barriers.query[consumer], 0);
-  if (steps > 0) turns.wait();
-  for (int step = 0; step < steps; ++step) {
-    Score s[kScores];
-    if (kAhead > 0 && step > 0) issue_values(previous.stage);
-    mbarrier_wait(&barriers.key_full[at.stage], at.parity);
-    const uint64_t key = advance(first_key, at.stage * S::kStageBytes);
-    if constexpr (kAhead > 0) issue_scores<kMode, kBf16, kDimQk, kDimPv, 0, kAhead>(s, query, key);
-    if constexpr (kAhead < kScores) {
-      if constexpr (kAhead > 0) {
-        wgmma_wait<1>();
-        pin(o);
-        if (lane == 0 && step > 0) mbarrier_arrive(&barriers.value_empty[previous.stage]);
-      }
-      issue_scores<kMode, kBf16, kDimQk, kDimPv, kAhead, kScores - kAhead>(s, query, key);
-    }
-    turns.pass();
-    // Asked now, needed later: an answer takes some fifty cycles.
-    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
-    float c[2] = {row_scale[0], row_scale[1]};  // base-2 exponent per unit of the score
-    if constexpr (kMode == 1) {
-      const float k = reinterpret_cast<const TileScales*>(shared + S::kScales + at.stage * int(sizeof(TileScales)))->k;
-      c[0] *= k;
-      c[1] *= k;
-    }
-    wgmma_wait<0>();
-    pin(s);
-    pin(o);
-    __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive(&barriers.key_empty[at.stage]);
-      if (kAhead == kScores && step > 0) mbarrier_arrive(&barriers.value_empty[previous.stage]);
-    }
-
-    const int columns = step == partial_step ? last_columns : kKeys;
-    if (__builtin_expect(columns < kKeys, 0)) hide_columns(s, columns);
-    float reference[2] = {rows.reference[0], rows.reference[1]};
-    const auto score = [&](int i) { return float(s[i]); };
-    if constexpr (S::kOptimistic) {
-      // The references of the tiles before mostly serve. Whether they do is known while the exponentials run, which are
-      // repeated where they do not.
-      bool settle = step == 0, settled = false;
-      do {
-        if (settle) {
-          settle_references(rows, s, c, reference, o);
-          settled = true;
-        }
-        const bool outgrown = outgrows(rows, s, c);
-        weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
-        settle = __any_sync(0xffffffffu, outgrown & !settled);
-      } while (__builtin_expect(settle, 0));
-    } else {
-      if (__builtin_expect(__any_sync(0xffffffffu, outgrows(rows, s, c)), 0)) settle_references(rows, s, c, reference, o);
-      if (kSums && __builtin_expect(columns < kKeys, 0)) {
-        const auto existing = [&](int i) { return column_of(i) < columns ? float(s[i]) : -INFINITY; };
-        weights_16bit<kBf16, kSums, kScores>(existing, c, reference, probability, rows.sum);
-      } else {
-        weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
-      }
-    }
-    if (!kSums && __builtin_expect(columns < kKeys, 0)) hide_weights(probability, columns);
-
-    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
-    pin(probability);
-    turns.wait();
-    if constexpr (kAhead == 0) {
-      issue_values(at.stage);
-      wgmma_wait<0>();
+    Rows rows;
+    float o[kChunks][(kChunk + S::kOnes) / 2] = {};
+    uint32_t probability[kKeys / 16][4];
+    const auto issue_values = [&](int stage) {
+      const auto moved = [](int bytes) { return int64_t(bytes >> 4) * (S::kSharedOnes ? 1 - (1 << 16) : 1); };
+      const uint64_t value = S::value_descriptor(ring, stage);
       pin(o);
-      if (lane == 0) mbarrier_arrive(&barriers.value_empty[at.stage]);
-    }
-    previous = at;
-    at.advance(streams);
-  }
-  if (kAhead > 0 && steps > 0) issue_values(previous.stage);
-  wgmma_wait<0>();
-  pin(o);
-  turns.pass();
-  if constexpr (S::kOnes > 0) {
-    // The column of ones: the quad's first thread has it.
+      pin(probability);
+      wgmma_fence();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.sum[r] = lane % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
+      for (int n = 0; n < kChunks; ++n)
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; ++k) {
+          const int offset = S::kSwizzled ? n * kChunk / 64 * kSwizzledBlock + k % 4 * 16 * 128
+                                          : n * kChunk / 8 * kHalfTile * 16 + k % 4 * 256;
+          wgmma_16bit_pv<kBf16, kChunk + S::kOnes>(o[n], probability[k], advance(value + moved(k / 4 * S::kHalfBytes), offset), 1);
+        }
+      wgmma_commit();
+    };
+
+    Cursor<kStages> at(__shfl_sync(0xffffffffu, task.phases, 0));
+    if (streams > 1) at.advance(consumer);
+    int previous_stage = at.stage;
+    if (steps > 0) turns.wait();
+    for (int step = 0; step < steps; ++step) {
+      Score s[kScores];
+      if (kAhead > 0 && step > 0) issue_values(previous_stage);
+      if (kAhead > 0 || step == 0) mbarrier_wait(barriers.key_full(at.stage), at.parity());
+      const uint64_t key = S::key_descriptor(ring, at.stage);
+      if constexpr (kAhead > 0) issue_scores<kMode, kBf16, kDimQk, kDimPv, 0, kAhead>(s, query, key);
+      if constexpr (kAhead < kScores) {
+        if constexpr (kAhead > 0) {
+          wgmma_wait<1>();
+          pin(o);
+          if (lane == 0 && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+        }
+        issue_scores<kMode, kBf16, kDimQk, kDimPv, kAhead, kScores - kAhead>(s, query, key);
+      }
+      turns.pass();
+      // Asked now, needed later: an answer takes some fifty cycles.
+      const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
+      float c[2] = {load_shared(row_scales), load_shared(row_scales + 32)};  // base-2 exponent per unit of the score
+      if constexpr (kMode == 1) {
+        const float k = load_shared(ring + S::tile_scales_at(at.stage) + uint32_t(offsetof(TileScales, k)));
+        c[0] *= k;
+        c[1] *= k;
+      }
+      wgmma_wait<0>();
+      pin(s);
+      pin(o);
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier_arrive(barriers.key_empty(at.stage));
+        if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+      }
+
+      const int columns = step == partial_step ? last_columns : kKeys;
+      if (__builtin_expect(columns < kKeys, 0)) hide_columns(s, columns);
+      float reference[2] = {rows.reference[0], rows.reference[1]};
+      const auto score = [&](int i) { return float(s[i]); };
+      if constexpr (S::kOptimistic) {
+        // The references of the tiles before mostly serve. Whether they do is known while the exponentials run, which are
+        // repeated where they do not.
+        bool settle = step == 0, settled = false;
+        do {
+          if (settle) {
+            settle_references(rows, s, c, reference, o);
+            settled = true;
+          }
+          const bool outgrown = outgrows(rows, s, c);
+          weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
+          settle = __any_sync(0xffffffffu, outgrown & !settled);
+        } while (__builtin_expect(settle, 0));
+      } else {
+        if (__builtin_expect(__any_sync(0xffffffffu, outgrows(rows, s, c)), 0)) settle_references(rows, s, c, reference, o);
+        if (kSums && __builtin_expect(columns < kKeys, 0)) {
+          const auto existing = [&](int i) { return column_of(i) < columns ? float(s[i]) : -INFINITY; };
+          weights_16bit<kBf16, kSums, kScores>(existing, c, reference, probability, rows.sum);
+        } else {
+          weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
+        }
+      }
+      if (!kSums && __builtin_expect(columns < kKeys, 0)) hide_weights(probability, columns);
+
+      if (!value_ready) mbarrier_wait(barriers.value_full(at.stage), at.parity());
+      pin(probability);
+      turns.wait();
+      if constexpr (kAhead == 0) issue_values(at.stage);
+      previous_stage = at.stage;
+      at.advance(streams);
+      if constexpr (kAhead == 0) {
+        // What the next first product needs is there when this second one is done.
+        if (step + 1 < steps) mbarrier_wait(barriers.key_full(at.stage), at.parity());
+        wgmma_wait<0>();
+        pin(o);
+      }
+    }
+    if (lane == 0) mbarrier_arrive(barriers.query_empty(consumer));
+    if (kAhead > 0 && steps > 0) issue_values(previous_stage);
+    wgmma_wait<0>();
+    pin(o);
+    if (steps > 0) turns.pass();
+    if (steps > 0 && lane == 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+    if constexpr (S::kOnes > 0) {
+      // The column of ones: the quad's first thread has it.
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rows.sum[r] = lane % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
+    }
+    const float row_scale[2] = {load_shared(row_scales), load_shared(row_scales + 32)};
+    finish<kDimPv>(p, task, *reinterpret_cast<Barriers*>(shared + S::kBarriers), consumer, row_scale, rows, o, nullptr, kBf16);
+    __syncwarp();
+    if (lane == 0 && !task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
   }
-  finish<kDimPv>(p, task, barriers, consumer, row_scale, rows, o, nullptr, kBf16);
 }
 
 }  // namespace trtconvert::attention::sm90

@@ -5,7 +5,8 @@
 
 namespace trtconvert::attention::sm90 {
 
-__device__ __forceinline__ void load_row_scales(RowScales& rows, const float* row_scales, int consumer) {
+// Of the scales of the warp's rows.
+__device__ __forceinline__ void find_extremes(Extremes& extremes, const float* row_scales) {
   const int row = first_row(), warp = threadIdx.x / 32 % 4;
   const float scale[2] = {row_scales[row], row_scales[row + 8]};
   float largest = fmaxf(scale[0], scale[1]), smallest = fminf(scale[0], scale[1]);
@@ -14,15 +15,11 @@ __device__ __forceinline__ void load_row_scales(RowScales& rows, const float* ro
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     smallest = fminf(smallest, __shfl_xor_sync(0xffffffffu, smallest, offset));
   }
-  if (threadIdx.x % 4 == 0) {
-    rows.scale[row] = scale[0];
-    rows.scale[row + 8] = scale[1];
-  }
   if (threadIdx.x % 32 == 0) {
-    rows.largest[warp] = largest;
-    rows.smallest[warp] = smallest;
+    extremes.largest[warp] = largest;
+    extremes.smallest[warp] = smallest;
   }
-  named_barrier_sync(1 + consumer, kWarpgroup);
+  __syncwarp();
 }
 
 // What a thread knows of a tile's scores before they are computed; but for c and offset, mode 2 only.
@@ -34,19 +31,20 @@ struct TileState {
 };
 
 template <int kDimQk>
-__device__ __forceinline__ TileState prepare_tile(const TileScales& scales, const RowScales& rows, int row) {
+__device__ __forceinline__ TileState prepare_tile(const TileScales& scales, const float* row_scales, const Extremes& extremes,
+                                                  int row) {
   // Room beside |S| <= 127^2 D within 2^22. Rows of tiny scale against tiny tokens may not fit: the slow way serves them.
   constexpr float kRoom = float((1 << 22) - 127 * 127 * kDimQk - 64);
   const float4 tile = *reinterpret_cast<const float4*>(&scales.log2_v_max);  // max, min, k, 1 / k
   TileState state;
   state.offset = tile.x;
   // `start` below is kMagic plus the largest log2(sv) in units of S: beyond 2^22 of them kMagic would drown.
-  const float smallest = rows.smallest[row / 16] * tile.z;
-  state.fast = rows.largest[row / 16] * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * smallest &&
+  const float smallest = extremes.smallest[row / 16] * tile.z;
+  state.fast = extremes.largest[row / 16] * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * smallest &&
                fabsf(tile.x) <= 0x1p22f * smallest;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float scale = rows.scale[row + 8 * r];
+    const float scale = row_scales[row + 8 * r];
     state.c[r] = scale * tile.z;
     state.inverse[r] = state.fast ? reciprocal(scale) * tile.w : 0.f;
     state.start[r] = fmaf(-tile.x, state.inverse[r], kMagic);
@@ -156,173 +154,183 @@ __device__ __forceinline__ void issue_pv_int8(int32_t (&product)[kChunk / 2], ui
 
 // Modes 2 and 3: u8 P times s8 V, in tiles of 128 keys whose integer sums are promoted with the tile's row factor.
 template <int kMode, int kDimQk, int kDimPv>
-__device__ void consume_int8(const Params& p, const Task& task, uint8_t* shared, int consumer) {
+__device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   constexpr int kStages = S::kStages;
   constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
-  Barriers& barriers = *reinterpret_cast<Barriers*>(shared + S::kBarriers);
+  const uint32_t ring = keep_shared(shared_address(&reinterpret_cast<const Barriers*>(shared + S::kBarriers)->address));
+  const BarrierAddresses barriers(ring + S::kBarriers);
   uint8_t* const own = shared + S::kConsumerArea + consumer * S::kConsumerBytes;
-  float* const tables = reinterpret_cast<float*>(own + S::kQueryBytes);
-  const uint64_t query = matrix_descriptor(shared_address(own), kQueryBlock * 16, 128);
+  const uint64_t query = matrix_descriptor(ring + S::kConsumerArea + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
   const int lane = lane_id(), quad = lane % 4;
   const int row = first_row();
-  RowScales& row_scales = *reinterpret_cast<RowScales*>(tables + 2 * kDimPv);
-  const auto scales_of = [&](int stage) -> const TileScales& {
-    return *reinterpret_cast<const TileScales*>(shared + S::kScales + stage * int(sizeof(TileScales)));
-  };
-  // Descriptors of the first stage: the others' lie a multiple of the stage's size further on.
-  const uint64_t first_key = matrix_descriptor(shared_address(shared) + S::kValueRoom, kKeyTile * 16, 128);
-  const uint64_t first_value = matrix_descriptor(shared_address(shared), kDimPv * 16, 128);
-  const auto value_of = [&](int stage) { return advance(first_value, stage * S::kStageBytes); };
+  Extremes& extremes = *reinterpret_cast<Extremes*>(own + S::kExtremes);
 
-  load_channel_tables<kDimPv>(p, task.head_of(consumer), tables);
-  load_row_scales(row_scales, p.row_scales + task.q_block(p, consumer) * kQueryBlock, consumer);
-  // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
-  const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
-  const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
-  const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeyTile;
-  const int partial_step = last_columns < kKeyTile ? steps - 1 : -1;
-
-  Rows rows;
-  float o[kChunks][kChunk / 2] = {};
-  // Of the tile whose second product is under way: P, the integer sums, row maxima and sums, and the factors of the sums.
-  uint32_t probability[4][4] = {};
-  int32_t product[kChunk / 2];
-  float maximum[2], sum[2], factor[2] = {0.f, 0.f};
-  const auto take_tile = [&] {
-    take_maxima(rows, maximum, o);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      factor[r] = exp2_approx(maximum[r] - rows.reference[r]);
-      rows.sum[r] = fmaf(sum[r], factor[r], rows.sum[r]);
-    }
-  };
-  const auto promote = [&](int chunk, int first, int count) {
-#pragma unroll
-    for (int i = first; i < first + count; ++i)
-      o[chunk][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[chunk][i]);
-  };
-
-  Turns turns(consumer, task.active);
-  Cursor<kStages> at;
-  if (streams > 1) at.advance(consumer);
-  Cursor<kStages> previous = at;
-  mbarrier_wait(&barriers.query[consumer], 0);
-  bool key_ready = false;
-  for (int step = 0; step < steps; ++step) {
-    const bool partial = step == partial_step;
-    const TileScales& scales = scales_of(at.stage);
-    if (!key_ready) mbarrier_wait(&barriers.key_full[at.stage], at.parity);
-    int32_t s[64];
-    TileState state;
-    if constexpr (kMode == 2) {
-      state = prepare_tile<kDimQk>(scales, row_scales, row);
-      start_scores(s, scales, state, quad);
-    }
-    pin(s);
-    if constexpr (S::kPipelined) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) pin(probability[k]);
-    }
-    wgmma_fence();
-    issue_qk_int8<kDimQk, kMode == 2>(s, query, advance(first_key, at.stage * S::kStageBytes));
-    if constexpr (S::kPipelined)
-      // The tile before: its second product runs behind this tile's first one and under this tile's maxima. Before the
-      // first tile P is zero, and any V will do.
-      issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
-    // Asked now, needed later: an answer takes some fifty cycles.
-    Cursor<kStages> next = at;
-    next.advance(streams);
-    const bool value_ready = mbarrier_test(&barriers.value_full[at.stage], at.parity);
-    // Where the stage before is another consumer's, the turn has to come first: S::kCanGather.
-    key_ready = (S::kPipelined || streams == 1) && mbarrier_test(&barriers.key_full[next.stage], next.parity);
-    if constexpr (kMode == 3) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) state.c[r] = row_scales.scale[row + 8 * r] * scales.k;
-      state.offset = 0.f;
-    }
-    if (S::kPipelined && step > 0) take_tile();
-    wgmma_wait<S::kPipelined ? 1 : 0>();
-    pin(s);
-
-    const auto meanwhile = [&](int g) {
-      if constexpr (S::kPipelined) promote(0, g * kChunk / 16, kChunk / 16);
-    };
-    // The second product of the tile before; then P may be written again.
-    const auto previous_done = [&] {
-      if constexpr (S::kPipelined) {
-        wgmma_wait<0>();
-        pin(product);
+  Turns turns(consumer, S::kConsumers);
+  for (int n = 0;; ++n) {
+    mbarrier_wait(barriers.query_full(consumer), n & 1);
+    const Task& task = reinterpret_cast<const Barriers*>(shared + S::kBarriers)->tasks[n % kTaskSlots];
+    const float* const row_scales = reinterpret_cast<const float*>(own + S::kQueryBytes + n % 2 * S::kBesideBytes);
+    // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
+    const int active = __shfl_sync(0xffffffffu, task.active, 0);
+    if (active == 0) break;
+    const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
+    const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
+    const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeyTile;
+    const int partial_step = last_columns < kKeyTile ? steps - 1 : -1;
+    if (consumer >= active) {
+      if (lane == 0) {
+        mbarrier_arrive(barriers.query_empty(consumer));
+        mbarrier_arrive(barriers.task_done());
       }
-    };
-    // P is 255 at most: shift is rounded towards smaller P. What the rounding takes is given back through the maximum.
-    float shift[2];
-    const auto take_shift = [&](const float(&top)[2], const float(&peak)[2]) {
+      continue;
+    }
+    turns.begin(consumer, active);
+    if constexpr (kMode == 2) find_extremes(extremes, row_scales);
+
+    Rows rows;
+    float o[kChunks][kChunk / 2] = {};
+    // Of the tile whose second product is under way: P, the integer sums, row maxima and sums, and the factors of the sums.
+    uint32_t probability[4][4] = {};
+    int32_t product[kChunk / 2];
+    float maximum[2], sum[2], factor[2] = {0.f, 0.f};
+    const auto take_tile = [&] {
+      take_maxima(rows, maximum, o);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        shift[r] = __fsub_rd(kLog2Of255, __fmul_ru(peak[r], state.c[r]));
-        maximum[r] = fmaf(top[r], state.c[r], state.offset) + (kLog2Of255 - fmaf(peak[r], state.c[r], shift[r]));
+        factor[r] = exp2_approx(maximum[r] - rows.reference[r]);
+        rows.sum[r] = fmaf(sum[r], factor[r], rows.sum[r]);
       }
     };
-    if constexpr (kMode == 2) {
-      float x[64];
+    const auto promote = [&](int chunk, int first, int count) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
-      if (__builtin_expect(partial, 0)) hide_columns(x, last_columns);
-      const Maxima maxima = take_scores(x, state, scales, quad);
-      take_shift(maxima.top, maxima.peak);
-      previous_done();
-      weights<kMode>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
-    } else {
-      if (__builtin_expect(partial, 0)) hide_columns(s, last_columns);
-      float peak[2];
-      thread_maxima(s, peak);
-      quad_max(peak);
-      const float largest = fmaxf(fabsf(peak[0] * state.c[0]), fabsf(peak[1] * state.c[1]));
-      previous_done();
-      if (__builtin_expect(partial || __any_sync(0xffffffffu, largest > kLargestPlainMaximum), 0)) {
-        // Columns that do not exist, or logits so large that the rounding of their maximum shows: subtracting before
-        // multiplying is exact where it counts.
-        take_shift(peak, {0.f, 0.f});
-        const int columns = partial ? last_columns : kKeyTile;
-        weights<kMode>(
-            [&](int i) { return column_of(i) < columns ? float(s[i]) - peak[i / 2 % 2] : -INFINITY; }, state.c, shift,
-            scales, quad, probability, sum, meanwhile);
+      for (int i = first; i < first + count; ++i)
+        o[chunk][i] = fmaf(factor[i / 2 % 2], __int2float_rn(product[i]), o[chunk][i]);
+    };
+
+    Cursor<kStages> at(__shfl_sync(0xffffffffu, task.phases, 0));
+    if (streams > 1) at.advance(consumer);
+    int previous_stage = at.stage;
+    bool key_ready = false;
+    for (int step = 0; step < steps; ++step) {
+      const bool partial = step == partial_step;
+      const TileScales& scales = *reinterpret_cast<const TileScales*>(shared + S::tile_scales_at(at.stage));
+      if (!key_ready) mbarrier_wait(barriers.key_full(at.stage), at.parity());
+      int32_t s[64];
+      TileState state;
+      if constexpr (kMode == 2) {
+        state = prepare_tile<kDimQk>(scales, row_scales, extremes, row);
+        start_scores(s, scales, state, quad);
+      }
+      pin(s);
+      if constexpr (S::kPipelined) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) pin(probability[k]);
+      }
+      wgmma_fence();
+      issue_qk_int8<kDimQk, kMode == 2>(s, query, S::key_descriptor(ring, at.stage));
+      if constexpr (S::kPipelined)
+        // The tile before: its second product runs behind this tile's first one and under this tile's maxima. Before the
+        // first tile P is zero, and any V will do.
+        issue_pv_int8<kChunk, kDimPv>(product, probability, S::value_descriptor(ring, previous_stage));
+      // Asked now, needed later: an answer takes some fifty cycles.
+      Cursor<kStages> next = at;
+      next.advance(streams);
+      const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
+      // Where the stage before is another consumer's, the turn has to come first: S::kCanGather.
+      key_ready = (S::kPipelined || streams == 1) && mbarrier_test(barriers.key_full(next.stage), next.parity());
+      if constexpr (kMode == 3) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) state.c[r] = row_scales[row + 8 * r] * scales.k;
+        state.offset = 0.f;
+      }
+      if (S::kPipelined && step > 0) take_tile();
+      wgmma_wait<S::kPipelined ? 1 : 0>();
+      pin(s);
+
+      const auto meanwhile = [&](int g) {
+        if constexpr (S::kPipelined) promote(0, g * kChunk / 16, kChunk / 16);
+      };
+      // The second product of the tile before; then P may be written again.
+      const auto previous_done = [&] {
+        if constexpr (S::kPipelined) {
+          wgmma_wait<0>();
+          pin(product);
+        }
+      };
+      // P is 255 at most: shift is rounded towards smaller P. What the rounding takes is given back through the maximum.
+      float shift[2];
+      const auto take_shift = [&](const float(&top)[2], const float(&peak)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          shift[r] = __fsub_rd(kLog2Of255, __fmul_ru(peak[r], state.c[r]));
+          maximum[r] = fmaf(top[r], state.c[r], state.offset) + (kLog2Of255 - fmaf(peak[r], state.c[r], shift[r]));
+        }
+      };
+      if constexpr (kMode == 2) {
+        float x[64];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
+        if (__builtin_expect(partial, 0)) hide_columns(x, last_columns);
+        const Maxima maxima = take_scores(x, state, scales, quad);
+        take_shift(maxima.top, maxima.peak);
+        previous_done();
+        weights<kMode>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
       } else {
-        take_shift(peak, peak);
-        weights<kMode>([&](int i) { return float(s[i]); }, state.c, shift, scales, quad, probability, sum, meanwhile);
+        if (__builtin_expect(partial, 0)) hide_columns(s, last_columns);
+        float peak[2];
+        thread_maxima(s, peak);
+        quad_max(peak);
+        const float largest = fmaxf(fabsf(peak[0] * state.c[0]), fabsf(peak[1] * state.c[1]));
+        previous_done();
+        if (__builtin_expect(partial || __any_sync(0xffffffffu, largest > kLargestPlainMaximum), 0)) {
+          // Columns that do not exist, or logits so large that the rounding of their maximum shows: subtracting before
+          // multiplying is exact where it counts.
+          take_shift(peak, {0.f, 0.f});
+          const int columns = partial ? last_columns : kKeyTile;
+          weights<kMode>(
+              [&](int i) { return column_of(i) < columns ? float(s[i]) - peak[i / 2 % 2] : -INFINITY; }, state.c, shift,
+              scales, quad, probability, sum, meanwhile);
+        } else {
+          take_shift(peak, peak);
+          weights<kMode>([&](int i) { return float(s[i]); }, state.c, shift, scales, quad, probability, sum, meanwhile);
+        }
       }
-    }
-    if (!value_ready) mbarrier_wait(&barriers.value_full[at.stage], at.parity);
-    if constexpr (!S::kPipelined) {
-      turns.wait();
+      if (!value_ready) mbarrier_wait(barriers.value_full(at.stage), at.parity());
+      if constexpr (!S::kPipelined) {
+        turns.wait();
 #pragma unroll
-      for (int n = 0; n < kChunks; ++n) {
-        issue_pv_int8<kChunk, kDimPv>(product, probability, advance(value_of(at.stage), n * kChunk * 16));
-        if (n == 0) take_tile();
-        wgmma_wait<0>();
-        if (n == kChunks - 1) turns.pass();
-        pin(product);
-        promote(n, 0, kChunk / 2);
+        for (int n = 0; n < kChunks; ++n) {
+          issue_pv_int8<kChunk, kDimPv>(product, probability, advance(S::value_descriptor(ring, at.stage), n * kChunk * 16));
+          if (n == 0) take_tile();
+          wgmma_wait<0>();
+          if (n == kChunks - 1) turns.pass();
+          pin(product);
+          promote(n, 0, kChunk / 2);
+        }
       }
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier_arrive(barriers.key_empty(at.stage));
+        if (!S::kPipelined || step > 0) mbarrier_arrive(barriers.value_empty(S::kPipelined ? previous_stage : at.stage));
+      }
+      previous_stage = at.stage;
+      at = next;
     }
+    if (lane == 0) mbarrier_arrive(barriers.query_empty(consumer));
+    if constexpr (S::kPipelined) {
+      issue_pv_int8<kChunk, kDimPv>(product, probability, S::value_descriptor(ring, previous_stage));
+      if (steps > 0) take_tile();
+      wgmma_wait<0>();
+      pin(product);
+      promote(0, 0, kChunk / 2);
+      if (steps > 0 && lane == 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+    }
+    const float row_scale[2] = {row_scales[row], row_scales[row + 8]};
+    finish<kDimPv>(p, task, *reinterpret_cast<Barriers*>(shared + S::kBarriers), consumer, row_scale, rows, o, row_scales + kQueryBlock, p.bf16);
     __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive(&barriers.key_empty[at.stage]);
-      if (!S::kPipelined || step > 0) mbarrier_arrive(&barriers.value_empty[S::kPipelined ? previous.stage : at.stage]);
-    }
-    previous = at;
-    at = next;
+    if (lane == 0 && !task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
   }
-  if constexpr (S::kPipelined) {
-    issue_pv_int8<kChunk, kDimPv>(product, probability, value_of(previous.stage));
-    if (steps > 0) take_tile();
-    wgmma_wait<0>();
-    pin(product);
-    promote(0, 0, kChunk / 2);
-  }
-  const float row_scale[2] = {row_scales.scale[row], row_scales.scale[row + 8]};
-  finish<kDimPv>(p, task, barriers, consumer, row_scale, rows, o, tables, p.bf16);
 }
 
 }  // namespace trtconvert::attention::sm90

@@ -5,16 +5,6 @@
 
 namespace trtconvert::attention::sm90 {
 
-// The channel tables of a head, v_scale then v_offset, for store(). A barrier has to follow.
-template <int kDimPv>
-__device__ __forceinline__ void load_channel_tables(const Params& p, int head, float* tables) {
-  const int64_t row = (int64_t(p.elements[blockIdx.y].bin) * p.kv_heads + head / p.group) * p.head_dim;
-  for (int d = threadIdx.x % kWarpgroup; d < kDimPv; d += kWarpgroup) {
-    tables[d] = d < p.head_dim ? p.v_scale[row + d] : 0.f;
-    tables[kDimPv + d] = d < p.head_dim ? p.v_offset[row + d] : 0.f;
-  }
-}
-
 // A 4 x 4 transpose over the four threads of a quad: thread number `quad` gets word `quad` of each, in the order of the threads.
 __device__ __forceinline__ uint4 quad_transpose(const uint32_t (&x)[4], int quad) {
   const bool odd = quad % 2, upper = quad / 2;
@@ -33,11 +23,11 @@ __device__ __forceinline__ uint4 quad_transpose(const uint32_t (&x)[4], int quad
                : make_uint4(pair[0][0], pair[0][1], other[0], other[1]);
 }
 
-// out = o / sum[row], with `tables` times v_scale plus v_offset, for the rows and columns that exist. In 16 bytes where four
-// groups of eight columns meet: everything is computed before the first store, without a branch.
+// out = o / sum[row], with `tables` times v_scale plus v_offset (kDimPv of each), for the rows and columns that exist. In 16 bytes
+// where four groups of eight columns meet: everything is computed before the first store, without a branch.
 template <int kDimPv, int kChunks, int kHalf>
-__device__ __forceinline__ void store(const Params& p, int head, int block, const Rows& rows, const float (&o)[kChunks][kHalf],
-                                      const float* tables, bool bf16) {
+__device__ __forceinline__ void store(const Params& p, int batch, int head, int block, const Rows& rows,
+                                      const float (&o)[kChunks][kHalf], const float* tables, bool bf16) {
   constexpr int kGroups = kDimPv / 8, kPerChunk = kGroups / kChunks;
   const int lane = lane_id(), quad = lane % 4;
   float inverse[2];
@@ -70,7 +60,7 @@ __device__ __forceinline__ void store(const Params& p, int head, int block, cons
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = block * kQueryBlock + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * r;
-    uint16_t* const out = static_cast<uint16_t*>(p.out) + blockIdx.y * p.out_strides.batch + row * p.out_strides.token +
+    uint16_t* const out = static_cast<uint16_t*>(p.out) + batch * p.out_strides.batch + row * p.out_strides.token +
                           head * p.out_strides.head;
     const int columns = row < p.num_queries ? p.head_dim : 0;
     constexpr int kQuads = kGroups / 4 * 4;
@@ -146,7 +136,7 @@ __device__ __forceinline__ void finish(const Params& p, const Task& task, Barrie
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (isnan(row_scale[r])) rows.sum[r] = row_scale[r];
-  store<kDimPv>(p, task.head_of(consumer), task.block_of(consumer), rows, o, tables, bf16);
+  store<kDimPv>(p, task.batch, task.head_of(consumer), task.block_of(consumer), rows, o, tables, bf16);
 }
 
 }  // namespace trtconvert::attention::sm90

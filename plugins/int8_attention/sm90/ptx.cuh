@@ -13,37 +13,56 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// Loaded here, and kept: the compiler must not compute it again where it is used.
+__device__ __forceinline__ uint32_t keep_shared(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// Barriers are given by their address in shared memory.
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Waits until the phase of this parity is complete.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of this parity is complete. The thread may sleep up to 10 ms at a time: without a hint it asks again every
+// hundred cycles, which takes issue slots and power from those that compute.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "wait:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
       "@!done bra wait;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
+      "}" ::"r"(barrier),
+      "r"(parity), "r"(10000000)
       : "memory");
 }
 
 // Whether that phase is complete, without waiting. The answer takes a while: ask early.
-__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
@@ -52,27 +71,26 @@ __device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, uint32_t parity
       "selp.u32 %0, 1, 0, done;\n"
       "}"
       : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
+      : "r"(barrier), "r"(parity)
       : "memory");
   return done;
 }
 
 // Contiguous copy from global to shared memory; 16-byte aligned, a multiple of 16 bytes. Completes on the barrier.
-__device__ __forceinline__ void bulk_copy(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
+__device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(target)),
-      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
 // One box of a tensor of four dimensions, from the given coordinates on, to shared memory; what lies outside the tensor is zero
 // and counts among the bytes. Completes on the barrier.
-__device__ __forceinline__ void tensor_copy(void* target, const CUtensorMap* map, const int (&at)[4], uint64_t* barrier) {
+__device__ __forceinline__ void tensor_copy(uint32_t target, const CUtensorMap* map, const int (&at)[4], uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(shared_address(target)),
-      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(barrier))
+      "[%6];" ::"r"(target),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier)
       : "memory");
 }
 

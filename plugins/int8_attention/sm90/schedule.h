@@ -2,9 +2,12 @@
 //
 // A unit is what the consumers of a thread block compute together: query blocks of one head, over all its keys. Those with a
 // query block for every consumer come first, head by head, then each head's last one where it has fewer. Where that is a single
-// query block, a unit takes those of several heads, and each consumer has the keys of its own. One thread block
-// computes one unit, but for the last units of a launch that would leave most multiprocessors idle: their keys are divided
-// among several thread blocks, whose results meet in the workspace (merge() in epilogue.cuh).
+// query block, a unit takes those of several heads, and each consumer has the keys of its own.
+//
+// There are as many thread blocks as multiprocessors. Each begins with the unit of its own number and then takes the next one
+// that none has taken. Of the last units of a launch, where they would leave most multiprocessors idle, the keys are divided
+// into parts that are taken like units; their results meet in the workspace (merge() in epilogue.cuh). A thread block computes
+// in one mode: where the batch has several, each has its share of the thread blocks.
 #pragma once
 
 #include <algorithm>
@@ -38,12 +41,12 @@ struct Schedule {
     const int64_t all = int64_t(units) * p.batch;
     const int last_wave = int(all % p.multiprocessors);
     if (last_wave == 0 || last_wave > units) return;
-    // The last wave's time in that of a whole unit: waves of parts, each with what a thread block costs beside its tiles, and
-    // the meeting of the parts.
+    // The last wave's time in that of a whole unit: waves of parts, each with what a task costs beside its tiles, and the meeting
+    // of the parts.
     float shortest = 1.f;
     for (int count = 2; count <= kMaxParts && count <= p.key_tiles && last_wave * count <= most_parts(p); ++count) {
       const int waves = ceil_div(last_wave * count, p.multiprocessors);
-      const float time = float(waves) / count + (4.f * (waves - 1) + 1.f * count + 2.f) / p.key_tiles;
+      const float time = float(waves) / count + (1.f * (waves - 1) + 1.f * count + 3.f) / p.key_tiles;
       if (time < shortest - 0.01f) {
         shortest = time;
         parts = count;
@@ -62,7 +65,8 @@ struct Schedule {
     return int(std::min(int64_t(2) * p.multiprocessors, parts));
   }
 
-  TRTCONVERT_HOST_DEVICE int thread_blocks() const { return units + divided * (parts - 1); }  // of the last batch element
+  // Units and parts of units, of a batch element or of the last one.
+  TRTCONVERT_HOST_DEVICE int tasks(bool last) const { return units + (last ? divided * (parts - 1) : 0); }
 
  private:
   static constexpr int kMaxParts = 8;

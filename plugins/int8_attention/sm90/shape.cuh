@@ -1,10 +1,11 @@
 // What a thread block of the Hopper kernel is made of: sizes that follow from the mode and the padded head dims, the barriers of
-// its ring, its task, the turns of its consumers.
+// its ring, its tasks, the turns of its consumers.
 #pragma once
 
 #include <cmath>
 #include <initializer_list>
 
+#include "element.cuh"
 #include "launch.h"
 #include "sm90/ptx.cuh"
 #include "sm90/schedule.h"
@@ -15,6 +16,8 @@ constexpr int kWarpgroup = 128;
 constexpr int kSharedLimit = 227 * 1024;
 constexpr int kSwizzledBlock = kHalfTile * 128;  // 64 keys of 64 channels in 16 bits
 constexpr int kMaxStages = 4;
+constexpr int kWarpsPerConsumer = kWarpgroup / 32;
+constexpr int kProducers = 3;  // threads: of queries, keys and values
 constexpr float kLog2Of255 = 7.99435343685885f;
 // Accumulators of QK^T start at the bits of this float, 1.5 * 2^23: as long as a sum stays within +-2^22 the accumulator
 // read as a float is kMagic + sum, so no conversion is needed, and sums compare like their bits.
@@ -25,39 +28,72 @@ constexpr float kLargestPlainMaximum = 0x1p13f;    // of mode 3: the same of pro
 constexpr float kLargestPlainReference = 0x1p20f;  // of modes 0 and 1: up to it rounded to 2^-4
 constexpr float kRescaleThreshold = 8.f;           // O is rescaled when a maximum grows by more than 2^8: FP32 sums have the room
 
-// One consumer's rows, in shared memory: registers are too dear for what a tile needs once.
-struct RowScales {
-  float scale[kQueryBlock];           // base-2 exponent per unit of S and of K's scale
-  float largest[4], smallest[4];      // of the 16 rows of each warp
+struct Schedules {
+  Schedule of[kModes];
 };
 
-// What a thread block works on.
+// Of mode 2, extremes of the scales of each warp's 16 rows.
+struct Extremes {
+  float largest[kWarpsPerConsumer], smallest[kWarpsPerConsumer];
+};
+
+// What a thread block works on until it takes the next: a unit of the schedule, or a part of one.
 struct Task {
+  int batch, bin;                 // the batch element, and its row of the tables
   int head, first_block, active;  // query blocks first_block .. first_block + active - 1; with several streams first_block of
   int streams;                    // the heads head .. head + streams - 1, one per consumer. Tiles of the streams alternate
   int first_step, steps;          // over the keys, in tiles of the mode; steps may be 0
   int num_keys;                   // keys beyond do not exist
+  uint32_t phases;                // where the ring's first stage is: Cursor
   int divided;                    // which of the units that several thread blocks compute, or -1
   int part, parts;
+
+  // Whether every consumer reads every tile, of which there are some. Then the ring's barriers tell enough: a consumer must not ask
+  // for a phase before it knows that the one before is complete, nor the producer overwrite what belongs to a task before. After
+  // any other task the producers wait until all consumers, the idle ones too, and they themselves are done with it.
+  __device__ __forceinline__ bool ordinary(int consumers) const { return steps > 0 && active == consumers && streams == 1; }
 
   __device__ __forceinline__ int head_of(int consumer) const { return streams > 1 ? head + consumer : head; }
   __device__ __forceinline__ int block_of(int consumer) const { return streams > 1 ? first_block : first_block + consumer; }
 
-  // Of a consumer's query block and of a stream's first key tile, in the workspace.
-  __device__ __forceinline__ int64_t q_block(const Params& p, int consumer) const {
-    return (int64_t(blockIdx.y) * p.heads + head_of(consumer)) * p.query_blocks + block_of(consumer);
-  }
-  __device__ __forceinline__ int64_t kv_tile(const Params& p, int stream) const {
-    return (int64_t(blockIdx.y) * p.kv_heads + (head + stream) / p.group) * p.key_tiles;
-  }
 };
 
+// Number n of a thread block's tasks lies in tasks[n % kTaskSlots], with a barrier for each slot, and in phase n of the queries'
+// barriers. When task n is wanted, the queries of task n - 1 are on their way: each consumer has read those of task n - 2 and is
+// done with the tasks before, and so is the producer of their values.
+constexpr int kTaskSlots = 4;
+
 struct Barriers {
-  uint64_t query[kMaxConsumers];
+  uint64_t query_full[kMaxConsumers], query_empty[kMaxConsumers];
   uint64_t key_full[kMaxStages], key_empty[kMaxStages];
   uint64_t value_full[kMaxStages], value_empty[kMaxStages];
+  uint64_t task_full[kTaskSlots];
+  uint64_t task_wanted;              // by the producers of queries and of keys
+  uint64_t task_done;                // of tasks that are not ordinary
   int32_t last_part[kMaxConsumers];  // whether the consumer was the last to finish its part of a query block
-  Task task;  // here because a consumer's loop has no registers for what only its end needs; active 0 where there is none
+  uint32_t address;                  // of shared memory: keep_shared()
+  // Here because a consumer's loop has no registers for what only its end needs. `active` is 0 behind the last one.
+  Task tasks[kTaskSlots];
+};
+
+// Where they are in shared memory.
+class BarrierAddresses {
+ public:
+  __device__ __forceinline__ explicit BarrierAddresses(uint32_t barriers) : at_(barriers) {}
+  __device__ __forceinline__ uint32_t query_full(int w) const { return at_ + uint32_t(offsetof(Barriers, query_full)) + 8 * w; }
+  __device__ __forceinline__ uint32_t query_empty(int w) const { return at_ + uint32_t(offsetof(Barriers, query_empty)) + 8 * w; }
+  __device__ __forceinline__ uint32_t key_full(int s) const { return at_ + uint32_t(offsetof(Barriers, key_full)) + 8 * s; }
+  __device__ __forceinline__ uint32_t key_empty(int s) const { return at_ + uint32_t(offsetof(Barriers, key_empty)) + 8 * s; }
+  __device__ __forceinline__ uint32_t value_full(int s) const { return at_ + uint32_t(offsetof(Barriers, value_full)) + 8 * s; }
+  __device__ __forceinline__ uint32_t value_empty(int s) const { return at_ + uint32_t(offsetof(Barriers, value_empty)) + 8 * s; }
+  __device__ __forceinline__ uint32_t task_full(int n) const {
+    return at_ + uint32_t(offsetof(Barriers, task_full)) + 8 * (n % kTaskSlots);
+  }
+  __device__ __forceinline__ uint32_t task_wanted() const { return at_ + uint32_t(offsetof(Barriers, task_wanted)); }
+  __device__ __forceinline__ uint32_t task_done() const { return at_ + uint32_t(offsetof(Barriers, task_done)); }
+
+ private:
+  uint32_t at_;
 };
 
 // Sizes that follow from the mode and the padded head dims.
@@ -74,7 +110,7 @@ struct Shape {
   static constexpr int kChunk = kOneChunk ? kDimPv : kDimPv == 160 ? 80 : 64;
   static constexpr int kChunks = kDimPv / kChunk;
   // Mode 0 may take half tiles: the key tile is part of the numerics in the INT8 modes only.
-  static constexpr int kKeys = kMode == 0 && kDimPv > 128 ? kHalfTile : kKeyTile;
+  static constexpr int kKeys = kMode == 0 && kDimPv >= 128 ? kHalfTile : kKeyTile;
   // Modes 0 and 1: a thread's registers of S, and how many of the next tile's there is room for while P and O are in use.
   static constexpr int kScores = kKeys / 2;
   static constexpr int kAhead = kDimPv <= 64 ? kScores : kMode == 1 && kDimPv == 128 ? 0 : 32;
@@ -97,10 +133,15 @@ struct Shape {
   static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, log2_v_max);
   static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
   static constexpr int kStageBytes = kValueRoom + kKeyBytes;
-  static constexpr int kTableBytes = kInt8Pv ? 2 * kDimPv * int(sizeof(float)) : 0;  // v_scale and v_offset, per consumer
-  static constexpr int kConsumerBytes = kQueryBytes + kTableBytes + int(sizeof(RowScales));
+  // A consumer's own: its queries, and twice, as one task's are in use until its end, what belongs to them: the rows' scales
+  // (base-2 exponents per unit of S and of K's scale) and with V in INT8 its channels' v_scale and v_offset.
+  static constexpr int kRowScaleBytes = kQueryBlock * int(sizeof(float));
+  static constexpr int kTableBytes = kInt8Pv ? 2 * kDimPv * int(sizeof(float)) : 0;
+  static constexpr int kBesideBytes = kRowScaleBytes + kTableBytes;
+  static constexpr int kExtremes = kQueryBytes + 2 * kBesideBytes;
+  static constexpr int kConsumerBytes = kExtremes + (kMode == 2 ? int(sizeof(Extremes)) : 0);
   static constexpr int kFit = (kSharedLimit - int(sizeof(Barriers)) - kOnesBytes - kConsumers * kConsumerBytes) /
-                              (kStageBytes + int(sizeof(TileScales)));
+                              (kStageBytes + kScaleBytes);
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   static_assert(kStages >= 2);
   // Whether each consumer may have keys of its own, which with few channels costs more than it saves. They share the ring, and a
@@ -113,9 +154,25 @@ struct Shape {
   static_assert(!kSwizzled || (kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0));
   static constexpr int kOnesBlock = kStages * kStageBytes;
   static constexpr int kScales = kOnesBlock + kOnesBytes;
-  static constexpr int kConsumerArea = kScales + kStages * int(sizeof(TileScales));
+  static constexpr int kConsumerArea = kScales + kStages * kScaleBytes;
   static constexpr int kBarriers = kConsumerArea + kConsumers * kConsumerBytes;
   static constexpr int kSharedBytes = kBarriers + int(sizeof(Barriers));
+
+  // Descriptors of a stage's keys and values; `address` is that of shared memory. With the swizzle the next 64 columns are the next
+  // block, or the block of ones, which is the same for all stages: the distance to it shrinks by what the start moves on.
+  static constexpr bool kSharedOnes = kOnesBytes > 0;
+  static __device__ __forceinline__ uint64_t key_descriptor(uint32_t address, int stage) {
+    return matrix_descriptor(address + stage * kStageBytes + kValueRoom, (kInt8Qk ? kKeyTile : kHalfTile) * 16, 128);
+  }
+  static __device__ __forceinline__ uint64_t value_descriptor(uint32_t address, int stage) {
+    const int moved = stage * kStageBytes;
+    if (kInt8Pv) return matrix_descriptor(address + moved, kDimPv * 16, 128);
+    if (!kSwizzled) return matrix_descriptor(address + moved, 128, kHalfTile * 16);
+    return swizzled_descriptor(address + moved, kSharedOnes ? kOnesBlock - moved : kSwizzledBlock, 1024);
+  }
+
+  // Of a stage, from the start of shared memory on. Only what the mode needs is there.
+  static __device__ __forceinline__ int tile_scales_at(int stage) { return kScales + stage * kScaleBytes - kScaleOffset; }
 };
 
 constexpr int largest(std::initializer_list<int> values) {
@@ -134,30 +191,140 @@ struct Config {
                                                Shape<2, kDimQk, kDimPv>::kSharedBytes, Shape<3, kDimQk, kDimPv>::kSharedBytes});
 };
 
-// Position in the ring.
+// Position in the ring. Each task begins with the first stage, which is a constant: the compiler has to know that descriptors are
+// the same in all lanes.
 template <int kStages>
 struct Cursor {
   int stage = 0;
-  uint32_t parity = 0;
+  uint32_t phases;  // bit i: parity of the phase that the stage after i more is about to be in
+  __device__ __forceinline__ explicit Cursor(uint32_t first_phases) : phases(first_phases) {}
+  __device__ __forceinline__ uint32_t parity() const { return phases & 1; }
   __device__ __forceinline__ void advance(int stages) {  // up to kStages
     stage += stages;
-    if (stage >= kStages) {
-      stage -= kStages;
-      parity ^= 1;
-    }
+    if (stage >= kStages) stage -= kStages;
+    phases = phases >> stages | (~phases & ((1 << stages) - 1)) << (kStages - stages);
   }
 };
 
-// False for a thread block without a task: the grid suits the mode and the batch element with the most.
+// Of the first stage on, after so many tiles from there.
+template <int kStages>
+__device__ __forceinline__ uint32_t phases_after(uint32_t phases, unsigned tiles) {
+  constexpr uint32_t kAll = (1 << kStages) - 1;
+  return phases ^ (tiles / kStages % 2 ? kAll : 0) ^ ((1 << tiles % kStages) - 1);
+}
+
+// What a thread block does of a launch: units first, first + step, … of its mode, or whatever of these is left.
+struct Share {
+  int mode, first, step;
+  Element element;  // of a batch of one
+};
+
+// By one thread: `elements` of the batch have each mode.
+__device__ __forceinline__ Share share_out(const int (&elements)[kModes], int batch) {
+  int left = batch, thread_blocks = gridDim.x, modes = 0;
+  for (int count : elements) modes += count > 0;
+  Share share = {0, int(blockIdx.x), 0, {}};
+  for (int mode = 0; mode < kModes; ++mode) {
+    if (elements[mode] == 0) continue;
+    // In proportion; the modes to come need one each.
+    const int in_proportion = int(float(thread_blocks) * elements[mode] / left + 0.5f);
+    share.mode = mode;
+    share.step = min(max(in_proportion, 1), thread_blocks - --modes);
+    if (share.first < share.step) break;
+    share.first -= share.step;
+    thread_blocks -= share.step;
+    left -= elements[mode];
+  }
+  return share;
+}
+
+// The same in all threads of the thread block. Where the batch has several modes they share the thread blocks by their elements.
+// Uses the beginning of `shared`; a barrier has to follow before that is used otherwise.
+__device__ __forceinline__ Share share_of(const Params& p, uint8_t* shared) {
+  // Through shuffles: the compiler has to know that they are the same in every lane.
+  if (p.batch == 1) {
+    const Element element = element_of(p, 0);
+    return {__shfl_sync(0xffffffffu, element.mode, 0), int(blockIdx.x), int(gridDim.x), element};
+  }
+  int(&elements)[kModes] = *reinterpret_cast<int(*)[kModes]>(shared);
+  Share& share = *reinterpret_cast<Share*>(shared + sizeof(elements));
+  if (threadIdx.x < kModes) elements[threadIdx.x] = 0;
+  __syncthreads();
+  for (int b = threadIdx.x; b < p.batch; b += blockDim.x) atomicAdd(&elements[element_of(p, b).mode], 1);
+  __syncthreads();
+  if (threadIdx.x == 0) share = share_out(elements, p.batch);
+  fence_async_proxy();
+  __syncthreads();
+  return {__shfl_sync(0xffffffffu, share.mode, 0), __shfl_sync(0xffffffffu, share.first, 0),
+          __shfl_sync(0xffffffffu, share.step, 0), {}};
+}
+
+// The batch elements of one mode's units. A warp, all of whose lanes call it, looks at 32 elements at once and only moves on.
+template <int kMode>
+class Elements {
+ public:
+  __device__ __forceinline__ Elements(const Params& p, const Schedule& schedule, const Share& share) {
+    if (p.batch > 1) {
+      look(p, schedule);
+    } else {
+      mine_ = share.element;
+      end_ = schedule.tasks(true);
+    }
+  }
+
+  // The element that a unit belongs to and the unit's number in it; false where there is no such unit. Units must not decrease.
+  __device__ __forceinline__ bool find(const Params& p, const Schedule& schedule, int unit, int& batch, int& unit_of_element,
+                                       Element& element) {
+    unsigned before = __ballot_sync(0xffffffffu, end_ <= unit);
+    while (before == 0xffffffffu) {
+      if (first_ + 32 >= p.batch) return false;
+      first_ += 32;
+      begin_ = __shfl_sync(0xffffffffu, end_, 31);
+      look(p, schedule);
+      before = __ballot_sync(0xffffffffu, end_ <= unit);
+    }
+    const int lane = __popc(before);
+    batch = first_ + lane;
+    unit_of_element = unit - (lane ? __shfl_sync(0xffffffffu, end_, lane - 1) : begin_);
+    element.bin = __shfl_sync(0xffffffffu, mine_.bin, lane);
+    element.num_keys = __shfl_sync(0xffffffffu, mine_.num_keys, lane);
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void look(const Params& p, const Schedule& schedule) {
+    const int lane = lane_id(), b = first_ + lane;
+    end_ = 0;
+    if (b < p.batch) {
+      mine_ = element_of(p, b);
+      if (mine_.mode == kMode) end_ = schedule.tasks(b == p.batch - 1);
+    }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, end_, distance);
+      if (lane >= distance) end_ += other;
+    }
+    end_ += begin_;
+  }
+
+  int first_ = 0, begin_ = 0;  // the element of lane 0, and the units of those before
+  Element mine_ = {};          // of element first_ + lane
+  int end_ = 0;                // units of the elements up to that one
+};
+
 template <int kKeys, int kConsumers>
-__device__ __forceinline__ bool find_task(const Params& p, const Schedule& schedule, int num_keys, Task& task) {
-  const int whole = schedule.units - (blockIdx.y == p.batch - 1 ? schedule.divided : 0);
-  int unit = blockIdx.x;
+__device__ __forceinline__ Task task_of(const Params& p, const Schedule& schedule, int batch, int unit, const Element& element,
+                                        uint32_t phases) {
+  Task task;
+  task.batch = batch;
+  task.bin = element.bin;
+  task.num_keys = element.num_keys;
+  task.phases = phases;
   task.divided = -1;
   task.part = 0;
   task.parts = 1;
+  const int whole = schedule.units - (batch == p.batch - 1 ? schedule.divided : 0);
   if (unit >= whole) {
-    if (blockIdx.y != p.batch - 1 || unit >= schedule.thread_blocks()) return false;
     task.divided = (unit - whole) / schedule.parts;
     task.part = (unit - whole) % schedule.parts;
     task.parts = schedule.parts;
@@ -174,34 +341,36 @@ __device__ __forceinline__ bool find_task(const Params& p, const Schedule& sched
     task.active = schedule.rest;
     if (schedule.gathered > 1) task.active = task.streams = min(schedule.gathered, p.heads - task.head);
   }
-  task.num_keys = num_keys;
-  const int64_t all = ceil_div(task.num_keys, kKeys);
-  task.first_step = int(all * task.part / task.parts);
-  task.steps = int(all * (task.part + 1) / task.parts) - task.first_step;
-  return true;
+  task.first_step = 0;
+  task.steps = ceil_div(task.num_keys, kKeys);
+  if (task.parts > 1) {
+    const int all = task.steps;  // products with the few parts stay within 32 bits
+    task.first_step = all * task.part / task.parts;
+    task.steps = all * (task.part + 1) / task.parts - task.first_step;
+  }
+  return task;
 }
 
 // The consumers take turns at the tensor cores, in a ring of named barriers. Without it they fall into step: all wait for
-// the tensor cores, then all for the exponential unit.
+// the tensor cores, then all for the exponential unit. Between tasks it is the first consumer's turn, whoever was active.
 class Turns {
  public:
-  __device__ __forceinline__ Turns(int consumer, int active)
-      : mine_(kFirstBarrier + consumer),
-        next_(kFirstBarrier + (consumer + 1 == active ? 0 : consumer + 1)),
-        alone_(active == 1) {
-    if (consumer == active - 1) pass();  // to the first consumer's first turn
+  __device__ __forceinline__ Turns(int consumer, int consumers) : mine_(kFirstBarrier + consumer) {
+    if (consumer == consumers - 1) named_barrier_arrive(kFirstBarrier, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void begin(int consumer, int active) {
+    next_ = active == 1 ? 0 : kFirstBarrier + (consumer + 1 == active ? 0 : consumer + 1);
   }
   __device__ __forceinline__ void wait() {
-    if (!alone_) named_barrier_sync(mine_, 2 * kWarpgroup);
+    if (next_) named_barrier_sync(mine_, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void pass() {
-    if (!alone_) named_barrier_arrive(next_, 2 * kWarpgroup);
+    if (next_) named_barrier_arrive(next_, 2 * kWarpgroup);
   }
 
  private:
   static constexpr int kFirstBarrier = 1 + kMaxConsumers;  // 1 to 3 are the warpgroups' own
-  int mine_, next_;
-  bool alone_;
+  int mine_, next_ = 0;  // next_ 0: alone
 };
 
 }  // namespace trtconvert::attention::sm90
