@@ -55,7 +55,6 @@ struct Task {
 
   __device__ __forceinline__ int head_of(int consumer) const { return streams > 1 ? head + consumer : head; }
   __device__ __forceinline__ int block_of(int consumer) const { return streams > 1 ? first_block : first_block + consumer; }
-
 };
 
 // Number n of a thread block's tasks lies in tasks[n % kTaskSlots], with a barrier for each slot, and in phase n of the queries'
