@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from support import contents, files_of_at_most, partials
 
 from trtconvert import files
 from trtconvert.errors import UserError
-from trtconvert.files import sha256, whole_file, whole_folder
+from trtconvert.files import sha256, temporary_folder, whole_file, whole_folder
 
 
 def fill(folder: Path, value: str) -> None:
@@ -180,6 +181,33 @@ def test_a_killed_build_leaves_the_old_folder_and_the_next_sweeps(tmp_path):
     write(target, "4")
     assert contents(tmp_path) == {"target/a": b"4", "target/b": b"4"}
     assert partials(tmp_path) == []
+
+
+def hold_a_temporary_folder(parent: Path, ready) -> None:
+    tempfile.tempdir = str(parent)
+    with temporary_folder() as folder:
+        (folder / "joined.data").write_bytes(b"weights")
+        ready.set()
+        signal.pause()
+
+
+def test_what_a_killed_process_left_among_temporary_files_is_swept_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "another's").write_bytes(b"stays")
+    ready = SPAWN.Event()
+    process = SPAWN.Process(target=hold_a_temporary_folder, args=(tmp_path, ready))
+    process.start()
+    assert ready.wait(60)
+    with temporary_folder() as folder:  # beside one that runs
+        assert len(list(tmp_path.glob("*/joined.data"))) == 1
+        assert folder.parent == tmp_path
+    process.kill()
+    process.join()
+    assert len(list(tmp_path.glob("*/joined.data"))) == 1
+    with temporary_folder() as folder:
+        assert list(folder.iterdir()) == []
+        assert list(tmp_path.glob("*/joined.data")) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["another's"]
 
 
 def test_a_folder_that_a_killed_build_moved_aside_is_put_back(tmp_path):

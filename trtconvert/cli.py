@@ -119,13 +119,12 @@ def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache
 
 @contextlib.contextmanager
 def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
-    import tempfile
-
     from trtconvert.cache import Cache, default_folder
+    from trtconvert.files import temporary_folder
 
     if disabled:
-        with tempfile.TemporaryDirectory(prefix="trtconvert-") as name:
-            yield Cache(Path(name))
+        with temporary_folder() as name:
+            yield Cache(name)
     else:
         yield Cache(folder or default_folder())
 

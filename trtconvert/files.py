@@ -67,6 +67,16 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in the system's temporary folder until the block ends.
+
+    Remains of processes of this user that were killed are swept first: they may hold a model's weights.
+    """
+    with _partial_folder(Path(tempfile.gettempdir()) / f"trtconvert-{os.getuid()}") as folder:
+        yield folder
+
+
+@contextmanager
 def one_at_a_time(work: Path) -> Iterator[None]:
     """Waits until no other process is inside such a block for the same path. The lock ends with the process, however that ends.
 

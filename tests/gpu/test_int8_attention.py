@@ -261,25 +261,25 @@ def test_each_batch_element_takes_its_own_mode() -> None:
 @pytest.mark.parametrize("dim", [40, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_thread_blocks_go_from_task_to_task(mode: Mode, dim: int, queries: int, keys: int) -> None:
-    # Several tasks per multiprocessor, of all and of some of a thread block's consumers; batch elements of other lengths, of which
-    # one has no keys, leave barriers in any phase.
+    # Several tasks per multiprocessor, of all and of some of a thread block's consumers; batch elements of other lengths, of
+    # which one has no keys, leave barriers in any phase.
     qkv = draw("k-bias", 4, 40, 20, queries, max(keys, 1), dim)
     tables = reference.tables_from_data(*qkv, mode)
+    timestep = torch.full((4,), 500.0, device="cuda")
     lengths = torch.tensor([keys, keys // 2, 0, keys], dtype=torch.int32, device="cuda")
     options = {"scaling": "dynamic", "key_lengths": lengths}
-    if keys:
-        out = check(qkv, tables, **options)
-    else:
-        out = attend(qkv, torch.zeros(4, device="cuda"), tables, **options)
+    out = check(qkv, tables, **options) if keys else attend(qkv, timestep, tables, **options)
     assert (out[lengths == 0] == 0).all()
     if keys:  # values by the copy engine, which key lengths exclude
         out = check(qkv, tables, scaling="dynamic")
-        assert torch.equal(out, attend(qkv, torch.full((4,), 500.0, device="cuda"), tables, scaling="dynamic"))
+        assert torch.equal(out, attend(qkv, timestep, tables, scaling="dynamic"))
 
 
 @pytest.mark.parametrize("dim", [40, 64, 80, 128, 160])
 @pytest.mark.parametrize("batch, heads, queries", [(2, 24, 1000), (5, 3, 200), (40, 5, 130), (300, 1, 64)])
-def test_batch_elements_of_several_modes_share_the_thread_blocks(batch: int, heads: int, queries: int, dim: int) -> None:
+def test_batch_elements_of_several_modes_share_the_thread_blocks(
+    batch: int, heads: int, queries: int, dim: int
+) -> None:
     qkv = draw("gauss", batch, heads, heads, queries, 260, dim)
     one = reference.tables_from_data(*qkv, Mode.FP16)
     tables = reference.AttentionTables(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from trtconvert.errors import UserError
-from trtconvert.files import free_space, is_disk_full
+from trtconvert.files import free_space, is_disk_full, temporary_folder
 
 INLINE_LIMIT = 500_000_000
 """Bytes of weights up to which they are kept inside the ONNX file. Protobuf takes 2 GiB, but copies all of it at every step from
@@ -88,9 +87,9 @@ def for_parser(model: ir.Model) -> Iterator[bytes]:
     if len(in_memory) == len(weights) and _bytes(in_memory) <= INLINE_LIMIT:
         yield _serialized(model)
         return
-    with tempfile.TemporaryDirectory(prefix="trtconvert-") as folder:
+    with temporary_folder() as folder:
         large = [(value, tensor) for value, tensor in in_memory if tensor.nbytes > SMALL]
-        written = _written([tensor for _, tensor in large], Path(folder))
+        written = _written([tensor for _, tensor in large], folder)
         for (value, _), tensor in zip(large, written, strict=True):
             value.const_value = tensor
         for value, tensor in _weights(model):
