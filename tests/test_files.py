@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import stat
 import tempfile
 from pathlib import Path
 
@@ -201,6 +202,7 @@ def test_what_a_killed_process_left_among_temporary_files_is_swept_by_the_next(t
     with temporary_folder() as folder:  # beside one that runs
         assert len(list(tmp_path.glob("*/joined.data"))) == 1
         assert folder.parent == tmp_path
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # a model's weights are their owner's
     process.kill()
     process.join()
     assert len(list(tmp_path.glob("*/joined.data"))) == 1

@@ -48,6 +48,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     with _explained(target):
         target = target.resolve()  # a link keeps pointing where it did, and "." has a name
         with _partial_folder(target) as partial:
+            partial.chmod(0o755)  # mkdtemp makes folders that only their owner reads
             yield partial
             _replace_folder(partial, target)
 
@@ -68,7 +69,7 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in the system's temporary folder until the block ends.
+    """A folder in the system's temporary folder, which only its owner reads, until the block ends.
 
     Remains of processes of this user that were killed are swept first: they may hold a model's weights.
     """
@@ -104,7 +105,7 @@ def one_at_a_time(work: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target`. Its lock ends with the process, however that ends, and tells a build from its remains."""
+    """A folder beside `target`, for its owner alone. Its lock, which ends with the process, tells a build from its remains."""
     made = not target.parent.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
@@ -113,7 +114,6 @@ def _partial_folder(target: Path) -> Iterator[Path]:
         lock = os.open(partial, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        partial.chmod(0o755)  # mkdtemp makes folders that only their owner reads
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
