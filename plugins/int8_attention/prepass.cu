@@ -654,7 +654,7 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
 template <typename T, Layers kLayers>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   const int64_t query_work = int64_t(ceil_div(p.num_queries, kTokens)) * p.heads, key_work = int64_t(p.key_tiles) * p.kv_heads;
-  // Thread blocks for V that turn out to have no work cost their launches: no more than run at once.
+  // Thread blocks for V that turn out to have no work cost their launches: no more than run at once up to 64 channels.
   const int at_once = kMostBlocksPerSm * p.multiprocessors;
   const int64_t blocks = query_work + key_work + (p.direct_values ? std::min(key_work, int64_t(at_once)) : key_work);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;

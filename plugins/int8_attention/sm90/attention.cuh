@@ -15,7 +15,7 @@ namespace trtconvert::attention::sm90 {
 // One thread.
 template <typename S>
 __device__ __forceinline__ void init_barriers(uint8_t* shared) {
-  Barriers& all = *reinterpret_cast<Barriers*>(shared + S::kBarriers);
+  Barriers& all = barriers_in<S>(shared);
   all.address = shared_address(shared);
   const BarrierAddresses barriers(shared_address(&all));
   for (int w = 0; w < S::kConsumers; ++w) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void init_barriers(uint8_t* shared) {
     mbarrier_init(barriers.value_empty(s), S::kConsumers * kWarpsPerConsumer);
   }
   for (int n = 0; n < kTaskSlots; ++n) mbarrier_init(barriers.task_full(n), 1);
-  mbarrier_init(barriers.task_wanted(), 2);
+  mbarrier_init(barriers.task_wanted(), 2);  // of queries and of keys
   mbarrier_init(barriers.task_done(), S::kConsumers * kWarpsPerConsumer + kProducers);
   fence_barrier_init();
 }

@@ -86,7 +86,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
   constexpr bool kSums = S::kOnes == 0;
   static_assert(!S::kOptimistic || !kSums, "weights that are computed twice must not be summed twice");
   using Score = std::conditional_t<kMode == 0, float, int32_t>;
-  const uint32_t ring = keep_shared(shared_address(&reinterpret_cast<const Barriers*>(shared + S::kBarriers)->address));
+  const uint32_t ring = kept_address<S>(shared);
   const BarrierAddresses barriers(ring + S::kBarriers);
   const int own = S::kConsumerArea + consumer * S::kConsumerBytes;
   const uint64_t query = matrix_descriptor(ring + own, kQueryBlock * 16, 128);
@@ -95,7 +95,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
   Turns turns(consumer, S::kConsumers);
   for (int n = 0;; ++n) {
     mbarrier_wait(barriers.query_full(consumer), n & 1);
-    const Task& task = reinterpret_cast<const Barriers*>(shared + S::kBarriers)->tasks[n % kTaskSlots];
+    const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
     const int active = __shfl_sync(0xffffffffu, task.active, 0);
     if (active == 0) break;
@@ -222,7 +222,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       for (int r = 0; r < 2; ++r) rows.sum[r] = lane % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
     }
     const float row_scale[2] = {load_shared(row_scales), load_shared(row_scales + 32)};
-    finish<kDimPv>(p, task, *reinterpret_cast<Barriers*>(shared + S::kBarriers), consumer, row_scale, rows, o, nullptr, kBf16);
+    finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, nullptr, kBf16);
     __syncwarp();
     if (lane == 0 && !task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
   }

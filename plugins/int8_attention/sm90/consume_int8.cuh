@@ -158,7 +158,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   constexpr int kStages = S::kStages;
   constexpr int kChunk = S::kChunk, kChunks = S::kChunks;
-  const uint32_t ring = keep_shared(shared_address(&reinterpret_cast<const Barriers*>(shared + S::kBarriers)->address));
+  const uint32_t ring = kept_address<S>(shared);
   const BarrierAddresses barriers(ring + S::kBarriers);
   uint8_t* const own = shared + S::kConsumerArea + consumer * S::kConsumerBytes;
   const uint64_t query = matrix_descriptor(ring + S::kConsumerArea + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
@@ -169,7 +169,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
   Turns turns(consumer, S::kConsumers);
   for (int n = 0;; ++n) {
     mbarrier_wait(barriers.query_full(consumer), n & 1);
-    const Task& task = reinterpret_cast<const Barriers*>(shared + S::kBarriers)->tasks[n % kTaskSlots];
+    const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const float* const row_scales = reinterpret_cast<const float*>(own + S::kQueryBytes + n % 2 * S::kBesideBytes);
     // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
     const int active = __shfl_sync(0xffffffffu, task.active, 0);
@@ -327,7 +327,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       if (steps > 0 && lane == 0) mbarrier_arrive(barriers.value_empty(previous_stage));
     }
     const float row_scale[2] = {row_scales[row], row_scales[row + 8]};
-    finish<kDimPv>(p, task, *reinterpret_cast<Barriers*>(shared + S::kBarriers), consumer, row_scale, rows, o, row_scales + kQueryBlock, p.bf16);
+    finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, row_scales + kQueryBlock, p.bf16);
     __syncwarp();
     if (lane == 0 && !task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
   }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void for_each_task(uint8_t* shared, const Feed& feed)
   for (int n = 0;; ++n) {
     mbarrier_wait(barriers.task_full(n), n / kTaskSlots & 1);
     if (n == 0) wait_for_previous_kernel();
-    const Task& task = reinterpret_cast<const Barriers*>(shared + S::kBarriers)->tasks[n % kTaskSlots];
+    const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     feed(n, task);
     if (task.active == 0) return;
     if (!task.ordinary(S::kConsumers)) {

@@ -174,6 +174,17 @@ struct Shape {
   static __device__ __forceinline__ int tile_scales_at(int stage) { return kScales + stage * kScaleBytes - kScaleOffset; }
 };
 
+template <typename S>
+__device__ __forceinline__ Barriers& barriers_in(uint8_t* shared) {
+  return *reinterpret_cast<Barriers*>(shared + S::kBarriers);
+}
+
+// The address of `shared`, which stays in a register.
+template <typename S>
+__device__ __forceinline__ uint32_t kept_address(uint8_t* shared) {
+  return keep_shared(shared_address(&barriers_in<S>(shared).address));
+}
+
 constexpr int largest(std::initializer_list<int> values) {
   int result = 0;
   for (int value : values) result = value > result ? value : result;
