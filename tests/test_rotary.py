@@ -309,7 +309,7 @@ class Parts(nn.Module):
         q, k = self.joined(parts, self.q(x), other), self.joined(PARTS_OF_K.get(self.kind, parts), self.k(x), other)
         q, k = (y if self.heads_first else y.transpose(1, 2) for y in (q, k))
         v = self.v(x)
-        if self.kind in UNCOVERED:  # these have more tokens, or fewer
+        if self.kind not in COVERING:  # some have more tokens, or fewer
             v = torch.cat([v, v], 1)[:, : k.shape[2]]
         v = v.unflatten(2, (HEADS, -1)).transpose(1, 2)
         return x + F.scaled_dot_product_attention(q, k, v).mean(2).flatten(1)[:, None]
