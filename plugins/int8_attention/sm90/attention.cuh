@@ -20,17 +20,17 @@ __device__ __forceinline__ void init_barriers(uint8_t* shared) {
   const BarrierAddresses barriers(shared_address(&all));
   for (int w = 0; w < S::kConsumers; ++w) {
     mbarrier_init(barriers.query_full(w), 1);
-    mbarrier_init(barriers.query_empty(w), kWarpsPerConsumer);
+    mbarrier_init(barriers.query_empty(w), kWarpgroup);
   }
   for (int s = 0; s < S::kStages; ++s) {
     mbarrier_init(barriers.key_full(s), 1);
     mbarrier_init(barriers.value_full(s), 1);
-    mbarrier_init(barriers.key_empty(s), S::kConsumers * kWarpsPerConsumer);
-    mbarrier_init(barriers.value_empty(s), S::kConsumers * kWarpsPerConsumer);
+    mbarrier_init(barriers.key_empty(s), S::kConsumers * kWarpgroup);
+    mbarrier_init(barriers.value_empty(s), S::kConsumers * kWarpgroup);
   }
   for (int n = 0; n < kTaskSlots; ++n) mbarrier_init(barriers.task_full(n), 1);
   mbarrier_init(barriers.task_wanted(), 2);  // of queries and of keys
-  mbarrier_init(barriers.task_done(), S::kConsumers * kWarpsPerConsumer + kProducers);
+  mbarrier_init(barriers.task_done(), S::kConsumers * kWarpgroup + kProducers);
   fence_barrier_init();
 }
 

@@ -40,22 +40,35 @@ __device__ __forceinline__ void issue_scores(Score (&s)[N], uint64_t query, uint
 template <bool kBf16, bool kSums, int N, typename Value>
 __device__ __forceinline__ void weights_16bit(const Value& value, const float (&c)[2], const float (&reference)[2],
                                               uint32_t (&probability)[N / 8][4], float (&sum)[2]) {
-  float partial[2][2] = {};
+  float partial[2] = {};
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
     const int r = i / 2 % 2;
     const float low = exp2_approx(fmaf(value(i), c[r], -reference[r]));
     const float high = exp2_approx(fmaf(value(i + 1), c[r], -reference[r]));
     probability[i / 8][i % 8 / 4 * 2 + r] = pack_16bit<kBf16>(low, high);
-    if constexpr (kSums) {
-      partial[r][0] += low;
-      partial[r][1] += high;
-    }
+    if constexpr (kSums) partial[r] += low + high;
   }
   if constexpr (kSums) {
-    sum[0] += partial[0][0] + partial[0][1];
-    sum[1] += partial[1][0] + partial[1][1];
+    sum[0] += partial[0];
+    sum[1] += partial[1];
   }
+}
+
+// Whether one of this thread's weights is beyond 2^kRescaleThreshold, or no number. They are not negative: in 16 bits they compare
+// like their bits, two at a time, which takes a quarter of the instructions that maxima of the scores take.
+template <bool kBf16, int N>
+__device__ __forceinline__ bool too_large(const uint32_t (&probability)[N][4]) {
+  constexpr int kExponent = int(kRescaleThreshold), kLimit = kBf16 ? (127 + kExponent) << 7 : (15 + kExponent) << 10;
+  static_assert(N % 4 == 0);
+  uint32_t chain[4] = {};  // side by side: they are what the next product waits for
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const uint32_t(&p)[4] = probability[i];
+    chain[i % 4] = __vimax3_s16x2(__vimax3_s16x2(chain[i % 4], p[0], p[1]), p[2], p[3]);
+  }
+  const uint32_t largest = __vmaxs2(__vimax3_s16x2(chain[0], chain[1], chain[2]), chain[3]);
+  return int(largest) > (kLimit << 16 | 0xffff) || int(largest & 0xffff) > kLimit;
 }
 
 // Takes the columns of a partial tile that do not exist out of P. Their scores were the lowest there are, but times a tiny scale
@@ -90,27 +103,19 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
   const BarrierAddresses barriers(ring + S::kBarriers);
   const int own = S::kConsumerArea + consumer * S::kConsumerBytes;
   const uint64_t query = matrix_descriptor(ring + own, kQueryBlock * 16, 128);
-  const int lane = lane_id();
 
   Turns turns(consumer, S::kConsumers);
   for (int n = 0;; ++n) {
     mbarrier_wait(barriers.query_full(consumer), n & 1);
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
-    // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
-    const int active = __shfl_sync(0xffffffffu, task.active, 0);
-    if (active == 0) break;
-    const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
-    const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
-    const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeys;
-    const int partial_step = last_columns < kKeys ? steps - 1 : -1;
-    if (consumer >= active) {
-      if (lane == 0) {
-        mbarrier_arrive(barriers.query_empty(consumer));
-        mbarrier_arrive(barriers.task_done());
-      }
+    const ConsumerTask<S> mine(task);
+    if (mine.active == 0) break;
+    if (consumer >= mine.active) {
+      mbarrier_arrive(barriers.query_empty(consumer));
+      mbarrier_arrive(barriers.task_done());
       continue;
     }
-    turns.begin(consumer, active);
+    turns.begin(consumer, mine.active);
     const uint32_t row_scales = ring + own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
     Rows rows;
@@ -134,10 +139,10 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     };
 
     Cursor<kStages> at(__shfl_sync(0xffffffffu, task.phases, 0));
-    if (streams > 1) at.advance(consumer);
+    if (mine.streams > 1) at.advance(consumer);
     int previous_stage = at.stage;
-    if (steps > 0) turns.wait();
-    for (int step = 0; step < steps; ++step) {
+    if (mine.steps > 0) turns.wait();
+    for (int step = 0; step < mine.steps; ++step) {
       Score s[kScores];
       if (kAhead > 0 && step > 0) issue_values(previous_stage);
       if (kAhead > 0 || step == 0) mbarrier_wait(barriers.key_full(at.stage), at.parity());
@@ -147,7 +152,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
         if constexpr (kAhead > 0) {
           wgmma_wait<1>();
           pin(o);
-          if (lane == 0 && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+          if (step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
         }
         issue_scores<kMode, kBf16, kDimQk, kDimPv, kAhead, kScores - kAhead>(s, query, key);
       }
@@ -164,26 +169,24 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       pin(s);
       pin(o);
       __syncwarp();
-      if (lane == 0) {
-        mbarrier_arrive(barriers.key_empty(at.stage));
-        if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
-      }
+      mbarrier_arrive(barriers.key_empty(at.stage));
+      if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
 
-      const int columns = step == partial_step ? last_columns : kKeys;
+      const int columns = step == mine.partial_step ? mine.last_columns : kKeys;
       if (__builtin_expect(columns < kKeys, 0)) hide_columns(s, columns);
       float reference[2] = {rows.reference[0], rows.reference[1]};
       const auto score = [&](int i) { return float(s[i]); };
       if constexpr (S::kOptimistic) {
-        // The references of the tiles before mostly serve. Whether they do is known while the exponentials run, which are
-        // repeated where they do not.
+        // The references of the tiles before mostly serve. Whether they do the weights themselves tell, which are computed again
+        // where they do not.
         bool settle = step == 0, settled = false;
         do {
           if (settle) {
             settle_references(rows, s, c, reference, o);
             settled = true;
           }
-          const bool outgrown = outgrows(rows, s, c);
           weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
+          const bool outgrown = too_large<kBf16>(probability) || too_coarse(rows);
           settle = __any_sync(0xffffffffu, outgrown & !settled);
         } while (__builtin_expect(settle, 0));
       } else {
@@ -202,29 +205,28 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       turns.wait();
       if constexpr (kAhead == 0) issue_values(at.stage);
       previous_stage = at.stage;
-      at.advance(streams);
+      at.advance(mine.streams);
       if constexpr (kAhead == 0) {
         // What the next first product needs is there when this second one is done.
-        if (step + 1 < steps) mbarrier_wait(barriers.key_full(at.stage), at.parity());
+        if (step + 1 < mine.steps) mbarrier_wait(barriers.key_full(at.stage), at.parity());
         wgmma_wait<0>();
         pin(o);
       }
     }
-    if (lane == 0) mbarrier_arrive(barriers.query_empty(consumer));
-    if (kAhead > 0 && steps > 0) issue_values(previous_stage);
+    mbarrier_arrive(barriers.query_empty(consumer));
+    if (kAhead > 0 && mine.steps > 0) issue_values(previous_stage);
     wgmma_wait<0>();
     pin(o);
-    if (steps > 0) turns.pass();
-    if (steps > 0 && lane == 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+    if (mine.steps > 0) turns.pass();
+    if (mine.steps > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
     if constexpr (S::kOnes > 0) {
       // The column of ones: the quad's first thread has it.
 #pragma unroll
-      for (int r = 0; r < 2; ++r) rows.sum[r] = lane % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
+      for (int r = 0; r < 2; ++r) rows.sum[r] = lane_id() % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
     }
     const float row_scale[2] = {load_shared(row_scales), load_shared(row_scales + 32)};
     finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, nullptr, kBf16);
-    __syncwarp();
-    if (lane == 0 && !task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
+    if (!task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
   }
 }
 

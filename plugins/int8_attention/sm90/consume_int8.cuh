@@ -93,7 +93,7 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
     for (int r = 0; r < 2; ++r) maxima.top[r] = maxima.peak[r] - kMagic;
   } else {
     const float* const bias = scales.log2_v + 4 * quad;
-    const float inverse[2] = {1.f / state.c[0], 1.f / state.c[1]};
+    const float inverse[2] = {reciprocal(state.c[0]), reciprocal(state.c[1])};
 #pragma unroll
     for (int i = 0; i < 64; ++i)
       x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - state.offset, inverse[i / 2 % 2], x[i] - kMagic);
@@ -162,7 +162,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
   const BarrierAddresses barriers(ring + S::kBarriers);
   uint8_t* const own = shared + S::kConsumerArea + consumer * S::kConsumerBytes;
   const uint64_t query = matrix_descriptor(ring + S::kConsumerArea + consumer * S::kConsumerBytes, kQueryBlock * 16, 128);
-  const int lane = lane_id(), quad = lane % 4;
+  const int quad = lane_id() % 4;
   const int row = first_row();
   Extremes& extremes = *reinterpret_cast<Extremes*>(own + S::kExtremes);
 
@@ -171,21 +171,14 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
     mbarrier_wait(barriers.query_full(consumer), n & 1);
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const float* const row_scales = reinterpret_cast<const float*>(own + S::kQueryBytes + n % 2 * S::kBesideBytes);
-    // The same in every lane, and through the shuffles the compiler knows: wgmma wants provably uniform control flow.
-    const int active = __shfl_sync(0xffffffffu, task.active, 0);
-    if (active == 0) break;
-    const int steps = __shfl_sync(0xffffffffu, task.steps, 0);
-    const int streams = S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1;
-    const int last_columns = task.num_keys - (task.first_step + steps - 1) * kKeyTile;
-    const int partial_step = last_columns < kKeyTile ? steps - 1 : -1;
-    if (consumer >= active) {
-      if (lane == 0) {
-        mbarrier_arrive(barriers.query_empty(consumer));
-        mbarrier_arrive(barriers.task_done());
-      }
+    const ConsumerTask<S> mine(task);
+    if (mine.active == 0) break;
+    if (consumer >= mine.active) {
+      mbarrier_arrive(barriers.query_empty(consumer));
+      mbarrier_arrive(barriers.task_done());
       continue;
     }
-    turns.begin(consumer, active);
+    turns.begin(consumer, mine.active);
     if constexpr (kMode == 2) find_extremes(extremes, row_scales);
 
     Rows rows;
@@ -209,11 +202,11 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
     };
 
     Cursor<kStages> at(__shfl_sync(0xffffffffu, task.phases, 0));
-    if (streams > 1) at.advance(consumer);
+    if (mine.streams > 1) at.advance(consumer);
     int previous_stage = at.stage;
     bool key_ready = false;
-    for (int step = 0; step < steps; ++step) {
-      const bool partial = step == partial_step;
+    for (int step = 0; step < mine.steps; ++step) {
+      const bool partial = step == mine.partial_step;
       const TileScales& scales = *reinterpret_cast<const TileScales*>(shared + S::tile_scales_at(at.stage));
       if (!key_ready) mbarrier_wait(barriers.key_full(at.stage), at.parity());
       int32_t s[64];
@@ -222,38 +215,52 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         state = prepare_tile<kDimQk>(scales, row_scales, extremes, row);
         start_scores(s, scales, state, quad);
       }
+      // The second product of the tile before: it runs behind this tile's first one and under this tile's maxima, or before it.
+      // Before the first tile P is zero, and any V will do.
+      const auto issue_previous = [&] {
+        issue_pv_int8<kChunk, kDimPv>(product, probability, S::value_descriptor(ring, previous_stage));
+      };
+      if constexpr (S::kPromoteFirst) issue_previous();
       pin(s);
-      if constexpr (S::kPipelined) {
+      if constexpr (S::kPipelined && !S::kPromoteFirst) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) pin(probability[k]);
       }
       wgmma_fence();
       issue_qk_int8<kDimQk, kMode == 2>(s, query, S::key_descriptor(ring, at.stage));
-      if constexpr (S::kPipelined)
-        // The tile before: its second product runs behind this tile's first one and under this tile's maxima. Before the
-        // first tile P is zero, and any V will do.
-        issue_pv_int8<kChunk, kDimPv>(product, probability, S::value_descriptor(ring, previous_stage));
+      if constexpr (S::kPipelined && !S::kPromoteFirst) issue_previous();
       // Asked now, needed later: an answer takes some fifty cycles.
       Cursor<kStages> next = at;
-      next.advance(streams);
+      next.advance(mine.streams);
       const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
       // Where the stage before is another consumer's, the turn has to come first: S::kCanGather.
-      key_ready = (S::kPipelined || streams == 1) && mbarrier_test(barriers.key_full(next.stage), next.parity());
+      key_ready = (S::kPipelined || mine.streams == 1) && mbarrier_test(barriers.key_full(next.stage), next.parity());
       if constexpr (kMode == 3) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) state.c[r] = row_scales[row + 8 * r] * scales.k;
         state.offset = 0.f;
       }
-      if (S::kPipelined && step > 0) take_tile();
-      wgmma_wait<S::kPipelined ? 1 : 0>();
+      if constexpr (S::kPromoteFirst) {
+        wgmma_wait<1>();
+        pin(product);
+        if (step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+        promote(0, 0, kChunk / 2);
+        wgmma_wait<0>();
+        turns.wait();
+      } else if constexpr (S::kPipelined) {
+        if (step > 0) take_tile();
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
       pin(s);
 
       const auto meanwhile = [&](int g) {
-        if constexpr (S::kPipelined) promote(0, g * kChunk / 16, kChunk / 16);
+        if constexpr (S::kPipelined && !S::kPromoteFirst) promote(0, g * kChunk / 16, kChunk / 16);
       };
       // The second product of the tile before; then P may be written again.
       const auto previous_done = [&] {
-        if constexpr (S::kPipelined) {
+        if constexpr (S::kPipelined && !S::kPromoteFirst) {
           wgmma_wait<0>();
           pin(product);
         }
@@ -271,13 +278,13 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         float x[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
-        if (__builtin_expect(partial, 0)) hide_columns(x, last_columns);
+        if (__builtin_expect(partial, 0)) hide_columns(x, mine.last_columns);
         const Maxima maxima = take_scores(x, state, scales, quad);
         take_shift(maxima.top, maxima.peak);
         previous_done();
         weights<kMode>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
       } else {
-        if (__builtin_expect(partial, 0)) hide_columns(s, last_columns);
+        if (__builtin_expect(partial, 0)) hide_columns(s, mine.last_columns);
         float peak[2];
         thread_maxima(s, peak);
         quad_max(peak);
@@ -287,7 +294,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
           // Columns that do not exist, or logits so large that the rounding of their maximum shows: subtracting before
           // multiplying is exact where it counts.
           take_shift(peak, {0.f, 0.f});
-          const int columns = partial ? last_columns : kKeyTile;
+          const int columns = partial ? mine.last_columns : kKeyTile;
           weights<kMode>(
               [&](int i) { return column_of(i) < columns ? float(s[i]) - peak[i / 2 % 2] : -INFINITY; }, state.c, shift,
               scales, quad, probability, sum, meanwhile);
@@ -295,6 +302,10 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
           take_shift(peak, peak);
           weights<kMode>([&](int i) { return float(s[i]); }, state.c, shift, scales, quad, probability, sum, meanwhile);
         }
+      }
+      if constexpr (S::kPromoteFirst) {
+        turns.pass();
+        take_tile();
       }
       if (!value_ready) mbarrier_wait(barriers.value_full(at.stage), at.parity());
       if constexpr (!S::kPipelined) {
@@ -310,26 +321,24 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         }
       }
       __syncwarp();
-      if (lane == 0) {
-        mbarrier_arrive(barriers.key_empty(at.stage));
-        if (!S::kPipelined || step > 0) mbarrier_arrive(barriers.value_empty(S::kPipelined ? previous_stage : at.stage));
-      }
+      mbarrier_arrive(barriers.key_empty(at.stage));
+      if constexpr (!S::kPipelined) mbarrier_arrive(barriers.value_empty(at.stage));
+      if (S::kPipelined && !S::kPromoteFirst && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
       previous_stage = at.stage;
       at = next;
     }
-    if (lane == 0) mbarrier_arrive(barriers.query_empty(consumer));
+    mbarrier_arrive(barriers.query_empty(consumer));
     if constexpr (S::kPipelined) {
       issue_pv_int8<kChunk, kDimPv>(product, probability, S::value_descriptor(ring, previous_stage));
-      if (steps > 0) take_tile();
+      if (!S::kPromoteFirst && mine.steps > 0) take_tile();
       wgmma_wait<0>();
       pin(product);
       promote(0, 0, kChunk / 2);
-      if (steps > 0 && lane == 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+      if (mine.steps > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
     }
     const float row_scale[2] = {row_scales[row], row_scales[row + 8]};
     finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, row_scales + kQueryBlock, p.bf16);
-    __syncwarp();
-    if (lane == 0 && !task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
+    if (!task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
   }
 }
 

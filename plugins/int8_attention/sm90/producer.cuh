@@ -10,7 +10,6 @@ namespace trtconvert::attention::sm90 {
 template <int kMode, typename S>
 __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const Share& share, uint8_t* shared) {
   const BarrierAddresses barriers(shared_address(shared + S::kBarriers));
-  Task* const tasks = reinterpret_cast<Barriers*>(shared + S::kBarriers)->tasks;
   Elements<kMode> elements(p, schedule, share);
   int unit = share.first;
   uint32_t phases = 0;
@@ -19,7 +18,7 @@ __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const 
     int batch, unit_of_element;
     const bool found = elements.find(p, schedule, unit, batch, unit_of_element, element);
     if (lane_id() == 0) {
-      Task& task = tasks[n % kTaskSlots];
+      Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
       task = found ? task_of<S::kKeys, S::kConsumers>(p, schedule, batch, unit_of_element, element, phases) : Task();
       phases = phases_after<S::kStages>(phases, task.steps * task.streams);
       mbarrier_arrive(barriers.task_full(n));
@@ -70,7 +69,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task,
 // Arrivals of those who do not read a stage.
 template <typename S>
 __device__ __forceinline__ int missing_arrivals(const Task& task) {
-  return kWarpsPerConsumer * (S::kConsumers - (task.streams > 1 ? 1 : task.active));
+  return kWarpgroup * (S::kConsumers - (task.streams > 1 ? 1 : task.active));
 }
 
 // One thread: feeds queries and what belongs to them, task after task. Consumers without any hear of the task by it. With the

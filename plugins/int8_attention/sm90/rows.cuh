@@ -111,16 +111,20 @@ __device__ __forceinline__ void thread_maxima(const float (&x)[N], float (&maxim
   maximum[1] = fmaxf(partial[2], partial[3]);
 }
 
-// Modes 0 and 1: whether one of this thread's rows needs settle_references(): its maximum grew past the threshold, or is so
-// large that its rounding might leave the range of the weights. The scores are x c.
+// Modes 0 and 1: whether a reference is so large that its rounding might carry weights out of their range.
+__device__ __forceinline__ bool too_coarse(const Rows& rows) {
+  return fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > kLargestPlainReference;
+}
+
+// Modes 0 and 1: whether one of this thread's rows needs settle_references(): its maximum grew past the threshold, or the reference
+// is too coarse. The scores are x c.
 template <typename Score, int N>
 __device__ __forceinline__ bool outgrows(const Rows& rows, const Score (&x)[N], const float (&c)[2]) {
   float largest[2];
   thread_maxima(x, largest);
-  bool result = false;
+  bool result = too_coarse(rows);
 #pragma unroll
-  for (int r = 0; r < 2; ++r)
-    result |= largest[r] * c[r] > rows.reference[r] + kRescaleThreshold || fabsf(rows.reference[r]) > kLargestPlainReference;
+  for (int r = 0; r < 2; ++r) result |= largest[r] * c[r] > rows.reference[r] + kRescaleThreshold;
   return result;
 }
 

@@ -16,7 +16,6 @@ constexpr int kWarpgroup = 128;
 constexpr int kSharedLimit = 227 * 1024;
 constexpr int kSwizzledBlock = kHalfTile * 128;  // 64 keys of 64 channels in 16 bits
 constexpr int kMaxStages = 4;
-constexpr int kWarpsPerConsumer = kWarpgroup / 32;
 constexpr int kProducers = 3;  // threads: of queries, keys and values
 constexpr float kLog2Of255 = 7.99435343685885f;
 // Accumulators of QK^T start at the bits of this float, 1.5 * 2^23: as long as a sum stays within +-2^22 the accumulator
@@ -34,7 +33,7 @@ struct Schedules {
 
 // Of mode 2, extremes of the scales of each warp's 16 rows.
 struct Extremes {
-  float largest[kWarpsPerConsumer], smallest[kWarpsPerConsumer];
+  float largest[kWarpgroup / 32], smallest[kWarpgroup / 32];
 };
 
 // What a thread block works on until it takes the next: a unit of the schedule, or a part of one.
@@ -104,6 +103,9 @@ struct Shape {
   static constexpr int kConsumers = kDimPv <= (kInt8Pv ? 80 : 128) ? 3 : 2;
   // Two consumers with room for a whole tile's integer sums promote them between the next tile's exponentials.
   static constexpr bool kPipelined = kInt8Pv && kConsumers == 2 && kDimPv <= 128;
+  // In mode 2, where accumulators have to be started, there is too little room for that: the sums are promoted under the next first
+  // product, and the consumers take turns at the exponentials.
+  static constexpr bool kPromoteFirst = kPipelined && kMode == 2;
   // Columns of one second product; O is the concatenation of these chunks.
   static constexpr bool kOneChunk = kDimPv <= 96 || kPipelined || (!kInt8Pv && kDimPv == 128);
   static constexpr int kChunk = kOneChunk ? kDimPv : kDimPv == 160 ? 80 : 64;
@@ -360,6 +362,22 @@ __device__ __forceinline__ Task task_of(const Params& p, const Schedule& schedul
   }
   return task;
 }
+
+// What a consumer has to do of a task: the same in every lane, and through the shuffles the compiler knows. wgmma wants provably
+// uniform control flow.
+template <typename S>
+struct ConsumerTask {
+  int active, steps, streams;
+  int partial_step, last_columns;  // the step whose tile has fewer keys than others, if any, and how many
+
+  __device__ __forceinline__ explicit ConsumerTask(const Task& task)
+      : active(__shfl_sync(0xffffffffu, task.active, 0)),
+        steps(__shfl_sync(0xffffffffu, task.steps, 0)),
+        streams(S::kCanGather ? __shfl_sync(0xffffffffu, task.streams, 0) : 1),
+        last_columns(task.num_keys - (task.first_step + steps - 1) * S::kKeys) {
+    partial_step = last_columns < S::kKeys ? steps - 1 : -1;
+  }
+};
 
 // The consumers take turns at the tensor cores, in a ring of named barriers. Without it they fall into step: all wait for
 // the tensor cores, then all for the exponential unit. Between tasks it is the first consumer's turn, whoever was active.
