@@ -132,6 +132,18 @@ def test_what_the_kernels_cannot_take_is_left_with_a_reason(attention, reason):
     assert reason in left[0].obstacle
 
 
+class MoreKeysThanValues(nn.Module):
+    def forward(self, x):
+        heads = x.view(x.shape[0], -1, 2, 32).transpose(1, 2)
+        return scaled_dot_product_attention(heads, heads, heads[:, :, :4]).transpose(1, 2).reshape(x.shape)
+
+
+def test_unequal_numbers_of_keys_and_values_are_the_models_error():
+    with pytest.raises(UserError, match=r"blocks\.1 calls attention with unequal numbers of keys and values") as caught:
+        find_sites(Model(Attention(), MoreKeysThanValues()), INPUTS, "timestep")
+    assert "6" in str(caught.value) and "4 values" in str(caught.value)
+
+
 def test_patterns_choose():
     sites = find_sites(Model(Attention(), Attention(), Attention()), INPUTS, "timestep")
     chosen, left = select_sites(sites, ["blocks.*"], ["*.1"])

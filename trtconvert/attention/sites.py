@@ -184,10 +184,20 @@ def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input
     Args:
         inputs: example inputs by name.
         timestep_input: the name of the timestep among them.
+    Raises:
+        UserError: a site has unequal numbers of keys and values.
     """
     found: dict[str, Site] = {}
 
     def handler(call: SiteCall) -> Tensor:
+        keys, values = call.k.shape[-2], call.v.shape[-2]
+        if keys != values:  # torch itself may read beyond the values, and say nothing
+            raise UserError(
+                f"{call.name} calls attention with unequal numbers of keys and values",
+                expected=f"as many values as keys, {keys}",
+                got=f"{values} values",
+                remedy="correct the model; what it computes there depends on memory beside its tensors",
+            )
         heads = [x.shape[1] if x.dim() == 4 else 0 for x in (call.q, call.k)]
         found[call.name] = Site(
             call.name,
