@@ -3,7 +3,8 @@
 // A thread block takes two or three query blocks of 64 rows, one consumer warpgroup each, and all or some of the keys, and then
 // the next ones, until all are taken (schedule.h). In its producer warpgroup three threads feed the ring, and one warp finds what
 // comes next. The consumers take turns at the tensor cores, so that while one multiplies the others are in their softmax; where a
-// consumer runs its second product under its own next softmax instead (S::kPipelined) they take none.
+// consumer runs its second product under its own next softmax instead (S::kPipelined) they take none, or turns at the exponentials
+// (S::kPromoteFirst).
 #pragma once
 
 #include "sm90/consume_16bit.cuh"
