@@ -56,7 +56,7 @@ __device__ __forceinline__ void weights_16bit(const Value& value, const float (&
 }
 
 // Whether one of this thread's weights is beyond 2^kRescaleThreshold, or no number. They are not negative: in 16 bits they compare
-// like their bits, two at a time, which takes a quarter of the instructions that maxima of the scores take.
+// like their bits, two at a time, which takes half of the instructions that maxima of the scores take, or a quarter (mode 0).
 template <bool kBf16, int N>
 __device__ __forceinline__ bool too_large(const uint32_t (&probability)[N][4]) {
   constexpr int kExponent = int(kRescaleThreshold), kLimit = kBf16 ? (127 + kExponent) << 7 : (15 + kExponent) << 10;
@@ -168,7 +168,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       wgmma_wait<0>();
       pin(s);
       pin(o);
-      __syncwarp();
+      __syncwarp();  // not for the barriers, where every lane arrives: the compiler schedules what was measured by it
       mbarrier_arrive(barriers.key_empty(at.stage));
       if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
 

@@ -320,7 +320,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
           promote(n, 0, kChunk / 2);
         }
       }
-      __syncwarp();
+      __syncwarp();  // not for the barriers, where every lane arrives: the compiler schedules what was measured by it
       mbarrier_arrive(barriers.key_empty(at.stage));
       if constexpr (!S::kPipelined) mbarrier_arrive(barriers.value_empty(at.stage));
       if (S::kPipelined && !S::kPromoteFirst && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
