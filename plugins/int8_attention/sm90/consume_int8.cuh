@@ -222,13 +222,13 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       };
       if constexpr (S::kPromoteFirst) issue_previous();
       pin(s);
-      if constexpr (S::kPipelined && !S::kPromoteFirst) {
+      if constexpr (S::kPromoteBetween) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) pin(probability[k]);
       }
       wgmma_fence();
       issue_qk_int8<kDimQk, kMode == 2>(s, query, S::key_descriptor(ring, at.stage));
-      if constexpr (S::kPipelined && !S::kPromoteFirst) issue_previous();
+      if constexpr (S::kPromoteBetween) issue_previous();
       // Asked now, needed later: an answer takes some fifty cycles.
       Cursor<kStages> next = at;
       next.advance(mine.streams);
@@ -247,7 +247,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         promote(0, 0, kChunk / 2);
         wgmma_wait<0>();
         turns.wait();
-      } else if constexpr (S::kPipelined) {
+      } else if constexpr (S::kPromoteBetween) {
         if (step > 0) take_tile();
         wgmma_wait<1>();
       } else {
@@ -256,11 +256,11 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       pin(s);
 
       const auto meanwhile = [&](int g) {
-        if constexpr (S::kPipelined && !S::kPromoteFirst) promote(0, g * kChunk / 16, kChunk / 16);
+        if constexpr (S::kPromoteBetween) promote(0, g * kChunk / 16, kChunk / 16);
       };
       // The second product of the tile before; then P may be written again.
       const auto previous_done = [&] {
-        if constexpr (S::kPipelined && !S::kPromoteFirst) {
+        if constexpr (S::kPromoteBetween) {
           wgmma_wait<0>();
           pin(product);
         }
@@ -323,7 +323,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       __syncwarp();  // not for the barriers, where every lane arrives: the compiler schedules what was measured by it
       mbarrier_arrive(barriers.key_empty(at.stage));
       if constexpr (!S::kPipelined) mbarrier_arrive(barriers.value_empty(at.stage));
-      if (S::kPipelined && !S::kPromoteFirst && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
+      if (S::kPromoteBetween && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
       previous_stage = at.stage;
       at = next;
     }

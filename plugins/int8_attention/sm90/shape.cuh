@@ -101,11 +101,11 @@ struct Shape {
   // Warpgroups that compute. Three hide each other's latencies best where S (64 registers a thread), O (kDimPv / 2) and what
   // the mode adds fit into 160 registers. The INT8 second product adds its integer sums, kDimPv / 2 more.
   static constexpr int kConsumers = kDimPv <= (kInt8Pv ? 80 : 128) ? 3 : 2;
-  // Two consumers with room for a whole tile's integer sums promote them between the next tile's exponentials.
+  // Two consumers with room for a whole tile's integer sums promote them in the next tile's iteration: between its exponentials, or
+  // in mode 2, where accumulators have to be started and there is too little room for that, under its first product. There the
+  // consumers take turns at the exponentials.
   static constexpr bool kPipelined = kInt8Pv && kConsumers == 2 && kDimPv <= 128;
-  // In mode 2, where accumulators have to be started, there is too little room for that: the sums are promoted under the next first
-  // product, and the consumers take turns at the exponentials.
-  static constexpr bool kPromoteFirst = kPipelined && kMode == 2;
+  static constexpr bool kPromoteFirst = kPipelined && kMode == 2, kPromoteBetween = kPipelined && !kPromoteFirst;
   // Columns of one second product; O is the concatenation of these chunks.
   static constexpr bool kOneChunk = kDimPv <= 96 || kPipelined || (!kInt8Pv && kDimPv == 128);
   static constexpr int kChunk = kOneChunk ? kDimPv : kDimPv == 160 ? 80 : 64;
