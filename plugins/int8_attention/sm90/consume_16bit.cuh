@@ -142,7 +142,8 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     if (mine.streams > 1) at.advance(consumer);
     int previous_stage = at.stage;
     if (mine.steps > 0) turns.wait();
-    for (int step = 0; step < mine.steps; ++step) {
+    const auto compute_tile = [&](int step, auto is_partial) __attribute__((always_inline)) {
+      constexpr bool kPartial = is_partial;
       Score s[kScores];
       if (kAhead > 0 && step > 0) issue_values(previous_stage);
       if (kAhead > 0 || step == 0) mbarrier_wait(barriers.key_full(at.stage), at.parity());
@@ -172,8 +173,8 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       mbarrier_arrive(barriers.key_empty(at.stage));
       if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
 
-      const int columns = step == mine.partial_step ? mine.last_columns : kKeys;
-      if (__builtin_expect(columns < kKeys, 0)) hide_columns(s, columns);
+      const int columns = kPartial ? mine.last_columns : kKeys;
+      if constexpr (kPartial) hide_columns(s, columns);
       float reference[2] = {rows.reference[0], rows.reference[1]};
       const auto score = [&](int i) { return float(s[i]); };
       if constexpr (S::kOptimistic) {
@@ -191,14 +192,14 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
         } while (__builtin_expect(settle, 0));
       } else {
         if (__builtin_expect(__any_sync(0xffffffffu, outgrows(rows, s, c)), 0)) settle_references(rows, s, c, reference, o);
-        if (kSums && __builtin_expect(columns < kKeys, 0)) {
+        if constexpr (kSums && kPartial) {
           const auto existing = [&](int i) { return column_of(i) < columns ? float(s[i]) : -INFINITY; };
           weights_16bit<kBf16, kSums, kScores>(existing, c, reference, probability, rows.sum);
         } else {
           weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
         }
       }
-      if (!kSums && __builtin_expect(columns < kKeys, 0)) hide_weights(probability, columns);
+      if constexpr (!kSums && kPartial) hide_weights(probability, columns);
 
       if (!value_ready) mbarrier_wait(barriers.value_full(at.stage), at.parity());
       pin(probability);
@@ -212,7 +213,8 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
         wgmma_wait<0>();
         pin(o);
       }
-    }
+    };
+    compute_steps(mine, compute_tile);
     mbarrier_arrive(barriers.query_empty(consumer));
     if (kAhead > 0 && mine.steps > 0) issue_values(previous_stage);
     wgmma_wait<0>();

@@ -76,7 +76,10 @@ struct Maxima {
   float top[2], peak[2];
 };
 
-__device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& state, const TileScales& scales, int quad) {
+// Keys that do not exist have the token scale 0, whose log2 is -infinity: accumulators that start with it stay there. The slow
+// way hides what is beyond `columns` itself.
+__device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& state, const TileScales& scales, int quad,
+                                              int columns) {
   Maxima maxima;
   if (__builtin_expect(state.fast, 1)) {
     int32_t top[4] = {__float_as_int(x[0]), __float_as_int(x[2]), __float_as_int(x[4]), __float_as_int(x[6])};
@@ -97,6 +100,7 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
 #pragma unroll
     for (int i = 0; i < 64; ++i)
       x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - state.offset, inverse[i / 2 % 2], x[i] - kMagic);
+    if (columns < kKeyTile) hide_columns(x, columns);
     thread_maxima(x, maxima.top);
     quad_max(maxima.top);
 #pragma unroll
@@ -205,8 +209,8 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
     if (mine.streams > 1) at.advance(consumer);
     int previous_stage = at.stage;
     bool key_ready = false;
-    for (int step = 0; step < mine.steps; ++step) {
-      const bool partial = step == mine.partial_step;
+    const auto compute_tile = [&](int step, auto is_partial) __attribute__((always_inline)) {
+      const bool partial = is_partial;
       const TileScales& scales = *reinterpret_cast<const TileScales*>(shared + S::tile_scales_at(at.stage));
       if (!key_ready) mbarrier_wait(barriers.key_full(at.stage), at.parity());
       int32_t s[64];
@@ -278,8 +282,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         float x[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) x[i] = __int_as_float(s[i]);
-        if (__builtin_expect(partial, 0)) hide_columns(x, mine.last_columns);
-        const Maxima maxima = take_scores(x, state, scales, quad);
+        const Maxima maxima = take_scores(x, state, scales, quad, partial ? mine.last_columns : kKeyTile);
         take_shift(maxima.top, maxima.peak);
         previous_done();
         weights<kMode>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
@@ -326,6 +329,11 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       if (S::kPromoteBetween && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
       previous_stage = at.stage;
       at = next;
+    };
+    if constexpr (S::kPeelsPartial) {
+      compute_steps(mine, compute_tile);
+    } else {
+      for (int step = 0; step < mine.steps; ++step) compute_tile(step, step == mine.partial_step);
     }
     mbarrier_arrive(barriers.query_empty(consumer));
     if constexpr (S::kPipelined) {
