@@ -1,9 +1,13 @@
-"""Where the shared library with the kernels, the C API and the TensorRT plugin is."""
+"""The shared library with the kernels, their C API and the TensorRT plugin: where it is, and how it is loaded."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.metadata
 from pathlib import Path
+
+from trtconvert.errors import BackendUnavailable
 
 _PLACE = Path("lib") / "libtrtconvert.so"
 
@@ -21,3 +25,22 @@ def library_path() -> Path | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return installed if installed.is_file() else None
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """libtrtconvert.so, loaded once.
+
+    Raises:
+        BackendUnavailable: there is none, or it does not load.
+    """
+    path = library_path()
+    try:
+        return ctypes.CDLL(str(path or "libtrtconvert.so"))
+    except OSError as error:
+        raise BackendUnavailable(
+            "the kernel library does not load",
+            expected=f"a shared library at {path}" if path else "libtrtconvert.so in the installed package",
+            got=str(error),
+            remedy="install with 'pip install .', which builds it",
+        ) from error

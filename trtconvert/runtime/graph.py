@@ -1,29 +1,53 @@
 """A CUDA graph of work whose inputs and outputs lie somewhere else at every launch.
 
 What a graph recorded keeps the addresses that it was recorded with. So the work reads and writes buffers of its own, and copies
-between these and the caller's memory are part of the graph. Before a launch only copies whose outer end has moved are told
-so, which the host does sooner than it enqueues a copy.
+between these and the caller's memory are part of the graph: one kernel for all inputs, one for all outputs, of our library
+(graph_copies.h). One call of the library tells these where the caller's memory is now, if it moved, and launches.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAccessIssue]  # no stubs
 from torch import Tensor
 
 from trtconvert.errors import BackendUnavailable
-
-_ON_DEVICE = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+from trtconvert.library import load_library
 
 REMEDY = "free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message"
 """Where the device refuses work that it took before."""
 
-_Copy = tuple[int, int, int]
-"""Where to, where from, how many bytes."""
+_MOST_COPIES = 32  # TRTCONVERT_MOST_COPIES of graph_copies.h
+
+
+class _Copy(ctypes.Structure):
+    """TrtConvertCopy."""
+
+    _fields_ = [("buffer", ctypes.c_void_p), ("outer", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class _Node(ctypes.Structure):
+    """TrtConvertCopyNode, field by field; graph_copies.h says what each means."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        *[(name, ctypes.c_int32) for name in ("outwards", "count", "blocks")],
+        ("node", ctypes.c_void_p),
+        ("copies", _Copy * _MOST_COPIES),
+    ]
+
+
+class _Graph(ctypes.Structure):
+    """TrtConvertCopyingGraph."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("exec", "stream", "nodes", "addresses")],
+        ("num_nodes", ctypes.c_int32),
+    ]
 
 
 class CopyingGraph:
@@ -33,67 +57,59 @@ class CopyingGraph:
         work: enqueues on the stream whose handle it is given what reads `inputs` and writes `outputs`. Runs once, to be
             recorded, and must not wait for the device.
         inputs, outputs: buffers, contiguous, which the caller keeps for as long as launches go on.
+        stream: handle of the stream that launches go to.
     Raises:
-        BackendUnavailable: CUDA cannot record the work.
+        BackendUnavailable: CUDA cannot record the work, or our library is missing.
     """
 
-    def __init__(self, work: Callable[[int], None], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        # Ends for the recording only, of the same kind of memory as the caller's: `aim` moves all of them away.
-        spares = [torch.empty_like(x) for x in (*inputs, *outputs)]
-        ends = list(zip((*inputs, *outputs), spares, strict=True))
-        into = [(x.data_ptr(), spare.data_ptr(), x.nbytes) for x, spare in ends[: len(inputs)]]
-        out = [(spare.data_ptr(), x.data_ptr(), x.nbytes) for x, spare in ends[len(inputs) :]]
-        graph = _record(work, into, out)
-        # Copies can be told addresses as long as there is the graph that they were instantiated from.
+    def __init__(
+        self, work: Callable[[int], None], inputs: Sequence[Tensor], outputs: Sequence[Tensor], stream: int
+    ) -> None:
+        library = load_library()
+        into, out = _nodes(inputs, outwards=False), _nodes(outputs, outwards=True)
+        graph = _record(library, work, into, out)
+        # Nodes can be told addresses as long as there is the graph that they were instantiated from.
         _destroyed_with(self, cudart.cudaGraphDestroy, graph)
         flags = cudart.cudaGraphInstantiateFlags.cudaGraphInstantiateFlagAutoFreeOnLaunch  # as torch's own graphs
-        self._exec = _checked(cudart.cudaGraphInstantiate(graph, flags), "instantiate the recorded call")
-        _destroyed_with(self, cudart.cudaGraphExecDestroy, self._exec)
-        nodes = _copies(graph)
-        self._nodes = [nodes.get((to, start)) for to, start, _ in (*into, *out)]  # None for tensors without elements
-        self._buffers = [(x.data_ptr(), x.nbytes) for x, _ in ends]
-        self._inputs = len(inputs)
-        self._aimed = [0] * len(ends)
+        instance = _checked(cudart.cudaGraphInstantiate(graph, flags), "instantiate the recorded call")
+        _destroyed_with(self, cudart.cudaGraphExecDestroy, instance)
+        self._nodes = (_Node * len(into + out))(*into, *out)
+        self._addresses = (ctypes.c_uint64 * (len(inputs) + len(outputs)))()
+        where = [ctypes.addressof(x) for x in (self._nodes, self._addresses)]
+        # Made once: what ctypes converts for a call costs as much as what the call does.
+        self._argument = ctypes.byref(_Graph(int(instance), stream, *where, len(self._nodes)))
+        self._launch = library.trtconvert_launch_copies
 
-    def aim(self, addresses: list[int]) -> bool:
-        """Set where the launches from now on read inputs and write outputs; those on their way keep what they have.
+    def launch(self, addresses: list[int]) -> None:
+        """Enqueue copies and work.
+
+        The memory is used in the stream's order: torch's allocator gives what was allocated on the stream to others only
+        behind the launch, so the host may let go of its tensors at once. Launches on their way keep their addresses.
 
         Args:
-            addresses: of contiguous tensors on the device, as large as the buffers: inputs, then outputs. At any alignment.
-        Returns:
-            False where CUDA refuses one: a graph's copy stays with the kind of memory that it was recorded with, and tensors
-            of other libraries may be mapped in other ways than torch's.
-        """
-        aimed = self._aimed
-        if addresses == aimed:
-            return True
-        for index, address in enumerate(addresses):
-            if address != aimed[index]:
-                node, (buffer, size) = self._nodes[index], self._buffers[index]
-                to, start = (buffer, address) if index < self._inputs else (address, buffer)
-                if node is not None:
-                    (status,) = cudart.cudaGraphExecMemcpyNodeSetParams1D(self._exec, node, to, start, size, _ON_DEVICE)
-                    if status:
-                        aimed[index] = 0  # unknown
-                        return False
-                aimed[index] = address
-        return True
-
-    def launch(self, stream: int) -> None:
-        """Enqueue copies and work on a stream, given by its handle.
-
-        The memory that it was aimed at is used in the stream's order: torch's allocator gives what was allocated on the
-        stream to others only behind the launch, so the host may let go of its tensors at once.
-
+            addresses: of contiguous tensors that kernels on the device can use, as large as the buffers: inputs, then
+                outputs. At any alignment.
         Raises:
             BackendUnavailable: the device refuses.
         """
-        (status,) = cudart.cudaGraphLaunch(self._exec, stream)
-        if status:
-            raise _failure(status, "launch the recorded call")
+        self._addresses[:] = addresses
+        if status := self._launch(self._argument):
+            raise _failure(cudart.cudaError_t(status), "launch the recorded call")
 
 
-def _record(work: Callable[[int], None], into: Sequence[_Copy], out: Sequence[_Copy]) -> Any:
+def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:
+    """Copies of all buffers, in their order, in as few nodes as hold them."""
+    nodes = []
+    for first in range(0, len(buffers), _MOST_COPIES):
+        some = buffers[first : first + _MOST_COPIES]
+        copies = [_Copy(buffer=x.data_ptr(), bytes=x.nbytes) for x in some]
+        node = _Node(struct_size=ctypes.sizeof(_Node), outwards=outwards, count=len(some))
+        node.copies[: len(some)] = copies
+        nodes.append(node)
+    return nodes
+
+
+def _record(library: ctypes.CDLL, work: Callable[[int], None], into: Sequence[_Node], out: Sequence[_Node]) -> Any:
     """A graph of copies, work, copies: one after the other, as drivers launch soonest, and small beside the work."""
     # On a stream of its own, so that nobody else's work is recorded. The default stream cannot be recorded at all.
     stream = _checked(cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking), "make a stream to record on")
@@ -102,9 +118,9 @@ def _record(work: Callable[[int], None], into: Sequence[_Copy], out: Sequence[_C
         mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         _checked(cudart.cudaStreamBeginCapture(stream, mode), "record")
         try:
-            _enqueue(into, stream)
+            _record_copies(library, into, stream)
             work(int(stream))
-            _enqueue(out, stream)
+            _record_copies(library, out, stream)
         except BaseException:
             _, graph = cudart.cudaStreamEndCapture(stream)
             if graph is not None:
@@ -115,23 +131,10 @@ def _record(work: Callable[[int], None], into: Sequence[_Copy], out: Sequence[_C
         cudart.cudaStreamDestroy(stream)
 
 
-def _enqueue(copies: Sequence[_Copy], stream: Any) -> None:
-    for to, start, size in copies:
-        if size:
-            _checked(cudart.cudaMemcpyAsync(to, start, size, _ON_DEVICE, stream), "record a copy")
-
-
-def _copies(graph: Any) -> dict[tuple[int, int], Any]:
-    """The copies of a graph by where to and where from."""
-    _, count = _checked(cudart.cudaGraphGetNodes(graph), "count what was recorded")
-    nodes, _ = _checked(cudart.cudaGraphGetNodes(graph, count), "list what was recorded")
-    found = {}
+def _record_copies(library: ctypes.CDLL, nodes: Sequence[_Node], stream: Any) -> None:
     for node in nodes:
-        kind = _checked(cudart.cudaGraphNodeGetType(node), "look at a node")
-        if kind == cudart.cudaGraphNodeType.cudaGraphNodeTypeMemcpy:
-            copy = _checked(cudart.cudaGraphMemcpyNodeGetParams(node), "look at a copy")
-            found[copy.dstPtr.ptr, copy.srcPtr.ptr] = node
-    return found
+        if status := library.trtconvert_record_copies(ctypes.c_void_p(int(stream)), ctypes.byref(node)):
+            raise _failure(cudart.cudaError_t(status), "record copies")
 
 
 def _destroyed_with(owner: object, destroy: Callable[[Any], object], handle: Any) -> None:

@@ -139,26 +139,25 @@ class _Graph:
         outputs = plan.empty_outputs(call)
         context = _Context(plan, call.profile, scratch, stream)
         addresses = [x.data_ptr() for x in (*inputs, *outputs)]
-        self._handle = stream.cuda_stream
         # TensorRT finishes what a change of shapes entails in an ordinary call, and may wait for the device meanwhile,
         # which a recording must not.
-        context.enqueue(call, addresses, self._handle)
-        self._graph = CopyingGraph(lambda handle: context.enqueue(call, addresses, handle), inputs, outputs)
+        context.enqueue(call, addresses, stream.cuda_stream)
+        self._graph = CopyingGraph(
+            lambda handle: context.enqueue(call, addresses, handle), inputs, outputs, stream.cuda_stream
+        )
         # What the recorded work refers to lives as long as the graph.
         self._context, self._inputs, self._outputs = context, inputs, outputs
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Enqueue the call.
 
         Args:
             tensors: contiguous, of the call's shapes and the engine's types and device.
         Returns:
-            Fresh tensors; None where the graph cannot read these inputs, and nothing was enqueued.
+            Fresh tensors.
         """
         outputs = [torch.empty_like(x) for x in self._outputs]
-        if not self._graph.aim([x.data_ptr() for x in (*tensors, *outputs)]):
-            return None
-        self._graph.launch(self._handle)
+        self._graph.launch([x.data_ptr() for x in (*tensors, *outputs)])
         return outputs
 
 
@@ -208,8 +207,7 @@ class Lane:
         # A recording of the caller's takes the plain calls: a launch in it would be recorded with the addresses of now.
         elif not torch.cuda.is_current_stream_capturing():
             self._graphs.move_to_end(call)
-            if (outputs := graph(tensors)) is not None:
-                return outputs
+            return graph(tensors)
         return self._enqueue(call, tensors)
 
     def forget_graphs(self) -> None:
