@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import shutil
 import subprocess
 import threading
@@ -185,9 +186,9 @@ def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
 
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     given = {"layout": "BNHD", "softmax_scale": 0.125, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
-    given |= {"rotary": 1, "norm": 1, "norm_eps": 0.25, "kv_heads": 3, "k_head": 7, "v_head": 20}
+    given |= {"rotary": 1, "norm": 1, "norm_eps": 0.25, "norm_split": 512, "kv_heads": 3, "k_head": 7, "v_head": 20}
     plugin = driver.create(**given)
-    expected = given | {"serialization_version": 2}
+    expected = given | {"serialization_version": 3}
     assert driver.serialised(plugin) == expected
     again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
     driver.lib.driver_destroy(plugin)  # what the copy serialises must be its own
@@ -199,7 +200,7 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
 
 def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
     assert driver.serialised(plugin) == {
-        "serialization_version": 2,
+        "serialization_version": 3,
         "layout": "BHND",
         "softmax_scale": 0.0,
         "timestep_max": 1000.0,
@@ -208,6 +209,7 @@ def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
         "rotary": 0,
         "norm": 0,
         "norm_eps": 0.0,
+        "norm_split": 0,
         "kv_heads": 0,
         "k_head": 0,
         "v_head": 0,
@@ -245,12 +247,15 @@ def test_other_widths_and_terminated_text_are_accepted(driver: Driver) -> None:
         ({"rotary": 2}, "expected 0 or 1, got 2"),
         ({"norm_eps": -1e-6}, "expected a finite number from 0"),
         ({"norm_eps": float("nan")}, "got nan"),
+        ({"norm": 1, "norm_split": -1}, "expected a number of tokens from 0"),
+        ({"norm": 1, "norm_split": 0.5}, "expected one integer"),
+        ({"norm_split": 7}, "attribute 'norm_split': expected 0 without an input 'norm', got 7"),
         ({"kv_heads": -1}, "expected a number of heads from 0"),
         ({"v_head": (FIELD_INT64, 1, ctypes.c_int64(1 << 31))}, "got 2147483648"),
         ({"colour": 1}, "got 'colour'"),
-        ({"serialization_version": 2}, "got 'serialization_version'"),
+        ({"serialization_version": 3}, "got 'serialization_version'"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" object at 0x[0-9a-f]+", "", str(value)),  # the same in every process of pytest-xdist
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, attributes: dict[str, object], said: str) -> None:
     driver.messages()
@@ -278,12 +283,12 @@ def test_broken_collections_are_refused(driver: Driver) -> None:
 
 def test_engines_of_other_versions_are_refused(driver: Driver) -> None:
     whole = {"layout": "BHND", "softmax_scale": 0.0, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
-    whole |= {"rotary": 0, "norm": 0, "norm_eps": 0.0, "kv_heads": 0, "k_head": 0, "v_head": 0}
-    assert not driver.create(RUNTIME, serialization_version=1, **whole)
+    whole |= {"rotary": 0, "norm": 0, "norm_eps": 0.0, "norm_split": 0, "kv_heads": 0, "k_head": 0, "v_head": 0}
+    assert not driver.create(RUNTIME, serialization_version=2, **whole)
     assert "build the engine again" in driver.messages()
     assert not driver.create(RUNTIME, **whole)  # no version at all
-    assert "expected the 12 fields" in driver.messages()
-    assert driver.create(RUNTIME, serialization_version=2, **whole)
+    assert "expected the 13 fields" in driver.messages()
+    assert driver.create(RUNTIME, serialization_version=3, **whole)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16])
@@ -368,6 +373,8 @@ SHARED_ACROSS_HEADS_ATTRIBUTES = {
 LAYERS = {"queries": 77, "rotary": (77, 32, 2), "norm": (2, 64)}
 ACROSS_HEADS = {"kv_heads": 6, "norm": (2, 6, 64)}
 LAYERS_ATTRIBUTES = {"rotary": 1, "norm": 1, "norm_eps": 1e-6}
+PARTS = {"queries": 77, "norm": (2, 2, 64)}
+PARTS_ATTRIBUTES = {"norm": 1, "norm_eps": 1e-6, "norm_split": 33}
 
 
 @pytest.mark.parametrize("mask", [None, (77,)])
@@ -382,10 +389,14 @@ LAYERS_ATTRIBUTES = {"rotary": 1, "norm": 1, "norm_eps": 1e-6}
         (LAYERS_ATTRIBUTES, LAYERS | ACROSS_HEADS),
         ({"norm": 1, "norm_eps": 1e-6}, ACROSS_HEADS),
         (LAYERS_ATTRIBUTES | {"layout": "BNHD"}, LAYERS | PACKED | ACROSS_HEADS),
+        (PARTS_ATTRIBUTES, PARTS),
+        (PARTS_ATTRIBUTES | {"rotary": 1, "norm_split": 76}, LAYERS | PARTS),
+        (PARTS_ATTRIBUTES | {"layout": "BNHD", "norm_split": 1}, PARTS | PACKED),
     ],
     ids=[
         *("shared", "rotary and norm", "rotary", "norm", "packed, rotary and norm"),
         *("rotary and norm across heads", "norm across heads", "packed, rotary and norm across heads"),
+        *("norms of parts", "rotary and norms of parts", "packed, norms of parts"),
     ],
 )
 def test_optional_inputs_are_taken(
@@ -426,6 +437,11 @@ def test_optional_inputs_are_taken(
         (LAYERS_ATTRIBUTES, tensors(**(LAYERS | ACROSS_HEADS | {"norm": (3, 6, 64)})), "got [3, 6, 64]"),
         (LAYERS_ATTRIBUTES, tensors(**(LAYERS | ACROSS_HEADS | {"norm": (2, 6, 64, 1)})), "got [2, 6, 64, 1]"),
         (LAYERS_ATTRIBUTES, tensors(**(LAYERS | {"norm": None})), "expected 12 or 13 inputs"),
+        (PARTS_ATTRIBUTES, tensors(**(PARTS | {"norm": (2, 64)})), "with norm_split 33 expected shape [2, 2, 64]"),
+        (PARTS_ATTRIBUTES, tensors(**(PARTS | ACROSS_HEADS)), "and of each the two parts, got [2, 6, 64]"),
+        (LAYERS_ATTRIBUTES, tensors(**(LAYERS | PARTS)), "got [2, 2, 64] with 6 and 3 heads"),
+        (PARTS_ATTRIBUTES, tensors(**(PARTS | {"queries": 78})), "norm_split: expected as many queries as keys"),
+        (PARTS_ATTRIBUTES | {"norm_split": 77}, tensors(**PARTS), "after the first of num_queries (77), got 77"),
         ({"rotary": 1}, tensors(), "expected 11 or 12 inputs"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -437,6 +453,33 @@ def test_bad_optional_inputs_are_refused_with_a_reason(
     driver.messages()
     assert driver.lib.driver_configure(plugin, dynamic(descs, descs), len(descs) - 1) != 0
     assert said in driver.messages()
+
+
+def test_the_attribute_tells_two_parts_from_two_heads(driver: Driver) -> None:
+    """Weights [2, 2, D] are both; only norms across heads keep something in the workspace."""
+    shape = PARTS | {"heads": 2, "kv_heads": 2}
+    sizes = []
+    for split in (33, 0):
+        plugin = driver.create(**(PARTS_ATTRIBUTES | {"norm_split": split}))
+        descs = tensors(**shape)
+        assert driver.lib.driver_configure(plugin, dynamic(descs, descs), 11) == 0, driver.messages()
+        sizes.append(driver.lib.driver_workspace(plugin, dynamic(descs, descs), 11))
+    apart = tensors(**(shape | {"norm": (2, 64)}))
+    plugin = driver.create(norm=1, norm_eps=1e-6)
+    assert sizes[0] == driver.lib.driver_workspace(plugin, dynamic(apart, apart), 11) < sizes[1]
+
+
+def test_the_parts_lie_within_the_tokens_of_every_call(driver: Driver) -> None:
+    plugin = driver.create(**PARTS_ATTRIBUTES)
+    driver.messages()
+    small, large = (tensors(**(PARTS | {"queries": tokens, "keys": tokens})) for tokens in (33, 100))
+    assert driver.lib.driver_configure(plugin, dynamic(small, large), 11) != 0
+    assert "norm_split: expected 0, or a token after the first of num_queries (33), got 33" in driver.messages()
+    assert driver.lib.driver_shape_change(plugin, (Desc * 12)(*large), 11) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(plugin, (Desc * 12)(*small), 11) != 0
+    nothing = (ctypes.c_void_p * 11)()
+    assert driver.lib.driver_enqueue(plugin, (Desc * 12)(*small), 11, nothing, nothing, None) != 0
+    assert driver.messages().count("num_queries (33), got 33") == 2
 
 
 def replaced(position: int, shape: tuple[int, ...], **options: object) -> list[Desc]:
@@ -521,10 +564,13 @@ def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin:
         (LAYERS | ACROSS_HEADS | {"layout": "BHND"}, LAYERS_ATTRIBUTES),
         (LAYERS | ACROSS_HEADS | PACKED, LAYERS_ATTRIBUTES),
         (SHARED_ACROSS_HEADS, SHARED_ACROSS_HEADS_ATTRIBUTES),
+        (PARTS | {"layout": "BHND"}, PARTS_ATTRIBUTES),
+        (LAYERS | PARTS | PACKED, LAYERS_ATTRIBUTES | PARTS_ATTRIBUTES),
     ],
     ids=[
         *("BHND", "BNHD", "packed", "shared", "rotary and norm", "packed, rotary and norm"),
         *("rotary and norm across heads", "packed, rotary and norm across heads", "shared, norm across heads"),
+        *("norms of parts", "packed, rotary and norms of parts"),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -572,6 +618,7 @@ def test_enqueue_computes_what_the_operator_does(
     options = given | {"smooth_k": False, "mask": data[10] if masked else None}
     options |= {"rotary": data[-2]} if "rotary" in attributes else {}
     options |= {"norm": (*data[-1], 1e-6)} if "norm" in attributes else {}
+    options |= {"norm_split": attributes.get("norm_split", 0)}
     expected = kernel._run_cuda(*qkv, data[3], AttentionTables(*data[4:10]), **options)
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)

@@ -19,6 +19,7 @@ import torch
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed, FluxTransformer2DModel
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
@@ -159,6 +160,59 @@ class HunyuanVideo(nn.Module):
         return self.transformer(
             x, timestep, text, mask, pooled, guidance=timestep.to(x.dtype), return_dict=False
         )[0]  # fmt: skip
+
+
+class StableDiffusion3(nn.Module):
+    """Text after the image, heads first, and nothing is rotated. The second block's text is only read."""
+
+    def __init__(self, norm: str | None):
+        super().__init__()
+        self.transformer = SD3Transformer2DModel(
+            sample_size=4,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            num_attention_heads=HEADS,
+            attention_head_dim=CHANNELS,
+            joint_attention_dim=8,
+            caption_projection_dim=HEADS * CHANNELS,
+            pooled_projection_dim=8,
+            pos_embed_max_size=4,
+            qk_norm=norm,
+        )
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+        return self.transformer(x, text, pooled, timestep, return_dict=False)[0]
+
+
+class Joined(nn.Module):
+    """Text and image, each with projections and norms of its own; what is out of the ordinary, by its name."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
+        self.norms = nn.ModuleList(nn.RMSNorm(CHANNELS, eps=1e-5) for _ in range(6))
+        if kind == "another epsilon":
+            self.norms[1] = nn.RMSNorm(CHANNELS, eps=1e-3)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        runs = {"three runs": (2, 3, TOKENS - 5), "as many keys of another split": (2, TOKENS - 2)}
+        cuts = runs.get(self.kind, (2, TOKENS - 2))
+        heads, projected = [], []
+        for index, run in enumerate(x.split(cuts, 1)):
+            parts = self.projections[index](run).unflatten(2, (3, HEADS, CHANNELS)).unbind(2)
+            projected.append(parts)
+            q, k = (self.norms[2 * index + i](parts[i]) for i in range(2))
+            heads.append((q if self.kind != "image as it is" or index == 0 else parts[0], k, parts[2]))
+        q, k, v = (torch.cat(part, 1) for part in zip(*heads, strict=True))
+        if self.kind == "as many keys of another split":
+            k = torch.cat(
+                [self.norms[4](y) for y in torch.cat([parts[1] for parts in projected], 1).split((3, 3), 1)], 1
+            )
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Blocks(nn.Module):
@@ -459,10 +513,16 @@ def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, node: i
         x = x[:, :, first : first + count]
     if (norm := read.get(f"{site} norm")) is not None:
         wide = x.astype(np.float32)
-        epsilon = node.attributes["norm_eps"].as_float()
-        of_token = norm.ndim == 3  # across heads, and then the layout is BNHD
+        epsilon, weight = node.attributes["norm_eps"].as_float(), norm[index]
+        split = node.attributes.get_int("norm_split", 0)
+        of_token = norm.ndim == 3 and not split  # across heads, and then the layout is BNHD
         mean = (wide**2).mean((2, 3) if of_token else 3, keepdims=True)
-        x = (wide / np.sqrt(mean + epsilon) * norm[index]).astype(x.dtype)
+        if split:  # the first tokens have weights of their own
+            heads_first = node.attributes["layout"].as_string() == "BHND"
+            assert 0 < split < x.shape[2 if heads_first else 1] and weight.shape == (2, x.shape[3])
+            of_tokens = weight[(np.arange(x.shape[2 if heads_first else 1]) >= split).astype(int)]
+            weight = of_tokens if heads_first else of_tokens[:, None]
+        x = (wide / np.sqrt(mean + epsilon) * weight).astype(x.dtype)
     if (rotary := read.get(f"{site} rotary")) is not None:
         even, odd = x[..., 0::2].astype(np.float32), x[..., 1::2].astype(np.float32)
         of_heads = rotary if node.attributes["layout"].as_string() == "BHND" else rotary[:, None]
@@ -503,17 +563,23 @@ def taken(model: ir.Model) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("positions", ["constant", "inputs"])
 def test_flux(positions):
-    """Double blocks norm the two halves of their tokens apart: only their rotation is the node's."""
+    """Double blocks norm and project text and image apart: each with weights of its own, which the node takes."""
     computed = positions == "inputs"
     shapes = FLUX | ({"image_positions": (4, 3), "text_positions": (3, 3)} if computed else {})
     model = traced(Flux(double_blocks=int(computed)), shapes)
     after = lowered(model)
-    double = {"transformer.transformer_blocks.0.attn": {"rotary"}} if computed else {}
+    double = {"transformer.transformer_blocks.0.attn": {"rotary", "norm"}} if computed else {}
     assert taken(after) == double | {"transformer.single_transformer_blocks.0.attn": {"rotary", "norm"}}
     *first, single = attention_nodes(after).values()
-    assert list(single.inputs[0].shape) == [1, 7, 3, HEADS, CHANNELS]  # the plain projections, in one
-    assert all(node.inputs[-1] is single.inputs[-2] for node in first)  # one table
-    assert single.attributes["norm_eps"].as_float() == pytest.approx(1e-6)
+    for node in (*first, single):
+        assert list(node.inputs[0].shape) == [1, 7, 3, HEADS, CHANNELS]  # the plain projections, in one
+        assert len(set(node.inputs[:3])) == 1
+        assert node.attributes["norm_eps"].as_float() == pytest.approx(1e-6)
+        assert node.inputs[-2] is single.inputs[-2]  # one table
+    for node in first:
+        assert node.inputs[0].producer().op_type == "Concat"
+        assert node.attributes["norm_split"].as_int() == 3 and list(node.inputs[-1].shape) == [2, 2, CHANNELS]
+    assert "norm_split" not in single.attributes
     assert_same_after(model, after)
 
 
@@ -552,12 +618,14 @@ def test_hunyuan_video():
     after = lowered(model)
     assert taken(after) == {
         "transformer.context_embedder.token_refiner.refiner_blocks.0.attn": set(),
-        "transformer.transformer_blocks.0.attn": {"rotary"},
+        "transformer.transformer_blocks.0.attn": {"rotary", "norm"},
         "transformer.single_transformer_blocks.0.attn": {"rotary", "norm"},
     }
     _, double, single = attention_nodes(after).values()
-    assert list(single.inputs[0].shape) == [1, 11, 3, HEADS, CHANNELS]  # the plain projections, in one
-    assert double.inputs[-1] is single.inputs[-2] and list(double.inputs[-1].shape) == [11, CHANNELS // 2, 2]
+    for node in (double, single):
+        assert list(node.inputs[0].shape) == [1, 11, 3, HEADS, CHANNELS]  # the plain projections, in one
+    assert double.inputs[-2] is single.inputs[-2] and list(double.inputs[-2].shape) == [11, CHANNELS // 2, 2]
+    assert double.attributes["norm_split"].as_int() == 8
     assert_same_after(model, after)
 
 
@@ -605,6 +673,39 @@ def test_rotations_and_norms():
     left = {node.name for node in after.graph}
     rotated = {kind: node.inputs[0] for kind, node in zip(kinds, attention_nodes(model).values(), strict=True)}
     assert [kind for kind, value in rotated.items() if value.producer().name in left] == ["read elsewhere"]
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", None])
+def test_stable_diffusion_3(norm):
+    shapes: Shapes = {"x": (1, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}
+    model = traced(StableDiffusion3(norm), shapes)
+    after = lowered(model)
+    assert all(found == ({"norm"} if norm else set()) for found in taken(after).values())
+    for node in attention_nodes(after).values():
+        assert node.attributes["layout"].as_string() == "BNHD"
+        assert list(node.inputs[0].shape) == [1, 7, 3, HEADS, CHANNELS]
+        if norm:
+            assert node.attributes["norm_split"].as_int() == 4 and list(node.inputs[-1].shape) == [2, 2, CHANNELS]
+    assert "Pow" not in {node.op_type for node in after.graph}
+    assert_same_after(model, after)
+
+
+@pytest.mark.parametrize("kind", ["three runs", "another epsilon", "image as it is", "as many keys of another split"])
+def test_other_norms_of_joined_tokens_are_left(kind):
+    model = traced(Joined(kind), ROTATED)
+    after = lowered(model)
+    assert list(taken(after).values()) == [set()]
+    assert_same_after(model, after)
+
+
+def test_norms_of_joined_tokens():
+    """Of projections that are one product, cut in three: the node takes the norms, and nothing is joined that was not."""
+    model = traced(Joined("two runs"), ROTATED)
+    after = lowered(model)
+    assert list(taken(after).values()) == [{"norm"}]
+    (node,) = attention_nodes(after).values()
+    assert node.attributes["norm_split"].as_int() == 2
+    assert_same_after(model, after)
 
 
 def test_any_number_of_tokens():

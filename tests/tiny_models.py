@@ -79,6 +79,8 @@ class Projected(nn.Module):
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 1)
         self.narrow = nn.ModuleList(nn.Linear(64, 32) for _ in "kv")
         self.norms = nn.ModuleList(nn.RMSNorm(32, eps=1e-5) for _ in "qk")
+        self.of_image = nn.ModuleList(nn.Linear(64, 64) for _ in "qkv")
+        self.norms_of_image = nn.ModuleList(nn.RMSNorm(32, eps=1e-5) for _ in "qk")
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -103,9 +105,23 @@ class Projected(nn.Module):
             )
         if self.kind == "normed and rotated":
             q, k = (rotated(norm(y)) for norm, y in zip(self.norms, (q, k), strict=True))
+        if self.kind == "joined":
+            q, k, v = self.joined(tokens[:, :5], tokens[:, 5:])
         grouped = self.kind == "grouped"
         attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
         return x - self.out(attended.flatten(2)).transpose(1, 2).reshape(x.shape)
+
+    def joined(self, text: Tensor, image: Tensor) -> list[Tensor]:
+        """q, k and v of all tokens, those of text and image projected and normed with weights of their own."""
+        runs = []
+        for tokens, layers, norms in (
+            (text, (self.q, self.k, self.v), self.norms),
+            (image, self.of_image, self.norms_of_image),
+        ):
+            q, k, v = (f(tokens).unflatten(2, (2, 32)).transpose(1, 2) for f in layers)
+            runs.append((norms[0](q), norms[1](k), v))
+        q, k, v = (torch.cat(parts, 2) for parts in zip(*runs, strict=True))
+        return [rotated(q), rotated(k), v]
 
 
 def rotated(x: Tensor, angles: Tensor | None = None) -> Tensor:

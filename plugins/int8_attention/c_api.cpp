@@ -71,6 +71,16 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
     return report.invalid_int("scaling", "0 (calibrated) or 1 (dynamic)", p->scaling);
   if (p->mask_kind < TRTCONVERT_MASK_NONE || p->mask_kind > TRTCONVERT_MASK_ADDITIVE)
     return report.invalid_int("mask_kind", "0 (none), 1 (bool) or 2 (additive)", p->mask_kind);
+  if (p->norm_split) {
+    if (p->norm_across_heads) return report.invalid_int("norm_split", "0 with norm_across_heads", p->norm_split);
+    if (p->num_queries != p->num_keys)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "norm_split: expected as many queries as keys, got %d and %d",
+                         p->num_queries, p->num_keys);
+    if (p->norm_split < 0 || p->norm_split >= p->num_queries)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT,
+                         "norm_split: expected 0, or a token after the first of num_queries (%d), got %d", p->num_queries,
+                         p->norm_split);
+  }
   return TRTCONVERT_OK;
 }
 
@@ -102,6 +112,7 @@ TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report&
   }
   if (!c.q_norm && !c.k_norm) {
     if (c.norm_across_heads) return report.invalid_int("norm_across_heads", "0 without q_norm and k_norm", c.norm_across_heads);
+    if (c.norm_split) return report.invalid_int("norm_split", "0 without q_norm and k_norm", c.norm_split);
     return TRTCONVERT_OK;
   }
   if (check_pointer("q_norm", c.q_norm, 16, report) || check_pointer("k_norm", c.k_norm, 16, report)) return report.status;
@@ -152,6 +163,7 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.k_norm = c.k_norm;
   p.norm_epsilon = c.norm_epsilon;
   p.norm_across_heads = c.norm_across_heads != 0;
+  p.norm_split = c.norm_split;
   return p;
 }
 

@@ -111,10 +111,11 @@ struct Params {
 
   // What the pre-pass does to Q and K first; null: nothing.
   const float* rotary;  // [N, D / 2, 2]: cosine and sine
-  const float* q_norm;  // [D], or [H, D] across heads, and k_norm: both or neither
-  const float* k_norm;  // [D], or [Hkv, D]
+  const float* q_norm;  // [D], or [H, D] across heads, or [2, D] with norm_split, and k_norm: both or neither
+  const float* k_norm;  // [D], or [Hkv, D], or [2, D]
   float norm_epsilon;
   bool norm_across_heads;
+  int norm_split;  // tokens from this one on take row 1 of [2, D]; 0: one row for all
 
   // Workspace, written before the pre-pass, for norms across heads only: 1 / sqrt(mean(x^2) + norm_epsilon) of each token.
   float* q_norm_factors;  // [B, Nq]

@@ -226,13 +226,14 @@ __device__ __forceinline__ void load_channels(float (&x)[8], const float* table,
 }
 
 // Layers before attention. A rotation goes with either norm, or alone with the first.
-enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads };
+enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts };
 
 // RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors are those of all tokens.
+// Of parts, norm has a row for the tokens before norm_split and one for the others.
 template <typename T, int Lanes, Layers kLayers, bool kRotary>
 __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                                      const float* norm, const float* factors, int tokens) {
-  constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads;
+  constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads, kOfParts = kLayers == Layers::kNormOfParts;
   const int lane = threadIdx.x % Lanes, left = tokens - at.tile * kTokens;
   const bool has_channels = lane * 8 < p.head_dim;
   float weight[8], given[kAcrossHeads ? Map<Lanes>::kPasses : 1];
@@ -245,7 +246,11 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
       given[i] = row < left ? __ldg(factors + row) : 0.f;
     }
   }
-  if (norm) load_channels(weight, norm, lane * 8, has_channels);
+  // The tile's row where the second part begins, or one outside it. A thread's rows ascend: its first one tells which weights it
+  // takes, and only in a tile that holds both parts it goes on to the others, once.
+  const int second_part = kOfParts ? p.norm_split - at.tile * kTokens : 0;
+  const auto is_second = [&](int i) { return row_of<Lanes, false>(i) >= second_part; };
+  if (kOfParts || norm) load_channels(weight, norm, (kOfParts && is_second(0) ? p.head_dim : 0) + lane * 8, has_channels);
   const int rows = has_channels ? left : 0;
   const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + lane * 8;
   float turns[2][8];  // cosine and sine of four pairs, of a row and of the next: they come from L2, mostly
@@ -259,7 +264,9 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
     if (kRotary && i + 1 < Map<Lanes>::kPasses) load_turn(i + 1);
     float x[8];
     unpack8<T>(data[i], x);
-    if (kAcrossHeads || norm) {
+    if (kAcrossHeads || kOfParts || norm) {
+      if (kOfParts && i > 0 && is_second(i) && !is_second(i - 1))
+        load_channels(weight, norm, p.head_dim + lane * 8, has_channels);
       float factor;
       if constexpr (kAcrossHeads) {
         factor = given[i];
@@ -273,7 +280,7 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
     }
     if (kRotary && row_of<Lanes, false>(i) < rows) {
       const float(&turn)[8] = turns[i % 2];
-      if (kAcrossHeads || norm) unpack8<T>(data[i], x);
+      if (kAcrossHeads || kOfParts || norm) unpack8<T>(data[i], x);
 #pragma unroll
       for (int c = 0; c < 8; c += 2) {
         const float first = x[c], second = x[c + 1], cosine = turn[c], sine = turn[c + 1];
@@ -674,6 +681,7 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
 // waits for the pre-pass, their last reader, before it ends.
 template <typename T>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
+  if (p.norm_split > 0) return launch<T, Layers::kNormOfParts>(p, stream);
   if (!p.norm_across_heads)
     return p.rotary || p.q_norm ? launch<T, Layers::kNormOfHeads>(p, stream) : launch<T, Layers::kNone>(p, stream);
   const dim3 grid(ceil_div(p.num_queries, kFactorTokens) + ceil_div(p.num_keys, kFactorTokens), p.batch);

@@ -196,16 +196,18 @@ def test_an_engine_with_joined_projections_computes_the_same(trt, kind, tensors)
     assert relative_error(*outputs) <= HALF_DENOISER
 
 
-def test_an_engine_that_takes_norms_and_rotations_computes_the_same(trt, monkeypatch):
+@pytest.mark.parametrize("kind", ["normed and rotated", "joined"])
+def test_an_engine_that_takes_norms_and_rotations_computes_the_same(trt, monkeypatch, kind):
     outputs = []
     for taken in (True, False):
-        model = tiny_models.traced_projections("normed and rotated", torch.float16)
+        model = tiny_models.traced_projections(kind, torch.float16)
         if not taken:
             for rewrite in ("take_rotary", "take_norms"):
                 monkeypatch.setattr(f"trtconvert.export.lowering.plugin.{rewrite}", lambda model: 0)
         lower_to_plugin(model)
         (node,) = attention_nodes(model).values()
         assert ("rotary" in node.attributes, "norm" in node.attributes) == (taken, taken)
+        assert ("norm_split" in node.attributes) == (taken and kind == "joined")
         outputs.append(output_of(trt, model))
     assert relative_error(*outputs) <= HALF_DENOISER
 

@@ -150,13 +150,25 @@ def angles(tokens: int, dim: int) -> Tensor:
 
 
 def check_layers_before(
-    qkv, mode: Mode, weights: list[Tensor] | None, rotary: Tensor | None, layout: str = "BHND", **options
+    qkv,
+    mode: Mode,
+    weights: list[Tensor] | None,
+    rotary: Tensor | None,
+    layout: str = "BHND",
+    norm_split: int = 0,
+    **options,
 ) -> None:
     """The kernels' own norm and rotation of [B, H, N, D] against the same layers before them: a value may round to its other
-    neighbour."""
+    neighbour. With norm_split the weights are [2, D], of the tokens before it and of those from it on."""
     q, k, v = qkv
     before = [q, k]
-    if weights is not None:
+    if norm_split:
+        parts = [
+            zip(x.split([norm_split, x.shape[2] - norm_split], 2), w, strict=True)
+            for x, w in zip(before, weights, strict=True)
+        ]
+        before = [torch.cat([normalised(part, weight, EPSILON) for part, weight in pairs], 2) for pairs in parts]
+    elif weights is not None:
         before = [normalised(x, weight, EPSILON) for x, weight in zip(before, weights, strict=True)]
     if rotary is not None:
         before = [rotated(x, rotary) for x in before]
@@ -166,7 +178,7 @@ def check_layers_before(
         given = torch.stack([x.transpose(1, 2) for x in qkv], 2).unbind(2)
     else:
         given = qkv if layout == "BHND" else [x.transpose(1, 2).contiguous() for x in qkv]
-    options |= {"rotary": rotary, "norm": None if weights is None else (*weights, EPSILON)}
+    options |= {"rotary": rotary, "norm": None if weights is None else (*weights, EPSILON), "norm_split": norm_split}
     poison()
     out = kernel._run_cuda(*given, timestep, tables, layout="BHND" if layout == "BHND" else "BNHD", **options)
     out = out if layout == "BHND" else out.transpose(1, 2)
@@ -209,6 +221,46 @@ def test_norm_across_heads(mode: Mode, dim: int, tokens: int, layout: str, layer
         scaling=("calibrated", "dynamic")[tokens % 2],
         target_arch=target_arch,
     )
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize("layers", ["norm", "both"])
+@pytest.mark.parametrize("layout", ["BHND", "packed"])
+@pytest.mark.parametrize("split", [1, 64, 77, 128, 199])
+@pytest.mark.parametrize("dim", [40, 128, 160])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_norms_of_two_parts(mode: Mode, dim: int, split: int, layout: str, layers: str, target_arch: int) -> None:
+    """Joint attention of text and image: the parts meet within a tile of 128 tokens, between two, and at the ends."""
+    heads, kv_heads = 4, 4 if layout == "packed" else 2
+    check_layers_before(
+        draw("gauss", 2, heads, kv_heads, 200, 200, dim, (torch.bfloat16, torch.float16)[split % 2]),
+        mode,
+        [torch.rand(2, dim, device="cuda") + 0.5 for _ in range(2)],
+        angles(200, dim) if layers == "both" else None,
+        layout,
+        norm_split=split,
+        scaling=("calibrated", "dynamic")[split // 64 % 2],
+        target_arch=target_arch,
+    )
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize("dim", [40, 128, 160])
+def test_queries_of_each_part_take_its_weights_and_no_others(dim: int, target_arch: int) -> None:
+    """Bit for bit what one norm of all tokens gives them, where keys have but one."""
+    qkv, rotary = draw("gauss", 1, 4, 4, 1000, 1000, dim), angles(1000, dim)
+    first, second, of_keys = (torch.rand(dim, device="cuda") + 0.5 for _ in range(3))
+    tables, timestep = reference.tables_from_data(*qkv, Mode.PRECISION), torch.zeros(1, device="cuda")
+
+    def run(of_queries: Tensor, of_keys: Tensor, split: int = 0) -> Tensor:
+        options = {"norm": (of_queries, of_keys, EPSILON), "norm_split": split, "target_arch": target_arch}
+        return kernel._run_cuda(*qkv, timestep, tables, rotary=rotary, scaling="dynamic", **options)
+
+    whole = [run(weights, of_keys) for weights in (first, second)]
+    for split in (1, 300, 512, 999):
+        out = run(torch.stack([first, second]), torch.stack([of_keys, of_keys]), split)
+        expected = torch.cat([whole[0][:, :, :split], whole[1][:, :, split:]], 2)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_norm_across_heads_of_keys_beyond_the_length() -> None:
@@ -513,7 +565,7 @@ def test_a_workspace_for_large_shapes_fits_small_ones() -> None:
         ("softmax_scale", float("nan"), 1), ("timestep_max", -1.0, 1), ("q", None, 1), ("k", 8, 1), ("out", None, 1),
         ("timestep", None, 1), ("q_scale", 2, 1), ("v_scale", 4, 1), ("modes", None, 1), ("workspace", None, 1),
         ("workspace_size", 1000, 3), ("rotary", 8, 1), ("q_norm", 64, 1), ("k_norm", 64, 1),
-        ("norm_across_heads", 1, 1),
+        ("norm_across_heads", 1, 1), ("norm_split", 1, 1), ("norm_split", -1, 1), ("norm_split", 256, 1),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_named(field: str, value: float | None, status: int) -> None:

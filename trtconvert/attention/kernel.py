@@ -16,10 +16,9 @@ from torch.nn import functional
 
 from trtconvert.attention import reference
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.errors import BackendUnavailable
-from trtconvert.library import library_path
+from trtconvert.library import load_library
 
-_PARAMS_VERSION = 3  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
+_PARAMS_VERSION = 4  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
 
@@ -64,21 +63,13 @@ class _Params(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("rotary", "q_norm", "k_norm")],
         ("norm_epsilon", ctypes.c_float),
         ("norm_across_heads", ctypes.c_int32),
+        ("norm_split", ctypes.c_int32),
     ]
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    path = library_path()
-    try:
-        library = ctypes.CDLL(str(path or "libtrtconvert.so"))
-    except OSError as error:
-        raise BackendUnavailable(
-            "the kernel library does not load",
-            expected=f"a shared library at {path}" if path else "libtrtconvert.so in the installed package",
-            got=str(error),
-            remedy="install with 'pip install .', which builds it",
-        ) from error
+    library = load_library()
     text = [ctypes.c_char_p, ctypes.c_size_t]
     params = ctypes.POINTER(_Params)
     library.trtconvert_attention_workspace_size.argtypes = [params, ctypes.POINTER(ctypes.c_size_t), *text]
@@ -222,6 +213,7 @@ def _run_cuda(
     target_arch: int = 0,
     rotary: Tensor | None = None,
     norm: tuple[Tensor, Tensor, float] | None = None,
+    norm_split: int = 0,
 ) -> Tensor:
     """Takes what `reference.attention` takes, and what only TensorRT's plugin and tests use.
 
@@ -230,6 +222,8 @@ def _run_cuda(
         rotary: [N, D / 2, 2] FP32, cosine and sine by which neighbouring channels of q and k are turned before attention.
         norm: weights FP32 of the RMS norms of q and of k before that, [D] for norms of each head, or [H, D] and [Hkv, D] for
             norms of each token across its heads, and their epsilon.
+        norm_split: with s > 0 the weights of `norm` are [2, D], of norms of each head: row 0 for the tokens before s, row 1 for
+            those from s on. 0: one norm for all tokens.
     """
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
@@ -277,7 +271,8 @@ def _run_cuda(
         params.rotary = rotary.data_ptr()
     if norm is not None:
         params.q_norm, params.k_norm, params.norm_epsilon = norm[0].data_ptr(), norm[1].data_ptr(), norm[2]
-        params.norm_across_heads = int(norm[0].dim() == 2)
+        params.norm_across_heads = int(norm_split == 0 and norm[0].dim() == 2)
+    params.norm_split = norm_split
 
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     size = ctypes.c_size_t()

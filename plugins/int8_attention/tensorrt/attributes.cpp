@@ -16,7 +16,7 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
 // Raised whenever a field is added or changes its meaning.
-constexpr int32_t kSerializationVersion = 2;
+constexpr int32_t kSerializationVersion = 3;
 
 constexpr char kVersion[] = "serialization_version";
 constexpr char kLayout[] = "layout";
@@ -27,6 +27,7 @@ constexpr char kSmoothK[] = "smooth_k";
 constexpr char kRotary[] = "rotary";
 constexpr char kNorm[] = "norm";
 constexpr char kNormEpsilon[] = "norm_eps";
+constexpr char kNormSplit[] = "norm_split";
 constexpr char kKvHeads[] = "kv_heads";
 constexpr char kKHead[] = "k_head";
 constexpr char kVHead[] = "v_head";
@@ -121,12 +122,12 @@ bool read_norm_epsilon(PluginField const& field, float& value) noexcept {
   return false;
 }
 
-bool read_heads(PluginField const& field, int32_t& value) noexcept {
+bool read_count(PluginField const& field, char const* counted, int32_t& value) noexcept {
   int64_t wide = 0;
   if (!read_integer(field, wide)) return false;
   value = static_cast<int32_t>(wide);
   if (wide >= 0 && wide <= std::numeric_limits<int32_t>::max()) return true;
-  log(Severity::kERROR, "attribute '%s': expected a number of heads from 0 to 2^31 - 1, got %lld", field.name,
+  log(Severity::kERROR, "attribute '%s': expected a number of %s from 0 to 2^31 - 1, got %lld", field.name, counted,
       static_cast<long long>(wide));
   return false;
 }
@@ -145,7 +146,8 @@ bool read_version(PluginField const& field) noexcept {
 // Which fields were seen, to tell repeated and missing ones.
 constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
                    kSmoothKBit = 32, kRotaryBit = 64, kNormBit = 128, kNormEpsilonBit = 256, kKvHeadsBit = 512,
-                   kKHeadBit = 1024, kVHeadBit = 2048, kAllBits = (1u << SerializedAttributes::kNumFields) - 1;
+                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096,
+                   kAllBits = (1u << SerializedAttributes::kNumFields) - 1;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
 unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
@@ -163,12 +165,14 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kRotary) return read_flag(field, attributes.rotary) ? kRotaryBit : 0;
   if (name == kNorm) return read_flag(field, attributes.norm) ? kNormBit : 0;
   if (name == kNormEpsilon) return read_norm_epsilon(field, attributes.norm_epsilon) ? kNormEpsilonBit : 0;
-  if (name == kKvHeads) return read_heads(field, attributes.kv_heads) ? kKvHeadsBit : 0;
-  if (name == kKHead) return read_heads(field, attributes.k_head) ? kKHeadBit : 0;
-  if (name == kVHead) return read_heads(field, attributes.v_head) ? kVHeadBit : 0;
+  if (name == kNormSplit) return read_count(field, "tokens", attributes.norm_split) ? kNormSplitBit : 0;
+  if (name == kKvHeads) return read_count(field, "heads", attributes.kv_heads) ? kKvHeadsBit : 0;
+  if (name == kKHead) return read_count(field, "heads", attributes.k_head) ? kKHeadBit : 0;
+  if (name == kVHead) return read_count(field, "heads", attributes.v_head) ? kVHeadBit : 0;
   if (name == kVersion && phase == TensorRTPhase::kRUNTIME) return read_version(field) ? kVersionBit : 0;
-  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it", kLayout,
-      kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kKvHeads, kKHead, kVHead, field.name);
+  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it", kLayout,
+      kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kNormSplit, kKvHeads, kKHead, kVHead,
+      field.name);
   return 0;
 }
 
@@ -180,8 +184,8 @@ PluginFieldCollection const* attribute_names() noexcept {
       {kTimestepMax, nullptr, PluginFieldType::kFLOAT32, 1}, {kScaling, nullptr, PluginFieldType::kCHAR, 1},
       {kSmoothK, nullptr, PluginFieldType::kINT32, 1},       {kRotary, nullptr, PluginFieldType::kINT32, 1},
       {kNorm, nullptr, PluginFieldType::kINT32, 1},          {kNormEpsilon, nullptr, PluginFieldType::kFLOAT32, 1},
-      {kKvHeads, nullptr, PluginFieldType::kINT32, 1},       {kKHead, nullptr, PluginFieldType::kINT32, 1},
-      {kVHead, nullptr, PluginFieldType::kINT32, 1},
+      {kNormSplit, nullptr, PluginFieldType::kINT32, 1},     {kKvHeads, nullptr, PluginFieldType::kINT32, 1},
+      {kKHead, nullptr, PluginFieldType::kINT32, 1},         {kVHead, nullptr, PluginFieldType::kINT32, 1},
   };
   static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
   return &kCollection;
@@ -212,6 +216,10 @@ bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, 
         SerializedAttributes::kNumFields, fields->nbFields);
     return false;
   }
+  if (attributes.norm_split > 0 && !attributes.norm) {
+    log(Severity::kERROR, "attribute '%s': expected 0 without an input 'norm', got %d", kNormSplit, attributes.norm_split);
+    return false;
+  }
   return true;
 }
 
@@ -223,6 +231,7 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       rotary_(attributes.rotary),
       norm_(attributes.norm),
       norm_epsilon_(attributes.norm_epsilon),
+      norm_split_(attributes.norm_split),
       kv_heads_(attributes.kv_heads),
       k_head_(attributes.k_head),
       v_head_(attributes.v_head) {
@@ -239,6 +248,7 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       PluginField{kRotary, &rotary_, PluginFieldType::kINT32, 1},
       PluginField{kNorm, &norm_, PluginFieldType::kINT32, 1},
       PluginField{kNormEpsilon, &norm_epsilon_, PluginFieldType::kFLOAT32, 1},
+      PluginField{kNormSplit, &norm_split_, PluginFieldType::kINT32, 1},
       PluginField{kKvHeads, &kv_heads_, PluginFieldType::kINT32, 1},
       PluginField{kKHead, &k_head_, PluginFieldType::kINT32, 1},
       PluginField{kVHead, &v_head_, PluginFieldType::kINT32, 1},

@@ -16,6 +16,7 @@ struct Attributes {
   bool rotary = false;           // whether there is an input 'rotary'
   bool norm = false;             // whether there is an input 'norm'
   float norm_epsilon = 0.0f;     // norm_eps: of the norm of q and k
+  int32_t norm_split = 0;        // the first token that the second row of norm's weights is for; 0: one row for all tokens
   int32_t kv_heads = 0;          // of this node, where k and v are one tensor of the heads of several nodes; else 0
   int32_t k_head = 0, v_head = 0;  // the first of them in that tensor
 };
@@ -36,7 +37,7 @@ class SerializedAttributes {
   SerializedAttributes(SerializedAttributes const&) = delete;
   SerializedAttributes& operator=(SerializedAttributes const&) = delete;
 
-  static constexpr int32_t kNumFields = 12;
+  static constexpr int32_t kNumFields = 13;
 
   nvinfer1::PluginFieldCollection const* fields() const noexcept { return &collection_; }
 
@@ -48,6 +49,7 @@ class SerializedAttributes {
   int32_t rotary_;
   int32_t norm_;
   float norm_epsilon_;
+  int32_t norm_split_;
   int32_t kv_heads_;
   int32_t k_head_;
   int32_t v_head_;

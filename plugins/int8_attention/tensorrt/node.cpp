@@ -110,10 +110,20 @@ bool check_shared(Dims const& q, Dims const& k, Attributes const& attributes) no
   return false;
 }
 
-// Whether norms are those of a token across its heads, from the shape of their weights.
-bool is_across_heads(Dims const& norm) noexcept { return norm.nbDims == 3; }
+// Whether norms are those of a token across its heads, from the shape of their weights. Those of two parts may have the shape of
+// those across two heads: the attribute tells.
+bool is_across_heads(Dims const& norm, Attributes const& attributes) noexcept {
+  return attributes.norm_split == 0 && norm.nbDims == 3;
+}
 
-bool check_norm(Dims const& norm, HeadsFirst const& q, HeadsFirst const& k) noexcept {
+bool check_norm(Dims const& norm, HeadsFirst const& q, HeadsFirst const& k, Attributes const& attributes) noexcept {
+  if (attributes.norm_split > 0) {
+    Dims const of_parts{3, {2, 2, q.dim}};
+    if (is_same(norm, of_parts)) return true;
+    log(Severity::kERROR, "input 'norm': with norm_split %d expected shape %s of q and k, and of each the two parts, got %s",
+        attributes.norm_split, ShapeText(of_parts).text, ShapeText(norm).text);
+    return false;
+  }
   Dims const of_heads{2, {2, q.dim}};
   Dims const across_heads{3, {2, q.heads, q.dim}};
   if (is_same(norm, of_heads) || (q.heads == k.heads && is_same(norm, across_heads))) return true;
@@ -125,14 +135,15 @@ bool check_norm(Dims const& norm, HeadsFirst const& q, HeadsFirst const& k) noex
   return false;
 }
 
-bool check_layers_before(Dims const* rotary, Dims const* norm, HeadsFirst const& q, HeadsFirst const& k) noexcept {
+bool check_layers_before(Dims const* rotary, Dims const* norm, HeadsFirst const& q, HeadsFirst const& k,
+                         Attributes const& attributes) noexcept {
   if (rotary != nullptr && q.tokens != k.tokens) {
     log(Severity::kERROR, "input 'rotary': expected as many queries as keys, got %lld and %lld",
         static_cast<long long>(q.tokens), static_cast<long long>(k.tokens));
     return false;
   }
   return (rotary == nullptr || check_shape(kRotary, *rotary, {3, {q.tokens, q.dim / 2, 2}})) &&
-         (norm == nullptr || check_norm(*norm, q, k));
+         (norm == nullptr || check_norm(*norm, q, k, attributes));
 }
 
 // Strides that broadcast the mask to [B, H, Nq, Nk], dimensions aligned at the right as in ONNX.
@@ -266,7 +277,7 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
 
   OptionalInputs const optional = optional_inputs(attributes, num_inputs);
   if (!check_layers_before(optional.rotary < 0 ? nullptr : &inputs[optional.rotary].dims,
-                           optional.norm < 0 ? nullptr : &inputs[optional.norm].dims, q, k)) {
+                           optional.norm < 0 ? nullptr : &inputs[optional.norm].dims, q, k, attributes)) {
     return false;
   }
 
@@ -292,7 +303,8 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
                                         : shared ? strides_in_shared(k, all_kv_heads)
                                                  : contiguous(k, attributes);
   params.norm_epsilon = attributes.norm_epsilon;
-  params.norm_across_heads = optional.norm >= 0 && is_across_heads(inputs[optional.norm].dims) ? 1 : 0;
+  params.norm_across_heads = optional.norm >= 0 && is_across_heads(inputs[optional.norm].dims, attributes) ? 1 : 0;
+  params.norm_split = attributes.norm_split;
   params.mask_kind = TRTCONVERT_MASK_NONE;
   return optional.mask < 0 || describe_mask(inputs[optional.mask], params);
 }

@@ -24,7 +24,8 @@ enum Input : int32_t {
   kModes,      // [T] INT32
   kMask,       // broadcastable to [B, H, Nq, Nk], BOOL or as q
   kRotary,     // [N, D / 2, 2] FP32: cosine and sine by which neighbouring channels of q and k are turned; Nq = Nk = N
-  kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, which come before that; [2, H, D], Hkv = H: across the heads
+  kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, which come before that; [2, H, D], Hkv = H: across the heads;
+               // with norm_split s [2, 2, D]: of q and k, of the tokens before s and of those from s on, 0 < s < Nq = Nk
   kMaxInputs,
 };
 constexpr int32_t kRequiredInputs = kMask;

@@ -162,7 +162,8 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
   if (optional.rotary >= 0) params.rotary = static_cast<float const*>(inputs[optional.rotary]);
   if (optional.norm >= 0) {
     params.q_norm = static_cast<float const*>(inputs[optional.norm]);
-    params.k_norm = params.q_norm + params.head_dim * (params.norm_across_heads ? params.num_heads : 1);
+    int32_t const rows = params.norm_across_heads ? params.num_heads : params.norm_split > 0 ? 2 : 1;
+    params.k_norm = params.q_norm + int64_t{params.head_dim} * rows;
   }
   params.workspace = workspace;
   params.stream = stream;

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from trtconvert.export.matching import perm_of
+from trtconvert.export.matching import perm_of, producer_of
 from trtconvert.export.nodes import attention_nodes
 
 PERMUTATION = [0, 2, 1, 3]
 
 
 def fold_transposes(model: ir.Model) -> int:
-    """Turn nodes of layout BHND whose q, k and v are all transposed from BNHD into nodes of layout BNHD.
+    """Turn nodes of layout BHND whose q, k and v are all transposed from BNHD, or joined of tokens that are, into nodes of
+    layout BNHD.
 
     The output is transposed back unless every use of it does the opposite; those uses then read it directly.
 
@@ -25,10 +26,10 @@ def fold_transposes(model: ir.Model) -> int:
     count = 0
     for node in attention_nodes(model).values():
         sources = [_untransposed(value) for value in node.inputs[:3]]
-        if node.attributes["layout"].as_string() != "BHND" or any(source is None for source in sources):
+        if node.attributes["layout"].as_string() != "BHND" or not all(sources):
             continue
-        for index, source in enumerate(sources):
-            _replace_input(node, index, source)
+        for index, runs in enumerate(sources):
+            _replace_input(node, index, runs)
         node.attributes["layout"] = ir.AttrString("layout", "BNHD")
         output_tokens_first(node)
         count += 1
@@ -39,17 +40,32 @@ def _is_transpose(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == "Transpose" and perm_of(node) == PERMUTATION
 
 
-def _untransposed(value: ir.Value | None) -> ir.Value | None:
-    producer = value.producer() if value is not None else None
-    return producer.inputs[0] if producer is not None and _is_transpose(producer) else None
+def _untransposed(value: ir.Value | None) -> list[ir.Value]:
+    """The tensor [B, N, H, D] whose transpose a value is, or the tensors if it joins the transposes along their tokens."""
+    join = producer_of(value, "Concat")
+    joined = join.inputs if join is not None and join.attributes["axis"].as_int() % 4 == 2 else [value]
+    producers = [run.producer() if run is not None else None for run in joined]
+    sources = [node.inputs[0] for node in producers if node is not None and _is_transpose(node)]
+    found = [source for source in sources if source is not None]
+    return found if len(found) == len(joined) else []
 
 
-def _replace_input(node: ir.Node, index: int, source: ir.Value | None) -> None:
+def _replace_input(node: ir.Node, index: int, runs: list[ir.Value]) -> None:
+    """Give a node tokens of tensors [B, N, H, D], one after another, for what has heads first."""
     old = node.inputs[index]
+    assert old is not None and node.graph is not None
+    source = runs[0]
+    if (join := producer_of(old, "Concat")) is not None:
+        again = ir.node("Concat", runs, {"axis": 1})
+        source = again.outputs[0]
+        source.type = old.type
+        source.shape = ir.Shape([old.shape[axis] for axis in PERMUTATION]) if old.shape is not None else None
+        node.graph.insert_before(node, again)
     node.replace_input_with(index, source)
-    producer = old.producer() if old is not None else None
-    if old is not None and producer is not None and not old.uses() and not old.is_graph_output():
-        producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
+    for value in (old, *(join.inputs if join is not None else ())):
+        producer = value.producer() if value is not None else None
+        if value is not None and producer is not None and not value.uses() and not value.is_graph_output():
+            producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
 
 
 def output_tokens_first(node: ir.Node) -> None:

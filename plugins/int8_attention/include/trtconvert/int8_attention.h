@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_ATTENTION_VERSION 3
+#define TRTCONVERT_ATTENTION_VERSION 4
 
 typedef enum {
   TRTCONVERT_OK = 0,
@@ -105,10 +105,15 @@ typedef struct {
    * token across its heads, x * rsqrt(mean(x^2) + norm_epsilon) * weight, then the rotation of neighbouring channels 2 i and
    * 2 i + 1 of a token, (x0 cos - x1 sin, x1 cos + x0 sin). */
   const float* rotary; /* [N, D / 2, 2]: cosine and sine of each token and pair; Nq = Nk = N. Or null */
-  const float* q_norm; /* [D], or [H, D] across heads: weights. Null, with k_norm: no norm */
-  const float* k_norm; /* [D], or [Hkv, D] across heads */
+  const float* q_norm; /* [D], or [H, D] across heads, or [2, D] with norm_split: weights. Null, with k_norm: no norm */
+  const float* k_norm; /* [D], or [Hkv, D] across heads, or [2, D] with norm_split */
   float norm_epsilon;  /* finite, >= 0 where there is a norm */
   int32_t norm_across_heads; /* nonzero: the mean is over all heads and channels of a token; 0 where there is no norm */
+
+  /* 0: all tokens share the weights of the norms of each head. s > 0: tokens before s take row 0 of them, those from s on row 1,
+   * as in joint attention, where text and image have norms of their own. s < Nq = Nk; 0 where there is no norm, or one across
+   * heads. */
+  int32_t norm_split;
 } TrtConvertAttentionParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
