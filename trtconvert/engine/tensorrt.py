@@ -208,7 +208,13 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
     Raises:
         UserError: the model has no site of one of the names.
     """
-    from trtconvert.export.lowering import lower_to_native, lower_to_plugin, split_modulations, split_products
+    from trtconvert.export.lowering import (
+        lower_to_native,
+        lower_to_plugin,
+        multiply_patches,
+        split_modulations,
+        split_products,
+    )
     from trtconvert.export.nodes import attention_nodes
 
     model = model.clone()
@@ -219,6 +225,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
     if not options.refittable:
         split_products(model)
         split_modulations(model)
+        multiply_patches(model)
     return model
 
 

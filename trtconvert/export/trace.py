@@ -18,7 +18,7 @@ from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError
 from trtconvert.export.complex_pairs import complex_as_pairs
-from trtconvert.export.concats import promote_concats
+from trtconvert.export.concats import drop_rejoins, promote_concats
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
@@ -195,6 +195,7 @@ def _exported(
         program.optimize()
     join_interleaves(program.model)
     join_overwritten(program.model)
+    drop_rejoins(program.model)
     leave_out_default_reductions(program.model)
     return program.model
 

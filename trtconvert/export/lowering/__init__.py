@@ -1,10 +1,11 @@
 """Rewrites of a model in place, each with the count of nodes that it changed: the three ways in which an `Int8Attention`
-node meets a runtime, the folding of transposes into its layout, and the splitting of products for TensorRT."""
+node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.patches import multiply_patches
 from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.products import split_products
 
@@ -13,6 +14,7 @@ __all__ = [
     "lower_to_function",
     "lower_to_native",
     "lower_to_plugin",
+    "multiply_patches",
     "split_modulations",
     "split_products",
 ]

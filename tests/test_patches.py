@@ -1,0 +1,113 @@
+"""Patch embeddings as products: the same tokens, from the same weights, and what is left as it is."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+import torch
+from exports import export, run
+from torch import Tensor, nn
+
+from trtconvert.engine import tensorrt
+from trtconvert.export.lowering import multiply_patches
+from trtconvert.recipe import EngineSection
+
+
+class Embeds(nn.Module):
+    """As diffusers' transformers do: of images or videos."""
+
+    def __init__(self, patch: tuple[int, ...], **options: object) -> None:
+        super().__init__()
+        conv = nn.Conv2d if len(patch) == 2 else nn.Conv3d
+        self.proj = conv(3, 8, patch, **({"stride": patch} | options))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class ReadsPatchesTwice(Embeds):
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.proj(x).flatten(2)
+        return flat.transpose(1, 2) + flat.sum()
+
+
+class KeepsRows(Embeds):
+    """One axis less is flattened, so the tokens are no rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(1, 2).transpose(1, 2)
+
+
+def exported(module: nn.Module, x: Tensor, **dims: int) -> ir.Model:
+    program = export(module, x, **dims)
+    program.optimize()
+    return program.model
+
+
+def operators(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("patch", "size"), [((2, 2), (4, 6)), ((1, 1), (3, 5)), ((1, 2, 2), (3, 4, 6)), ((2, 1, 3), (4, 5, 3))]
+)
+def test_tokens_are_products_of_patches(patch, size, bias):
+    module, x = Embeds(patch, bias=bias), torch.randn(2, 3, *size)
+    model = exported(module, x)
+    assert multiply_patches(model) == 1
+    assert "Conv" not in operators(model) and operators(model).count("MatMul") == 1
+    assert list(model.graph.outputs[0].shape) == list(module(x).shape)
+    torch.testing.assert_close(run(model, x), module(x))
+    assert multiply_patches(model) == 0
+
+
+def test_batches_may_vary():
+    module = Embeds((2, 2))
+    model = exported(module, torch.randn(2, 3, 4, 4), batch=0)
+    assert multiply_patches(model) == 1
+    x = torch.randn(5, 3, 4, 4)
+    torch.testing.assert_close(run(model, x), module(x))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Embeds((2, 2), stride=1),
+        Embeds((2, 2), stride=(2, 1)),
+        Embeds((2, 2), padding=2),
+        Embeds((2, 2), dilation=2),
+        Embeds((4, 4)),  # of 6 columns two are left out
+        ReadsPatchesTwice((2, 2)),
+        KeepsRows((2, 2)),
+    ],
+    ids=["overlap", "overlap-columns", "padding", "dilation", "remainder", "read-twice", "rows"],
+)
+def test_other_convolutions_stay(module):
+    x = torch.randn(2, 3, 8, 6)
+    model = exported(module, x)
+    assert multiply_patches(model) == 0
+    torch.testing.assert_close(run(model, x), module(x))
+
+
+def test_groups_stay():
+    module, x = Embeds((2, 2)), torch.randn(2, 4, 4, 4)
+    module.proj = nn.Conv2d(4, 8, 2, stride=2, groups=2)
+    assert multiply_patches(exported(module, x)) == 0
+
+
+def test_images_of_any_size_stay():
+    """What does not fill a patch is left out by a convolution, and fails as patches."""
+    module = Embeds((2, 2))
+    model = exported(module, torch.randn(2, 3, 4, 6), height=2)
+    assert multiply_patches(model) == 0
+    x = torch.randn(2, 3, 7, 6)
+    torch.testing.assert_close(run(model, x), module(x))
+
+
+@pytest.mark.parametrize("refittable", [False, True])
+def test_engines_multiply_unless_their_weights_are_to_be_replaced(refittable):
+    model = exported(Embeds((2, 2)), torch.randn(1, 3, 4, 4))
+    lowered = tensorrt.lowered(model, [], EngineSection(refittable=refittable))
+    assert ("Conv" in operators(lowered)) == refittable
+    assert "Conv" in operators(model)
