@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
@@ -18,6 +19,7 @@ import pytest
 import tiny_models
 import torch
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support import PARTIAL, TESTS, WEIGHTS, contents, finish, partials, refusal, reused, run, start, tiny_recipe
 
@@ -25,6 +27,7 @@ from trtconvert import __version__, bundle
 from trtconvert.bundle import check_files, read_manifest
 from trtconvert.engine import backend_statuses
 from trtconvert.files import sha256
+from trtconvert.progress import say
 
 RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
 HEAVY = {"torch", "numpy", "onnx", "onnxruntime"}
@@ -545,3 +548,10 @@ def test_two_builds_into_one_folder_at_once_leave_one_whole_bundle(digits_build,
         assert outcome.exit_code == 0, outcome.output
     assert contents(tmp_path / "bundle") == contents(digits_build.bundle)
     assert partials(tmp_path) == []
+
+
+def test_lines_that_name_files_keep_their_paths_whole():
+    file = io.StringIO()
+    path = Path("/tmp") / ("long" * 40) / "[red]" / "samples.png"
+    say(Console(file=file, width=80), f"look at {path}")
+    assert file.getvalue() == f"look at {path}\n"

@@ -249,7 +249,7 @@ def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> N
     from trtconvert.evaluate import evaluation
     from trtconvert.evaluate.table import print_evaluation
     from trtconvert.files import whole_file
-    from trtconvert.progress import Reporter
+    from trtconvert.progress import Reporter, say
 
     with joined_ranks() as ranks:
         console = Console(highlight=False, quiet=ranks.rank > 0)
@@ -260,7 +260,7 @@ def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> N
         with whole_file(output) as partial:
             partial.write_text(found.model_dump_json(indent=1))
         print_evaluation(console, found)
-        console.print(f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")
+        say(console, f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")
 
 
 def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from trtconvert.bundle import MANIFEST, Manifest, check_files, read_manifest, write_manifest
 from trtconvert.engine import tensorrt
 from trtconvert.files import whole_folder
-from trtconvert.progress import Reporter
+from trtconvert.progress import Reporter, say
 
 
 def compile_bundle(folder: Path, report: Reporter) -> Manifest:
@@ -29,7 +29,7 @@ def compile_bundle(folder: Path, report: Reporter) -> Manifest:
         TrtconvertError: the engine cannot be built.
     """
     tensorrt.load()
-    with _alone(folder, lambda: report.console.print(f"another process compiles {folder}: waiting for it")):
+    with _alone(folder, lambda: say(report.console, f"another process compiles {folder}: waiting for it")):
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         components = {}

@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 
+def say(console: Console, text: str) -> None:
+    """A line that names a file: not broken within the path, whose brackets are no markup of rich's."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
 class Reporter:
     """Shows a bar per stage and keeps the stages' times.
 

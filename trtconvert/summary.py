@@ -14,7 +14,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest
 from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.pipeline import Outcome
-from trtconvert.progress import Reporter
+from trtconvert.progress import Reporter, say
 
 ATTENTION = {
     "plugin": "INT8, our plugin",
@@ -30,7 +30,7 @@ def print_build(outcome: Outcome, report: Reporter) -> None:
         table.add_row(f"time, {stage}", "from the cache" if stage in report.reused else f"{seconds:.1f} s")
     table.add_row("time, all", f"{sum(report.seconds.values()):.1f} s")
     report.console.print(table)
-    report.console.print(f"look at {outcome.folder / 'samples.png'}: the same seeds in full precision and in INT8")
+    say(report.console, f"look at {outcome.folder / 'samples.png'}: the same seeds in full precision and in INT8")
 
 
 def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
