@@ -429,6 +429,13 @@ def test_a_recording_that_fails_leaves_nothing_behind(cuda):
     assert cuda.streams == cuda.graphs == 0 and cuda.recording is None
 
 
+def test_a_library_of_an_older_version_is_named(monkeypatch):
+    older = ctypes.CDLL(None)  # what the process has, without our functions
+    monkeypatch.setattr(graphs, "load_library", lambda: older)
+    with pytest.raises(BackendUnavailable, match=r"(?s)older than.*got: .*trtconvert_record_copies.*remedy: "):
+        CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
+
+
 def test_what_cuda_keeps_goes_with_the_graph(cuda):
     graph = CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
     assert cuda.graphs == 1 and cuda.streams == 0

@@ -59,15 +59,15 @@ class CopyingGraph:
         inputs, outputs: buffers, contiguous, which the caller keeps for as long as launches go on.
         stream: handle of the stream that launches go to.
     Raises:
-        BackendUnavailable: CUDA cannot record the work, or our library is missing.
+        BackendUnavailable: CUDA cannot record the work, or our library is missing or of an older version.
     """
 
     def __init__(
         self, work: Callable[[int], None], inputs: Sequence[Tensor], outputs: Sequence[Tensor], stream: int
     ) -> None:
-        library = load_library()
+        record, self._launch = _functions()
         into, out = _nodes(inputs, outwards=False), _nodes(outputs, outwards=True)
-        graph = _record(library, work, into, out)
+        graph = _record(record, work, into, out)
         # Nodes can be told addresses as long as there is the graph that they were instantiated from.
         _destroyed_with(self, cudart.cudaGraphDestroy, graph)
         flags = cudart.cudaGraphInstantiateFlags.cudaGraphInstantiateFlagAutoFreeOnLaunch  # as torch's own graphs
@@ -78,7 +78,6 @@ class CopyingGraph:
         where = [ctypes.addressof(x) for x in (self._nodes, self._addresses)]
         # Made once: what ctypes converts for a call costs as much as what the call does.
         self._argument = ctypes.byref(_Graph(int(instance), stream, *where, len(self._nodes)))
-        self._launch = library.trtconvert_launch_copies
 
     def launch(self, addresses: list[int]) -> None:
         """Enqueue copies and work.
@@ -97,6 +96,24 @@ class CopyingGraph:
             raise _failure(cudart.cudaError_t(status), "launch the recorded call")
 
 
+def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
+    """The library's, that record copies and that launch.
+
+    Raises:
+        BackendUnavailable: there is no library, or an older one.
+    """
+    library = load_library()
+    try:
+        return library.trtconvert_record_copies, library.trtconvert_launch_copies
+    except AttributeError as error:
+        raise BackendUnavailable(
+            "the kernel library is older than the program that loads it",
+            expected="the libtrtconvert.so that was built with this version",
+            got=str(error),
+            remedy="install with 'pip install .', which builds it",
+        ) from error
+
+
 def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:
     """Copies of all buffers, in their order, in as few nodes as hold them."""
     nodes = []
@@ -109,7 +126,9 @@ def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:
     return nodes
 
 
-def _record(library: ctypes.CDLL, work: Callable[[int], None], into: Sequence[_Node], out: Sequence[_Node]) -> Any:
+def _record(
+    record: Callable[..., int], work: Callable[[int], None], into: Sequence[_Node], out: Sequence[_Node]
+) -> Any:
     """A graph of copies, work, copies: one after the other, as drivers launch soonest, and small beside the work."""
     # On a stream of its own, so that nobody else's work is recorded. The default stream cannot be recorded at all.
     stream = _checked(cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking), "make a stream to record on")
@@ -118,9 +137,9 @@ def _record(library: ctypes.CDLL, work: Callable[[int], None], into: Sequence[_N
         mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         _checked(cudart.cudaStreamBeginCapture(stream, mode), "record")
         try:
-            _record_copies(library, into, stream)
+            _record_copies(record, into, stream)
             work(int(stream))
-            _record_copies(library, out, stream)
+            _record_copies(record, out, stream)
         except BaseException:
             _, graph = cudart.cudaStreamEndCapture(stream)
             if graph is not None:
@@ -131,9 +150,9 @@ def _record(library: ctypes.CDLL, work: Callable[[int], None], into: Sequence[_N
         cudart.cudaStreamDestroy(stream)
 
 
-def _record_copies(library: ctypes.CDLL, nodes: Sequence[_Node], stream: Any) -> None:
+def _record_copies(record: Callable[..., int], nodes: Sequence[_Node], stream: Any) -> None:
     for node in nodes:
-        if status := library.trtconvert_record_copies(ctypes.c_void_p(int(stream)), ctypes.byref(node)):
+        if status := record(ctypes.c_void_p(int(stream)), ctypes.byref(node)):
             raise _failure(cudart.cudaError_t(status), "record copies")
 
 
