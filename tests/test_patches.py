@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnx_ir as ir
 import pytest
 import torch
 from exports import export, run
 from torch import Tensor, nn
 
+from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
+from trtconvert.engine.builder import build_plan
 from trtconvert.export.lowering import multiply_patches
 from trtconvert.recipe import EngineSection
 
@@ -111,3 +115,31 @@ def test_engines_multiply_unless_their_weights_are_to_be_replaced(refittable):
     lowered = tensorrt.lowered(model, [], EngineSection(refittable=refittable))
     assert ("Conv" in operators(lowered)) == refittable
     assert "Conv" in operators(model)
+
+
+class Silent:
+    def share(self, detail: str, done: float) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
+        pass
+
+
+def test_tensorrt_takes_patches_of_videos():
+    """With three axes of patches there are eight, as many as TensorRT's tensors may have. Its parser here is TensorRT-RTX's."""
+    trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra 'rtx'")
+    model = exported(Embeds((1, 2, 2)), torch.randn(2, 3, 2, 4, 6), batch=0)
+    assert multiply_patches(model) == 1
+    assert max(len(node.outputs[0].shape or ()) for node in model.graph) == 8
+
+    def for_ada(config):
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+
+    content = ir.to_proto(model).SerializeToString()
+    inputs = [TensorRecord(name="x", dtype="float32", shape=["batch", 3, 2, 4, 6])]
+    profiles = [{"batch": (1, 2, 4)}]
+    plan = build_plan(
+        trt, content, Path("m.onnx"), inputs, profiles, configure=for_ada, watch=Silent(), title="patches"
+    )
+    assert len(plan) > 1000
