@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.matching import axes_of, constant_of, producer_of
+from trtconvert.export.matching import cuts_of, producer_of
 
 _TO_THE_END = np.iinfo(np.int64).max
 """Where the exporter lets `x[n:]` end."""
@@ -50,7 +47,7 @@ def drop_rejoins(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type != "Concat" or node.domain:
             continue
-        whole = _rejoined([x for x in node.inputs if x is not None], node.attributes["axis"].as_int())
+        whole = _rejoined(node)
         if whole is not None and not node.outputs[0].is_graph_output():
             ir.convenience.replace_all_uses_with(node.outputs[0], whole)
             count += 1
@@ -59,58 +56,22 @@ def drop_rejoins(model: ir.Model) -> int:
     return count
 
 
-def _rejoined(parts: Sequence[ir.Value], axis: int) -> ir.Value | None:
-    """The tensor that was cut along an axis into these parts, none of them left out."""
+def _rejoined(concat: ir.Node) -> ir.Value | None:
+    """The tensor that was cut along an axis into what a node joins, none of it left out."""
+    parts, joined = [x for x in concat.inputs if x is not None], concat.outputs[0]
+    if joined.shape is None:
+        return None
+    axis = concat.attributes["axis"].as_int() % len(joined.shape)
     split = producer_of(parts[0], "Split")
-    if split is not None and list(split.outputs) == list(parts):
-        whole = split.inputs[0]
-        along = split.attributes.get_int("axis", 0)
-        same = whole is not None and whole.shape is not None and (along - axis) % len(whole.shape) == 0
-        return whole if same else None
-    cuts = [_cut(part) for part in parts]
-    known = [cut for cut in cuts if cut is not None]
-    whole = known[0].source if len(known) == len(parts) > 1 else None
-    if whole is None or whole.shape is None or any(cut.source is not whole for cut in known):
+    if split is not None:
+        along = split.attributes.get_int("axis", 0) % len(joined.shape)
+        return split.inputs[0] if list(split.outputs) == parts and along == axis else None
+    cuts = cuts_of(parts, axis)
+    if not cuts:
         return None
-    size = whole.shape[axis]
-    first, last = constant_of(known[0].start), constant_of(known[-1].end)
-    if any(cut.axis != axis % len(whole.shape) for cut in known) or first is None or first.item() != 0:
-        return None
-    if last is None or not (last.item() == _TO_THE_END or (isinstance(size, int) and last.item() >= size)):
+    whole, starts, end = cuts[0][0], [start for _, start, _ in cuts], cuts[-1][2]
+    if starts[0] != 0 or whole.shape is None or end not in (whole.shape[axis], _TO_THE_END):
         return None
     # Cut at one position, wherever it is, both parts are the whole. At several, these have to be in order.
-    if not all(_is_same(cut.end, following.start) for cut, following in zip(known, known[1:], strict=False)):
-        return None
-    positions = [constant_of(cut.start) for cut in known]
-    at = [int(position.item()) for position in positions if position is not None]
-    return whole if len(known) == 2 or (len(at) == len(known) and at == sorted(at)) else None
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """source[start:end] along an axis, counted from the first."""
-
-    source: ir.Value
-    start: ir.Value
-    end: ir.Value
-    axis: int
-
-
-def _cut(value: ir.Value) -> _Cut | None:
-    node = producer_of(value, "Slice")
-    if node is None or len(node.inputs) < 4:
-        return None
-    source, start, end, axes = node.inputs[:4]
-    if source is None or source.shape is None or start is None or end is None:
-        return None
-    along = axes_of(axes, len(source.shape))
-    step = constant_of(node.inputs[4]) if len(node.inputs) > 4 else np.array([1])
-    if along is None or len(along) != 1 or step is None or step.item() != 1:
-        return None
-    return _Cut(source, start, end, along[0])
-
-
-def _is_same(a: ir.Value, b: ir.Value) -> bool:
-    """Whether two positions are one value, or the same number."""
-    of_a, of_b = constant_of(a), constant_of(b)
-    return a is b or (of_a is not None and of_b is not None and of_a.item() == of_b.item())
+    numbers = [start for start in starts if isinstance(start, int)]
+    return whole if len(cuts) == 2 or (len(numbers) == len(cuts) and numbers == sorted(numbers)) else None

@@ -92,6 +92,40 @@ def element_of(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
     return source, axes[0], int(start[0])
 
 
+Run = tuple[ir.Value, int | ir.Value | None, int | ir.Value | None]
+"""Of a tensor, neighbours along an axis, and between which positions they lie: a number, or what computes it."""
+
+
+def cuts_of(parts: Sequence[ir.Value], axis: int) -> list[Run]:
+    """What parts are of one tensor if they are slices of it along an axis, each beginning where the one before ends; else none.
+
+    Positions are counted from the first where it is known how many there are, else as the slices say them.
+    """
+    runs = [_run(part, axis) for part in parts]
+    known = [run for run in runs if run is not None]
+    follow = all(a[0] is b[0] and a[2] == b[1] for a, b in itertools.pairwise(known))
+    return known if len(known) == len(runs) and follow else []
+
+
+def _run(value: ir.Value, axis: int) -> Run | None:
+    cut = producer_of(value, "Slice")
+    data = cut.inputs[0] if cut is not None else None
+    if cut is None or data is None or data.shape is None or len(cut.inputs) < 4:  # without axes: all of them
+        return None
+    step = constant_of(cut.inputs[4]) if len(cut.inputs) > 4 else np.ones(1)
+    if axes_of(cut.inputs[3], len(data.shape)) != [axis] or step is None or step.item() != 1:
+        return None
+    start, stop = (_position(bound, data.shape[axis]) for bound in cut.inputs[1:3])
+    return data, start, stop
+
+
+def _position(bound: ir.Value | None, size: int | ir.SymbolicDim) -> int | ir.Value | None:
+    number = constant_of(bound)
+    if number is None:
+        return bound
+    return slice(number.item()).indices(size)[1] if isinstance(size, int) else int(number.item())
+
+
 def factors_of(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
     """The two factors of a product, in both orders; nothing for other values."""
     product = producer_of(without_casts(value), "Mul")

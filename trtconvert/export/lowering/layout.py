@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from trtconvert.export.matching import perm_of, producer_of
+from trtconvert.export.lowering.tokens import one_after_another, runs_of
+from trtconvert.export.matching import perm_of
 from trtconvert.export.nodes import attention_nodes
 
 PERMUTATION = [0, 2, 1, 3]
@@ -42,8 +43,7 @@ def _is_transpose(node: ir.Node | None) -> bool:
 
 def _untransposed(value: ir.Value | None) -> list[ir.Value]:
     """The tensor [B, N, H, D] whose transpose a value is, or the tensors if it joins the transposes along their tokens."""
-    join = producer_of(value, "Concat")
-    joined = join.inputs if join is not None and join.attributes["axis"].as_int() % 4 == 2 else [value]
+    joined = runs_of(value, axis=2)
     producers = [run.producer() if run is not None else None for run in joined]
     sources = [node.inputs[0] for node in producers if node is not None and _is_transpose(node)]
     found = [source for source in sources if source is not None]
@@ -53,16 +53,9 @@ def _untransposed(value: ir.Value | None) -> list[ir.Value]:
 def _replace_input(node: ir.Node, index: int, runs: list[ir.Value]) -> None:
     """Give a node tokens of tensors [B, N, H, D], one after another, for what has heads first."""
     old = node.inputs[index]
-    assert old is not None and node.graph is not None
-    source = runs[0]
-    if (join := producer_of(old, "Concat")) is not None:
-        again = ir.node("Concat", runs, {"axis": 1})
-        source = again.outputs[0]
-        source.type = old.type
-        source.shape = ir.Shape([old.shape[axis] for axis in PERMUTATION]) if old.shape is not None else None
-        node.graph.insert_before(node, again)
-    node.replace_input_with(index, source)
-    for value in (old, *(join.inputs if join is not None else ())):
+    joined = runs_of(old, axis=2)
+    node.replace_input_with(index, one_after_another(runs, axis=1, before=node))
+    for value in dict.fromkeys((old, *joined)):  # once, where nothing was joined
         producer = value.producer() if value is not None else None
         if value is not None and producer is not None and not value.uses() and not value.is_graph_output():
             producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import (
     axes_of,
     before_widening,
@@ -92,12 +93,10 @@ class _Normed:
 
     Attributes:
         parts: one norm of all of them, or one of the first `split` tokens and one of the others.
-        token_axis: along which these are joined.
     """
 
     parts: tuple[_Norm, ...]
     split: int = 0
-    token_axis: int = 1
 
     @property
     def weights(self) -> tuple[ir.Value, ...]:
@@ -119,24 +118,25 @@ def _normed(node: ir.Node) -> tuple[_Normed, _Normed] | None:
     q, k = node.inputs[:2]
     if q is None or k is None or q.dtype not in HALF:
         return None
-    of_q, of_k = (_tokens(value, tokens_first=node.attributes["layout"].as_string() == "BNHD") for value in (q, k))
+    of_q, of_k = (_tokens(value, _token_axis(node)) for value in (q, k))
     return (of_q, of_k) if of_q is not None and of_k is not None and of_q.kind == of_k.kind else None
 
 
-def _tokens(value: ir.Value, tokens_first: bool) -> _Normed | None:
+def _token_axis(node: ir.Node) -> int:
+    return 1 if node.attributes["layout"].as_string() == "BNHD" else 2
+
+
+def _tokens(value: ir.Value, token_axis: int) -> _Normed | None:
     """How all tokens of a value are normed, if they are."""
-    whole = _norm(value) or (_norm_across_heads(value) if tokens_first else None)
+    whole = _norm(value) or (_norm_across_heads(value) if token_axis == 1 else None)
     if whole is not None:
         return _Normed((whole,))
-    join, token_axis = producer_of(value, "Concat"), 1 if tokens_first else 2
-    if join is None or len(join.inputs) != 2 or join.attributes["axis"].as_int() % 4 != token_axis:
+    runs = [run for run in runs_of(value, token_axis) if run is not None]
+    parts = tuple(norm for run in runs if (norm := _norm(run)) is not None)
+    if len(runs) != 2 or len(parts) != 2 or len({(part.epsilon, part.sizes) for part in parts}) > 1:
         return None
-    parts = tuple(norm for part in join.inputs if part is not None and (norm := _norm(part)) is not None)
-    first = join.inputs[0]
-    split = first.shape[token_axis] if first is not None and first.shape is not None else None
-    if len(parts) != 2 or not isinstance(split, int) or parts[0].epsilon != parts[1].epsilon:
-        return None
-    return _Normed(parts, split, token_axis) if parts[0].sizes == parts[1].sizes else None
+    split = runs[0].shape[token_axis] if runs[0].shape is not None else None
+    return _Normed(parts, split) if isinstance(split, int) else None
 
 
 def _norm_across_heads(value: ir.Value) -> _Norm | None:
@@ -191,20 +191,7 @@ def _of_root_mean_square(value: ir.Value, rank: int) -> tuple[ir.Value | None, f
 
 def _source_of(node: ir.Node, tokens: _Normed) -> ir.Value:
     """What is normed, as heads, in front of a node."""
-    assert node.graph is not None
-    sources = [_as_heads(node, part) for part in tokens.parts]
-    if len(sources) == 1:
-        return sources[0]
-    again = ir.node("Concat", sources, {"axis": tokens.token_axis})
-    first, second = (list(source.shape) if source.shape is not None else [] for source in sources)
-    first[tokens.token_axis] = _sum(first[tokens.token_axis], second[tokens.token_axis])
-    again.outputs[0].type, again.outputs[0].shape = sources[0].type, ir.Shape(first)
-    node.graph.insert_before(node, again)
-    return again.outputs[0]
-
-
-def _sum(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
-    return a + b if isinstance(a, int) and isinstance(b, int) else ir.SymbolicDim(None)
+    return one_after_another([_as_heads(node, part) for part in tokens.parts], _token_axis(node), before=node)
 
 
 def _as_heads(node: ir.Node, norm: _Norm) -> ir.Value:
@@ -224,5 +211,5 @@ def _joined(graph: ir.Graph, weights: tuple[ir.Value, ...], sizes: tuple[int, ..
     """The weights of q and of k, or of two parts of q and of k, FP32 [2, *sizes] or [2, 2, *sizes], as an initializer."""
     rows = [numbers.reshape(sizes) for weight in weights if (numbers := constant_of(weight)) is not None]
     name = "+".join(str(weight.name) for weight in weights) + (f" of {sizes[0]} heads" if len(sizes) > 1 else "")
-    stacked = np.stack(rows).astype(np.float32).reshape(2, *([2] * (len(rows) // 4)), *sizes)
-    return add_initializer(graph, ir.Tensor(stacked, name=name))
+    shape = (2, *sizes) if len(rows) == 2 else (2, 2, *sizes)
+    return add_initializer(graph, ir.Tensor(np.stack(rows).astype(np.float32).reshape(shape), name=name))

@@ -13,6 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.layout import output_tokens_first
 from trtconvert.export.lowering.projections import Projection, join, projection
+from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import element_of, perm_of, producer_of
 from trtconvert.export.nodes import attention_nodes
 
@@ -32,9 +33,8 @@ def pack_projections(model: ir.Model) -> int:
     for node in attention_nodes(model).values():
         packed = _source_of_parts(node)
         if packed is None and (runs := _projections(node)):
-            packed = _one_after_another(
-                [join(run, [PARTS, run[0].heads, run[0].head_dim], before=node) for run in runs], node
-            )
+            products = [join(run, [PARTS, run[0].heads, run[0].head_dim], before=node) for run in runs]
+            packed = one_after_another(products, axis=1, before=node)
         if packed is None:
             continue
         for index in range(PARTS):
@@ -73,7 +73,7 @@ def _projections(node: ir.Node) -> list[list[Projection]]:
     """Those of a node in layout BNHD, of one size and those of each run of tokens of one tensor; else none."""
     if node.attributes["layout"].as_string() != "BNHD":
         return []
-    values = [_runs(value) for value in node.inputs[:PARTS]]
+    values = [runs_of(value, axis=1) for value in node.inputs[:PARTS]]
     if len({len(runs) for runs in values}) > 1:
         return []
     found = [[part for value in run if (part := projection(value)) is not None] for run in zip(*values, strict=True)]
@@ -81,24 +81,3 @@ def _projections(node: ir.Node) -> list[list[Projection]]:
     whole = all(len(run) == PARTS and len(kind) == 1 for run, kind in zip(found, kinds, strict=True))
     sizes = {(p.heads, p.head_dim, p.weight.dtype) for run in found for p in run}
     return found if whole and len(sizes) == 1 else []
-
-
-def _runs(value: ir.Value | None) -> list[ir.Value | None]:
-    """The tensors [B, N, H, D] whose tokens a value has, one after another: itself, if it joins none."""
-    join = producer_of(value, "Concat")
-    return list(join.inputs) if join is not None and join.attributes["axis"].as_int() % 4 == 1 else [value]
-
-
-def _one_after_another(runs: list[ir.Value], node: ir.Node) -> ir.Value:
-    """Tensors [B, Ni, 3, H, D] joined along their tokens, in front of a node."""
-    if len(runs) == 1:
-        return runs[0]
-    join = ir.node("Concat", runs, {"axis": 1})
-    packed = join.outputs[0]
-    shapes = [list(run.shape) for run in runs if run.shape is not None]
-    counts = [shape[1] for shape in shapes if isinstance(shape[1], int)]
-    tokens = sum(counts) if len(counts) == len(runs) else ir.SymbolicDim(None)
-    packed.type, packed.shape = runs[0].type, ir.Shape([shapes[0][0], tokens, *shapes[0][2:]])
-    assert node.graph is not None
-    node.graph.insert_before(node, join)
-    return packed

@@ -25,10 +25,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
+from trtconvert.export.lowering.tokens import runs_of
 from trtconvert.export.matching import (
     axes_of,
     before_widening,
     constant_of,
+    cuts_of,
     element_of,
     factors_of,
     is_same_shape,
@@ -152,10 +154,8 @@ def _tokens(value: ir.Value, heads_first: bool) -> _Tokens | None:
     whole = _rotation(value, heads)
     if whole is not None:
         return _Tokens((whole,), heads)
-    join = producer_of(value, "Concat")
-    if join is None or join.attributes["axis"].as_int() % 4 != heads.token_axis:
-        return None
-    parts = [_part(x, heads_first) for x in join.inputs]
+    runs = runs_of(value, heads.token_axis)
+    parts = [_part(run, heads_first) for run in runs] if len(runs) > 1 else []
     known = tuple(part for part in parts if part is not None)
     some = len(known) == len(parts) and any(isinstance(part, _Rotation) for part in known)
     return _Tokens(known, heads) if some else None
@@ -355,34 +355,8 @@ def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
 
 def _cut_in_parts(tokens: _Tokens) -> ir.Value | None:
     """The tensor that the parts are slices of, each beginning where the one before ends, if it has no more tokens than these."""
-    whole, end = None, None
-    for part in tokens.parts:
-        run = _run(part.source, tokens.heads.token_axis)
-        if run is None or (whole is not None and (run[0] is not whole or run[1] != end)):
-            return None
-        whole, _, end = run
-    return whole if whole is not None and _is_seen_as(whole, tokens.heads) else None
-
-
-def _run(value: ir.Value, axis: int) -> tuple[ir.Value, int | ir.Value | None, int | ir.Value | None] | None:
-    """The tensor that a value is neighbours of along one axis, and between which positions they lie."""
-    cut = producer_of(value, "Slice")
-    data = cut.inputs[0] if cut is not None else None
-    if cut is None or data is None or data.shape is None or len(cut.inputs) < 4:  # without axes: all of them
-        return None
-    step = constant_of(cut.inputs[4]) if len(cut.inputs) > 4 else np.ones(1)
-    if axes_of(cut.inputs[3], len(data.shape)) != [axis] or step is None or step.item() != 1:
-        return None
-    start, stop = (_position(bound, data.shape[axis]) for bound in cut.inputs[1:3])
-    return data, start, stop
-
-
-def _position(bound: ir.Value | None, size: int | ir.SymbolicDim) -> int | ir.Value | None:
-    """Where a slice begins or ends, from the first on if it is known how many there are, else as it says it."""
-    number = constant_of(bound)
-    if number is None:
-        return bound
-    return slice(number.item()).indices(size)[1] if isinstance(size, int) else int(number.item())
+    cuts = cuts_of([part.source for part in tokens.parts], tokens.heads.token_axis)
+    return cuts[0][0] if cuts and _is_seen_as(cuts[0][0], tokens.heads) else None
 
 
 def _as_heads(node: ir.Node, source: ir.Value, heads: _Heads) -> ir.Value:
