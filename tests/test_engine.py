@@ -421,7 +421,7 @@ def test_every_version_has_what_the_builder_uses(version):
         "IBuilderConfig": (
             "add_optimization_profile", "set_timing_cache", "create_timing_cache", "get_timing_cache", "set_flag",
             "plugins_to_serialize", "progress_monitor", "builder_optimization_level", "hardware_compatibility_level",
-            "set_memory_pool_limit",
+            "set_memory_pool_limit", "avg_timing_iterations",
         ),
         "ITimingCache": ("combine", "serialize"),
         "OnnxParser": ("parse", "get_error", "num_errors"),
