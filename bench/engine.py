@@ -1,15 +1,14 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch engines] [--exports FOLDER] [--json FILE]
+    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch engines auto] [--exports FOLDER] [--json FILE]
 
-diffusers' own classes in the configurations of published models, with random weights: the U-Nets whole, of the diffusion
-transformers some blocks, since all of them are alike, with everything around the blocks. What is measured is time, and how
-far each output is from torch in FP32. The engines come from one ONNX export and differ in the lowering of attention alone,
-and of the norms, rotary embeddings and projections that the plugin takes with it; the plugin's has timestep bins of three
-modes, so that one engine gives the times of all three, and their mean is that of a plan that uses each for a third of the
-steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or
-TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that it builds and
-times.
+diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
+billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What is
+measured is time, and how far each output is from torch in FP32. The engines come from one ONNX export and differ in the lowering
+of attention alone, and of the norms, rotary embeddings and projections that the plugin takes with it; the plugin's has timestep
+bins of three modes, so that one engine gives the times of all three, and their mean is that of a plan that uses each for a third
+of the steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or
+TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that it builds and times.
 
 Engines are called as our runtime does, through a CUDA graph. Latency is the median of CUDA events over repeated calls with
 rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their
@@ -63,6 +62,7 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 500.0, Mode.AGGRESSIVE: 875.0
 """One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
+PLUGIN = "TensorRT, our plugin"
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ SDXL = {
 }
 """stabilityai/stable-diffusion-xl-base-1.0, beside the class's defaults, which are those of SD 1.x."""
 
-WAN = {"num_attention_heads": 12, "ffn_dim": 8960}
+WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 """Wan-AI/Wan2.1-T2V-1.3B, beside the class's defaults, which are those of the 14B model."""
 
 
@@ -148,8 +148,8 @@ def wan(frames: int) -> Architecture:
     latent_frames = (frames - 1) // 4 + 1
     tokens = latent_frames * 30 * 52
     return Architecture(
-        f"Wan 2.1 1.3B, {frames} frames of 480 × 832: 3 of 30 blocks, {tokens:,} tokens",
-        partial(Wan, num_layers=3, **WAN),
+        f"Wan 2.1 1.3B, {frames} frames of 480 × 832, all of it, {tokens:,} tokens",
+        partial(Wan, **WAN),
         {"x": (1, 16, latent_frames, 60, 104), "timestep": (1,), "text": (1, 512, 4096)},
     )
 
@@ -167,8 +167,8 @@ ARCHITECTURES = {
         {"x": (2, 4, 128, 128), "timestep": (2,), "text": (2, 77, 2048), "pooled": (2, 1280), "sizes": (2, 6)},
     ),
     "flux": Architecture(
-        "Flux at 1024²: 1 of 19 double and 2 of 38 single blocks, 4096 + 512 tokens",
-        partial(Flux, side=64, text_tokens=512, num_layers=1, num_single_layers=2),
+        "Flux at 1024²: 3 of 19 double and 6 of 38 single blocks, 4096 + 512 tokens",
+        partial(Flux, side=64, text_tokens=512, num_layers=3, num_single_layers=6),
         {"x": (1, 4096, 64), "timestep": (1,), "text": (1, 512, 4096), "pooled": (1, 768)},
     ),
     "video": wan(frames=41),
@@ -410,7 +410,7 @@ class Bench:
                 export(self.model, self.tables, path)
         return path
 
-    def engine_rows(self, path: Path) -> None:
+    def engine_rows(self, path: Path, with_auto: bool) -> None:
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
@@ -430,15 +430,20 @@ class Bench:
                 plans[key] = plan, building.seconds
             return plans[key][0]
 
-        with Phase(f"{self.model.name}: attention chosen") as choosing:
+        for what, native in ((NATIVE, list(sites)), (PLUGIN, [])):
+            self._engine(trt, what, build(native), not native, plans[frozenset(native)][1])
+        with Phase(f"{self.model.name}: attention timed alone") as alone:
             choice = tensorrt.choose_alone(trt, exported, [{}], options, Notices())
+        self.attention = attention_alone(self.model.name, exported, choice)
+        if not with_auto:
+            return
+        built = sum(seconds for _, seconds in plans.values())  # before anything was chosen
+        with Phase(f"{self.model.name}: attention chosen") as choosing:
             time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
             auto = fastest_mix(choice, sites, build, time_engine, Notices())
-        self.attention = attention_alone(self.model.name, exported, choice)
-        for what, native in ((NATIVE, list(sites)), ("TensorRT, our plugin", [])):
-            self._engine(trt, what, build(native), not native, plans[frozenset(native)][1])
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
-        self._engine(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, choosing.seconds)
+        built += alone.seconds + choosing.seconds
+        self._engine(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, built)
 
     def _engine(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
         """Time an engine. One with the plugin is timed in each mode, by the timestep."""
@@ -500,7 +505,13 @@ def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
-    parser.add_argument("--peers", nargs="+", choices=["torch", "engines"], default=["torch", "engines"])
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=["torch", "engines", "auto"],
+        default=["torch", "engines", "auto"],
+        help="engines: with TensorRT's own attention and with the plugin; auto: also what the build would keep of both",
+    )
     parser.add_argument(
         "--exports", type=Path, help="keep the exported models here; with `--peers torch` they are made as well"
     )
@@ -521,10 +532,11 @@ def main() -> None:
             bench = Bench(name)
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            if arguments.exports or "engines" in arguments.peers:
+            wanted = {"engines", "auto"} & set(arguments.peers)
+            if arguments.exports or wanted:
                 path = bench.export(exports)
-                if "engines" in arguments.peers:
-                    bench.engine_rows(path)
+                if wanted:
+                    bench.engine_rows(path, "auto" in wanted)
             rows += bench.rows
             attention += bench.attention
             if arguments.json:
