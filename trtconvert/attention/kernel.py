@@ -85,7 +85,7 @@ def library_version() -> str:
 
 
 def compiled_architectures() -> tuple[str, ...]:
-    """Architectures that the shared library holds kernels for, such as ("80", "86", "89", "90a", "120")."""
+    """Architectures that the shared library holds kernels for, such as ("80", "86", "90a", "120")."""
     return tuple(_library().trtconvert_compiled_architectures().decode().split(","))
 
 

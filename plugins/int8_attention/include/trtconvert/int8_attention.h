@@ -133,7 +133,7 @@ TRTCONVERT_API TrtConvertStatus trtconvert_attention_run(const TrtConvertAttenti
 /* Version of the library, "major.minor.patch". */
 TRTCONVERT_API const char* trtconvert_version(void);
 
-/* Compiled architectures as a comma-separated list, such as "80,86,89,90a,120". */
+/* Compiled architectures as a comma-separated list, such as "80,86,90a,120". */
 TRTCONVERT_API const char* trtconvert_compiled_architectures(void);
 
 #ifdef __cplusplus
