@@ -513,7 +513,9 @@ def main() -> None:
         help="engines: with TensorRT's own attention and with the plugin; auto: also what the build would keep of both",
     )
     parser.add_argument(
-        "--exports", type=Path, help="keep the exported models here; with `--peers torch` they are made as well"
+        "--exports",
+        type=Path,
+        help="keep the exported models here; they are made for `--peers torch`, or no peers, as well",
     )
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     arguments = parser.parse_args()
