@@ -62,7 +62,6 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 500.0, Mode.AGGRESSIVE: 875.0
 """One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
-PLUGIN = "TensorRT, our plugin"
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -430,19 +429,19 @@ class Bench:
                 plans[key] = plan, building.seconds
             return plans[key][0]
 
-        for what, native in ((NATIVE, list(sites)), (PLUGIN, [])):
+        for what, native in ((NATIVE, list(sites)), ("TensorRT, our plugin", [])):
             self._engine(trt, what, build(native), not native, plans[frozenset(native)][1])
         with Phase(f"{self.model.name}: attention timed alone") as alone:
             choice = tensorrt.choose_alone(trt, exported, [{}], options, Notices())
         self.attention = attention_alone(self.model.name, exported, choice)
         if not with_auto:
             return
-        built = sum(seconds for _, seconds in plans.values())  # before anything was chosen
+        first_two = sum(seconds for _, seconds in plans.values())
         with Phase(f"{self.model.name}: attention chosen") as choosing:
             time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
             auto = fastest_mix(choice, sites, build, time_engine, Notices())
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
-        built += alone.seconds + choosing.seconds
+        built = first_two + alone.seconds + choosing.seconds
         self._engine(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, built)
 
     def _engine(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
