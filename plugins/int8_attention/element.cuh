@@ -13,6 +13,10 @@ struct Element {
   bool valid;
 };
 
+__device__ __forceinline__ int num_keys_of(const Params& p, int b) {
+  return p.key_lengths ? min(max(p.key_lengths[b], 0), p.num_keys) : p.num_keys;
+}
+
 __device__ __forceinline__ Element element_of(const Params& p, int b) {
   const float t = p.timestep[b];
   Element e;
@@ -23,7 +27,7 @@ __device__ __forceinline__ Element element_of(const Params& p, int b) {
   e.mode = p.modes[e.bin];
   e.valid = !isnan(t) && e.mode >= 0 && e.mode <= 3;
   if (!e.valid) e.mode = 1;
-  e.num_keys = p.key_lengths ? min(max(p.key_lengths[b], 0), p.num_keys) : p.num_keys;
+  e.num_keys = num_keys_of(p, b);
   return e;
 }
 

@@ -4,93 +4,16 @@
 // One thread block takes 128 tokens of one head of Q, K or V. All of them are held in registers: every 16-byte load is in
 // flight before the first use, and the data is read once although the scales need a reduction first. It has one head of a token:
 // what norms across heads need of all of them comes from a small kernel before.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <cmath>
-#include <type_traits>
 
-#include "element.cuh"
 #include "launch.h"
+#include "quantise.cuh"
 
 namespace trtconvert::attention {
 namespace {
 
 constexpr int kTokens = 128;  // per thread block: one key tile, two query blocks
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kRoundMagic = 12582912.f;      // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
-constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
-constexpr float kZeroRowScale = 0x1p-6f;
-constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part of the numerics
-
 static_assert(kTokens == kKeyTile && kTokens == 2 * kQueryBlock && kKeyTile == 2 * kHalfTile);
-
-__device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would drop a NaN: it must reach its row's scale
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
-__device__ __forceinline__ __half low_of(const __half2& x) { return __low2half(x); }
-__device__ __forceinline__ __half high_of(const __half2& x) { return __high2half(x); }
-__device__ __forceinline__ __nv_bfloat16 low_of(const __nv_bfloat162& x) { return __low2bfloat16(x); }
-__device__ __forceinline__ __nv_bfloat16 high_of(const __nv_bfloat162& x) { return __high2bfloat16(x); }
-__device__ __forceinline__ float2 to_float2(const __half2& x) { return __half22float2(x); }
-__device__ __forceinline__ float2 to_float2(const __nv_bfloat162& x) { return __bfloat1622float2(x); }
-
-template <typename T>
-using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-
-template <typename T>
-__device__ __forceinline__ const PairOf<T>& pair(const uint4& packed, int i) {
-  return reinterpret_cast<const PairOf<T>*>(&packed)[i];
-}
-
-template <typename T>
-__device__ __forceinline__ void unpack8(const uint4& packed, float (&x)[8]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 two = to_float2(pair<T>(packed, i));
-    x[2 * i] = two.x;
-    x[2 * i + 1] = two.y;
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
-  uint4 packed;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    PairOf<T>& two = reinterpret_cast<PairOf<T>*>(&packed)[i];
-    if constexpr (std::is_same_v<T, __half>) {
-      two = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-    } else {
-      two = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-    }
-  }
-  return packed;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {  // one unit in the last place is enough for scales
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-  float result;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// Largest magnitude of eight packed values, NaN if one is.
-template <typename T>
-__device__ __forceinline__ T largest8(const uint4& packed) {
-  const PairOf<T> m = __hmax2_nan(__hmax2_nan(__habs2(pair<T>(packed, 0)), __habs2(pair<T>(packed, 1))),
-                                  __hmax2_nan(__habs2(pair<T>(packed, 2)), __habs2(pair<T>(packed, 3))));
-  return __hmax_nan(low_of(m), high_of(m));
-}
 
 // Largest magnitudes of two rows, over the Lanes threads that share each: exact in 16 bits, so that two travel in a word.
 template <typename T, int Lanes>
@@ -99,34 +22,6 @@ __device__ __forceinline__ float2 largest_of_rows(const uint4& first, const uint
 #pragma unroll
   for (int offset = Lanes / 2; offset > 0; offset /= 2) m = __hmax2_nan(m, __shfl_xor_sync(0xffffffffu, m, offset));
   return to_float2(m);
-}
-
-// rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
-template <bool kClamp>
-__device__ __forceinline__ uint32_t quantise(float x, float factor, float addend = kRoundMagic) {
-  float rounded = fmaf(x, factor, addend);
-  if (kClamp) rounded = fminf(fmaxf(rounded, kRoundMagic - 127.f), kRoundMagic + 127.f);
-  return __float_as_uint(rounded);
-}
-
-__device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
-
-template <bool kClamp>
-__device__ __forceinline__ uint2 quantise8(const float (&x)[8], float factor) {
-  uint32_t q[8];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) q[c] = quantise<kClamp>(x[c], factor);
-  return make_uint2(pack4(q[0], q[1], q[2], q[3]), pack4(q[4], q[5], q[6], q[7]));
-}
-
-// Maximum over the Lanes threads that share a row.
-template <int Lanes>
-__device__ __forceinline__ float row_max(float x) {
-#pragma unroll
-  for (int offset = Lanes / 2; offset > 0; offset /= 2) x = nan_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
 }
 
 // Sum over the Lanes threads that share a row.
@@ -142,23 +37,6 @@ __device__ __forceinline__ float squares_of(const float (&x)[8]) {
 #pragma unroll
   for (int c = 0; c < 8; ++c) sum = fmaf(x[c], x[c], sum);
   return sum;
-}
-
-__device__ __forceinline__ bool usable_scale(float s) { return isfinite(s) && s > 0.f; }
-
-// Whether every table entry that this head's mode reads is usable. Called by the whole thread block.
-__device__ bool tables_usable(const Params& p, const Element& e, int head) {
-  const int kv_head = head / p.group;
-  bool bad = false;
-  if (e.mode == 3 || (e.mode != 0 && !p.dynamic))
-    bad = !usable_scale(p.q_scale[int64_t(e.bin) * p.heads + head]) ||
-          !usable_scale(p.k_scale[int64_t(e.bin) * p.kv_heads + kv_head]);
-  const int64_t row = (int64_t(e.bin) * p.kv_heads + kv_head) * p.head_dim;
-  for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
-    if (e.mode != 0 && p.smooth_k) bad |= !isfinite(p.k_offset[row + d]);
-    if (e.mode >= 2) bad |= !isfinite(p.v_offset[row + d]) || !usable_scale(p.v_scale[row + d]);
-  }
-  return !__syncthreads_or(bad);
 }
 
 // What a thread block works on.
@@ -212,17 +90,6 @@ __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const v
     data[i] = make_uint4(0, 0, 0, 0);
     if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + row * strides.token));
   }
-}
-
-// This thread's eight entries of a table of a row per channel; zeros beyond head_dim.
-__device__ __forceinline__ void load_channels(float (&x)[8], const float* table, int64_t first, bool has_channels) {
-  float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
-  if (has_channels) {
-    low = __ldg(reinterpret_cast<const float4*>(table + first));
-    high = __ldg(reinterpret_cast<const float4*>(table + first + 4));
-  }
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
 // Layers before attention. A rotation goes with either norm, or alone with the first.
@@ -353,8 +220,7 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
       const float amax[2] = {largest.x, largest.y};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        // Any scale serves a row of zeros. An ordinary one keeps the attention kernel on its fast way.
-        scale[j] = amax[j] == 0.f ? kZeroRowScale : nan_max(amax[j] * (1.f / 127.f), kScaleFloor);
+        scale[j] = query_scale(amax[j]);
         factor[j] = reciprocal(scale[j]);
       }
     }
@@ -370,17 +236,6 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
       if (lane == 0) p.row_scales[block * kQueryBlock + row] = usable ? scale[j] * logits : __int_as_float(0x7fffffff);
     }
   }
-}
-
-// Maximum over the thread block, in every thread.
-template <int kWarps>
-__device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]) {
-  x = row_max<32>(x);
-  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = x;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) x = nan_max(x, warp_values[w]);
-  return x;
 }
 
 // V is transposed through shared memory. 16 bytes of padding after every 8 rows of the image spread the lanes' words over
@@ -487,13 +342,10 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 #pragma unroll
       for (int c = 0; c < 8; ++c) x[c] = exists ? (x[c] - offset[c]) * factor[c] : 0.f;
       if (e.mode == 2) {
-        float amax = 0.f;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
-        amax = nan_max(row_max<Lanes>(amax), 127.f * kTokenScaleFloor);
-        const float inverse = reciprocal(amax * (1.f / 127.f));
+        const float scale = token_scale<Lanes>(x);
+        const float inverse = reciprocal(scale);
         if (exists) {
-          const float log2_scale = log2_approx(amax * (1.f / 127.f));
+          const float log2_scale = log2_approx(scale);
           largest = nan_max(largest, log2_scale);
           negated_smallest = nan_max(negated_smallest, -log2_scale);
           if (lane == 0) {

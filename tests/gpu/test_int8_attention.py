@@ -104,6 +104,57 @@ def test_every_mode_head_dim_and_length(mode: Mode, dim: int, tokens: int) -> No
     check(qkv, tables, layout=layout, scaling=("calibrated", "dynamic")[turn // 3 % 2])
 
 
+@pytest.mark.parametrize("queries", [1, 15, 64, 65, 1000])
+@pytest.mark.parametrize("keys", [1, 8, 16, 17, 77, 120, 127, 128])
+@pytest.mark.parametrize("dim", [32, 40, 64, 72, 96, 128, 160, 256])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_one_tile_of_keys(mode: Mode, dim: int, keys: int, queries: int) -> None:
+    """The kernel that needs no pre-pass, and with the largest head dims and most keys the others."""
+    turn = keys + dim // 8 + queries
+    dtype, layout = (torch.float16, torch.bfloat16)[turn % 2], ("BHND", "BNHD")[turn // 2 % 2]
+    qkv = draw(KINDS[turn % len(KINDS)], 2, 4, (1, 2, 4)[turn % 3], queries, keys, dim, dtype)
+    tables = reference.tables_from_data(*qkv, mode)
+    if layout == "BNHD":
+        qkv = [x.transpose(1, 2).contiguous() for x in qkv]
+    check(qkv, tables, layout=layout, scaling=("calibrated", "dynamic")[turn // 3 % 2])
+
+
+@pytest.mark.parametrize("keys", [16, 77, 128])
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_one_tile_is_what_the_general_kernel_computes(mode: Mode, dim: int, keys: int) -> None:
+    """Many heads, several steps of each thread block: closer to the portable kernel than the reference's tolerance."""
+    q, k, v = draw("gauss", 2, 20, 20, 4000, keys, dim)
+    tables, timestep = reference.tables_from_data(q, k, v, mode), torch.full((2,), 500.0, device="cuda")
+    ours, general = (kernel._run_cuda(q, k, v, timestep, tables, target_arch=target) for target in (0, 80))
+    assert error(ours, general.double()) < (2e-3 if mode >= Mode.BALANCED else 6e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+@pytest.mark.parametrize("keys", [9, 77, 128])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_masks_of_one_tile(mode: Mode, keys: int, dtype: torch.dtype) -> None:
+    qkv = draw("gauss", 2, 4, 2, 150, keys, 64)
+    visible = torch.rand(1, 4, 150, keys, device="cuda") > 0.3
+    visible[..., 3, :] = False  # a row without a visible key is zero
+    mask = visible if dtype == torch.bool else torch.where(visible, torch.randn_like(visible, dtype=dtype), -torch.inf)
+    out = check(qkv, reference.tables_from_data(*qkv, mode), mask=mask)
+    assert (out[:, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[77, 40, 0], [1, 64, 33]])
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_one_tile_with_keys_beyond_the_length(mode: Mode, dim: int, lengths: list[int]) -> None:
+    q, k, v = draw("k-bias", 3, 4, 2, 70, 77, dim)
+    tables = reference.tables_from_data(q, k, v, mode)
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = v[b, :, length:] = torch.nan
+    key_lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    out = check((q, k, v), tables, scaling="dynamic", key_lengths=key_lengths)
+    assert (out[[n == 0 for n in lengths]] == 0).all()
+
+
 @pytest.mark.parametrize("lengths", [[300, 300, 300], [300, 129, 128], [1, 127, 0]])
 @pytest.mark.parametrize("dim", [40, 64, 128, 256])
 @pytest.mark.parametrize("mode", list(Mode))

@@ -1,0 +1,517 @@
+// Attention to at most 128 keys, one tile: no pre-pass and no workspace, on sm_80 and later.
+//
+// Such calls, as those to a prompt, are all latency. A thread block quantises the keys and values of its head itself, which fit
+// in shared memory, and then goes through its share of the queries: each warp takes 16 rows, quantises them in registers and
+// keeps all their logits there, so that softmax needs one pass and no running maximum. What the arithmetic is, the reference and
+// the other kernels say; the order of sums is another.
+//
+// The depth of the first product is permuted, for queries and keys alike: thread t of a quad multiplies channels 8 t to 8 t + 7
+// of each group of 32. Of a query row that is one load of 16 bytes, of a key one read of 8 (INT8) or 16 bytes from shared memory,
+// and nothing moves between threads. Names are those of mma.cuh.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "mma.cuh"
+#include "one_tile.h"
+#include "quantise.cuh"
+
+namespace trtconvert::attention::one_tile {
+
+using mma::kMagic;
+using mma::kMagicBits;
+using mma::kRowsPerWarp;
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRows = kWarps * kRowsPerWarp;  // queries that a thread block computes at once
+constexpr int kKeyGroup = 16;                 // keys of a step of the second product in 16 bits
+
+template <int kDimQk>
+constexpr int kBlocksPerSm = kDimQk <= 96 ? 3 : 2;
+
+template <int kDimQk>
+constexpr int kLanes = kDimQk <= 64 ? 8 : kDimQk <= 128 ? 16 : 32;  // threads that share a row of K or V, 8 channels each
+
+// What a thread block works on. `rows` are those of this thread in the 64 that it computes now.
+struct Work {
+  mma::QueryRows rows;
+  int kv_head;
+  Element element;
+  OneTileLayout layout;
+  uint32_t s_memory;
+  uint8_t* memory;
+};
+
+// 16 bytes from global to shared memory, or zeros.
+__device__ __forceinline__ void copy_or_clear(uint32_t s_target, const void* g_source, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source), "r"(exists ? 16 : 0) : "memory");
+}
+
+// Offset of 16-byte chunk `chunk` of a key's 16-bit row: groups of 32 channels, in each all keys, so that what eight keys hand to
+// a fragment is contiguous.
+__device__ __forceinline__ int raw_key_offset(int keys, int key, int chunk) {
+  return ((chunk / 4 * keys + key) * 4 + chunk % 4) * 16;
+}
+
+// Enqueues the copies of K, of V in another group. Keys that do not exist become zeros, whatever their memory holds, and
+// channels of K beyond head_dim.
+template <int kDimQk, int kDimPv>
+__device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work& w) {
+  constexpr int Lanes = kLanes<kDimQk>;
+  const int lane = threadIdx.x % Lanes;
+  const int64_t element_size = 2;
+  const auto source = [&](const void* tensor, const TrtConvertStrides& strides) {
+    return static_cast<const uint8_t*>(tensor) +
+           (w.rows.b * strides.batch + w.kv_head * strides.head + lane * 8) * element_size;
+  };
+  const bool has_channels = lane * 8 < p.head_dim;
+  const uint8_t* const k = source(p.k, p.k_strides);
+  if (lane * 8 < kDimQk)
+    for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
+      const bool exists = has_channels && key < w.rows.num_keys;
+      copy_or_clear(w.s_memory + raw_key_offset(w.layout.keys, key, lane),
+                    exists ? k + key * p.k_strides.token * element_size : p.k, exists);
+    }
+  mma::commit_copies();
+  const uint8_t* const v = source(p.v, p.v_strides);
+  if (lane * 8 < kDimPv)
+    for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
+      const bool exists = has_channels && key < w.rows.num_keys;
+      copy_or_clear(w.s_memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16,
+                    exists ? v + key * p.v_strides.token * element_size : p.v, exists);
+    }
+  mma::commit_copies();
+}
+
+// The 16-bit channels of this thread's two rows: 8 t to 8 t + 7 of each group of 32. Zeros where there are none.
+template <int kDimQk>
+__device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], const Params& p, const mma::QueryRows& rows) {
+  const uint16_t* const head = static_cast<const uint16_t*>(p.q) + rows.b * p.q_strides.batch + rows.head * p.q_strides.head;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = rows.row + r * 8;
+    const uint16_t* const source = head + row * p.q_strides.token;
+#pragma unroll
+    for (int group = 0; group < kDimQk / 32; ++group) {
+      const int channel = group * 32 + threadIdx.x % 4 * 8;
+      data[group][r] = make_uint4(0, 0, 0, 0);
+      if (row < p.num_queries && channel < p.head_dim)
+        data[group][r] = __ldg(reinterpret_cast<const uint4*>(source + channel));
+    }
+  }
+}
+
+// INT8 keys from the raw ones; returns their scale. Called by the whole thread block, when all of K is there.
+template <typename T, int kDimQk>
+__device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, bool from_data) {
+  constexpr int Lanes = kLanes<kDimQk>;
+  __shared__ float warp_values[kWarps];
+  const int lane = threadIdx.x % Lanes, first_key = threadIdx.x / Lanes;
+  const bool has_channels = lane * 8 < p.head_dim;
+  const int64_t table_row = (int64_t(w.element.bin) * p.kv_heads + w.kv_head) * p.head_dim + lane * 8;
+  float offset[8];
+  load_channels(offset, p.k_offset, table_row, p.smooth_k && has_channels);
+  const auto centred = [&](float (&x)[8], int key) {
+    unpack8<T>(*reinterpret_cast<const uint4*>(w.memory + raw_key_offset(w.layout.keys, key, lane)), x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] -= offset[c];
+  };
+  float scale = p.k_scale[int64_t(w.element.bin) * p.kv_heads + w.kv_head];
+  if (from_data) {
+    float amax = 127.f * kScaleFloor;
+    for (int key = first_key; key < w.rows.num_keys && has_channels; key += kThreads / Lanes) {
+      float x[8];
+      centred(x, key);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
+    }
+    scale = block_max(amax, warp_values) * (1.f / 127.f);
+  }
+  const float factor = reciprocal(scale);
+  if (lane * 8 < kDimQk)
+    for (int key = first_key; key < w.layout.keys; key += kThreads / Lanes) {
+      uint2 k8 = make_uint2(0, 0);
+      if (key < w.rows.num_keys) {
+        float x[8];
+        centred(x, key);
+        k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
+      }
+      *reinterpret_cast<uint2*>(w.memory + w.layout.int8_keys() + (lane / 4 * w.layout.keys + key) * 32 + lane % 4 * 8) = k8;
+    }
+  return scale;
+}
+
+// INT8 values, transposed, where the raw keys were: groups of 16 permuted keys, in each kDimPv rows of 16 bytes. Called by the
+// whole thread block, when all of V is there and nobody needs the raw keys any more.
+template <typename T, int kDimQk, int kDimPv, bool kTokenScales>
+__device__ __forceinline__ void quantise_values(const Params& p, const Work& w) {
+  constexpr int Lanes = kLanes<kDimQk>;
+  const int lane = threadIdx.x % Lanes;
+  const bool has_channels = lane * 8 < p.head_dim;
+  const int64_t table_row = (int64_t(w.element.bin) * p.kv_heads + w.kv_head) * p.head_dim + lane * 8;
+  float* const log2_v = reinterpret_cast<float*>(w.memory + w.layout.log2_v());
+  float* const inverse_v = reinterpret_cast<float*>(w.memory + w.layout.inverse_v());
+  float factor[8], offset[8];
+  load_channels(factor, p.v_scale, table_row, has_channels);
+  load_channels(offset, p.v_offset, table_row, has_channels);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
+  for (int word = threadIdx.x / Lanes; word < w.layout.keys / 4; word += kThreads / Lanes) {
+    uint32_t v8[4][8];  // [key of the word][channel]
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key = word / 4 * 16 + permuted_key(word % 4 * 4 + j);
+      const bool exists = key < w.rows.num_keys;
+      float x[8] = {};
+      if (exists && has_channels) {
+        unpack8<T>(*reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16), x);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) x[c] = (x[c] - offset[c]) * factor[c];
+      }
+      float inverse = 1.f;
+      if constexpr (kTokenScales) {
+        const float scale = token_scale<Lanes>(x);
+        inverse = reciprocal(scale);
+        if (lane == 0) {
+          log2_v[word * 4 + j] = exists ? log2_approx(scale) : -INFINITY;
+          inverse_v[word * 4 + j] = exists ? inverse : 0.f;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) v8[j][c] = quantise<!kTokenScales>(x[c], inverse);
+    }
+    if (lane * 8 >= kDimPv) continue;
+    uint8_t* const target = w.memory + (word / 4 * kDimPv + lane * 8) * 16 + word % 4 * 4;
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      *reinterpret_cast<uint32_t*>(target + c * 16) = pack4(v8[0][c], v8[1][c], v8[2][c], v8[3][c]);
+  }
+}
+
+// INT8 fragments of this thread's two rows, and their scales.
+template <typename T, int kDimQk>
+__device__ __forceinline__ void quantise_queries(uint32_t (&q)[kDimQk / 32][4], float (&scale)[2],
+                                                 const uint4 (&data)[kDimQk / 32][2], float fixed, bool from_data) {
+  scale[0] = scale[1] = fixed;
+  if (from_data) {
+    PairOf<T> largest{largest8<T>(data[0][0]), largest8<T>(data[0][1])};
+#pragma unroll
+    for (int group = 1; group < kDimQk / 32; ++group)
+      largest = __hmax2_nan(largest, PairOf<T>{largest8<T>(data[group][0]), largest8<T>(data[group][1])});
+#pragma unroll
+    for (int offset = 2; offset > 0; offset /= 2)
+      largest = __hmax2_nan(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    const float2 amax = to_float2(largest);
+    scale[0] = query_scale(amax.x);
+    scale[1] = query_scale(amax.y);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float factor = reciprocal(scale[r]);
+#pragma unroll
+    for (int group = 0; group < kDimQk / 32; ++group) {
+      float x[8];
+      unpack8<T>(data[group][r], x);
+      const uint2 q8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
+      q[group][r] = q8.x;
+      q[group][2 + r] = q8.y;
+    }
+  }
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t s_address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(s_address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t s_address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(s_address)
+               : "memory");
+  return x;
+}
+
+// Two fragments of a row, 16 neighbouring channels of the output: pairs are exchanged within the quad, so that each thread stores
+// 8 bytes and a row 32.
+template <typename T>
+__device__ __forceinline__ void store_channels(T* target, float low0, float low1, float high0, float high1, bool row_exists,
+                                               bool second_exists) {
+  const int t = threadIdx.x % 4;
+  const uint32_t low = mma::pack_pair<T>(low0, low1), high = mma::pack_pair<T>(high0, high1);
+  // First across the quad's halves: the lower half takes all of the lower fragment, the upper half of the upper one.
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, t < 2 ? high : low, 2);
+  const uint32_t first = t < 2 ? low : other, second = t < 2 ? other : high;  // pairs t % 2 and t % 2 + 2 of the fragment
+  // Then between neighbours: the even one takes pairs 0 and 1, the odd one 2 and 3.
+  const uint32_t neighbour = __shfl_xor_sync(0xffffffffu, t % 2 ? first : second, 1);
+  const uint2 four = t % 2 ? make_uint2(neighbour, second) : make_uint2(first, neighbour);
+  if (row_exists && (t < 2 || second_exists)) *reinterpret_cast<uint2*>(target + t * 4) = four;
+}
+
+// Everything after what does not depend on the mode. `data` holds the first queries, on their way. All of kKeyGroups groups of
+// keys is computed, whether they exist or not: behind branches, loads of one could not be moved before products of another.
+template <int kDimQk, int kDimPv, int kKeyGroups, typename T, int kMode>
+__device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[kDimQk / 32][2], int steps) {
+  constexpr int kFragments = kKeyGroups * 2;
+  constexpr bool kInt8Logits = kMode != 0, kInt8Values = kMode >= 2, kTokenScales = kMode == 2;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, keys = w.layout.keys, num_keys = w.rows.num_keys;
+  const bool from_data = p.dynamic && kMode != 3;
+  bool usable = w.element.valid;
+  float k_scale = 1.f, q_scale = 1.f;
+  if constexpr (kInt8Logits) {
+    usable = tables_usable(p, w.element, w.rows.head) && usable;
+    q_scale = p.q_scale[int64_t(w.element.bin) * p.heads + w.rows.head];
+    mma::wait_copies<1>();
+    __syncthreads();
+    k_scale = quantise_keys<T, kDimQk>(p, w, from_data);
+  }
+  mma::wait_copies<0>();
+  __syncthreads();
+  if constexpr (kInt8Values) {
+    quantise_values<T, kDimQk, kDimPv, kTokenScales>(p, w);
+    __syncthreads();
+  }
+
+  const uint32_t s_keys = w.s_memory + (kInt8Logits ? w.layout.int8_keys() + g * 32 + t * 8 : g * 64 + t * 16);
+  const int lane = threadIdx.x % 32;
+  const uint32_t s_values = kInt8Values
+                                ? w.s_memory + (lane / 8 % 2 * kDimPv + lane / 16 * 8 + lane % 8) * 16
+                                : w.s_memory + w.layout.values() + lane / 16 * w.layout.value_pitch() + lane % 16 * 16;
+  const uint32_t s_log2_v = w.s_memory + w.layout.log2_v() + t * 16;
+  const uint32_t s_inverse_v = w.s_memory + w.layout.inverse_v() + t * 16;
+  const float logits = p.softmax_scale * kLog2e;
+  const int64_t channel0 = (int64_t(w.element.bin) * p.kv_heads + w.kv_head) * p.head_dim;
+
+  for (int step = 0; step < steps && w.rows.row - g < p.num_queries; ++step) {
+    uint32_t q8[kInt8Logits ? kDimQk / 32 : 1][4];
+    uint4 q16[kInt8Logits ? 1 : kDimQk / 32][2];
+    float scale[2] = {logits, logits};
+    if constexpr (kInt8Logits) {
+      quantise_queries<T, kDimQk>(q8, scale, data, q_scale, from_data);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scale[r] *= logits;
+    } else {
+#pragma unroll
+      for (int group = 0; group < kDimQk / 32; ++group)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) q16[group][r] = data[group][r];
+    }
+    if (step + 1 < steps) {
+      mma::QueryRows next = w.rows;
+      next.row += kRows;
+      load_queries<kDimQk>(data, p, next);
+    }
+
+    // Logits, of the keys that exist.
+    float z[kFragments][4];
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      if constexpr (kInt8Logits) {
+        int32_t s[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) s[i][c] = kMagicBits;
+#pragma unroll
+        for (int group = 0; group < kDimQk / 32; ++group)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint2 k = load_shared_8(s_keys + (group * keys + (n + i) * 8) * 32);
+            mma::multiply_s8(s[i], q8[group], k.x, k.y, s[i]);
+          }
+        float log2_v[4];
+        if constexpr (kTokenScales) mma::load_shared(log2_v, s_log2_v + n * 8 * sizeof(float));
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            z[n + i][c] = __int_as_float(s[i][c]) - kMagic;
+            if constexpr (kTokenScales) z[n + i][c] = fmaf(z[n + i][c], scale[c / 2] * k_scale, log2_v[2 * i + c % 2]);
+          }
+      } else {
+#pragma unroll
+        for (int i = n; i < n + 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) z[i][c] = 0.f;
+#pragma unroll
+        for (int group = 0; group < kDimQk / 32; ++group)
+#pragma unroll
+          for (int i = n; i < n + 2; ++i) {
+            const uint4 k = load_shared_16(s_keys + (group * keys + i * 8) * 64);
+            const uint4 &low = q16[group][0], &high = q16[group][1];
+            const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+            mma::multiply_16bit<T>(z[i], first, k.x, k.y);
+            mma::multiply_16bit<T>(z[i], second, k.z, k.w);
+          }
+      }
+    }
+    const float factor[2] = {kTokenScales ? 1.f : scale[0] * k_scale, kTokenScales ? 1.f : scale[1] * k_scale};
+    if (num_keys < kKeyGroups * kKeyGroup) {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) z[n][c] = n * 8 + t * 2 + c % 2 < num_keys ? z[n][c] : -INFINITY;
+    }
+
+    float maximum[2], subtracted[2], sum[2] = {0.f, 0.f};
+    mma::row_maxima(maximum, z);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      // For weights of 8 bits rounded up, so that none exceeds one: 255 times that would not fit a byte.
+      subtracted[r] = mma::finite_or_zero(kInt8Values ? __fmul_ru(maximum[r], factor[r]) : maximum[r] * factor[r]);
+
+    // Weights, as A fragments of 16 keys in 16 bits or of 32 in 8.
+    uint32_t weights[kInt8Values ? (kKeyGroups + 1) / 2 : kKeyGroups][4] = {};
+    uint32_t integer_sum[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      float inverse_v[4];
+      if constexpr (kTokenScales) mma::load_shared(inverse_v, s_inverse_v + n * 8 * sizeof(float));
+      float weight[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          weight[i][c] = mma::exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
+          if constexpr (kTokenScales) {
+            sum[c / 2] = fmaf(weight[i][c], inverse_v[2 * i + c % 2], sum[c / 2]);
+          } else if constexpr (!kInt8Values) {
+            sum[c / 2] += weight[i][c];
+          }
+        }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kInt8Values) {
+          uint32_t bytes[2][2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) bytes[i][c] = __float_as_uint(fmaf(weight[i][2 * r + c], 255.f, mma::kRoundToByte));
+          const uint32_t packed = pack4(bytes[0][0], bytes[0][1], bytes[1][0], bytes[1][1]);
+          weights[n / 4][n % 4 + r] = packed;
+          if constexpr (!kTokenScales) integer_sum[r] = __dp4a(packed, 0x01010101u, integer_sum[r]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) weights[n / 2][2 * i + r] = mma::pack_pair<T>(weight[i][2 * r], weight[i][2 * r + 1]);
+        }
+      }
+    }
+    float inverse[2], offset_factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kMode == 3) sum[r] = float(integer_sum[r]) / 255.f;
+      const float total = mma::quad_sum(sum[r]);
+      inverse[r] = usable ? mma::inverse_sum(total, scale[r]) : __int_as_float(0x7fffffff);
+      if constexpr (kInt8Values) inverse[r] /= 255.f;
+      offset_factor[r] = total == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
+    }
+
+    T* const out = static_cast<T*>(p.out) + w.rows.b * p.out_strides.batch + w.rows.head * p.out_strides.head +
+                   w.rows.row * p.out_strides.token;
+#pragma unroll
+    for (int n = 0; n < kDimPv / 8; n += 2) {
+      if (n * 8 >= p.head_dim) continue;
+      float o[2][4] = {};
+      if constexpr (kInt8Values) {
+        int32_t product[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) product[i][c] = kMagicBits;
+#pragma unroll
+        for (int depth = 0; depth < (kKeyGroups + 1) / 2; ++depth) {
+          uint32_t v[4];
+          mma::load_matrices(v, s_values + (2 * depth * kDimPv + n * 8) * 16);
+          mma::multiply_u8s8(product[0], weights[depth], v[0], v[1], product[0]);
+          mma::multiply_u8s8(product[1], weights[depth], v[2], v[3], product[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) o[i][c] = __int_as_float(product[i][c]) - kMagic;
+      } else {
+#pragma unroll
+        for (int depth = 0; depth < kKeyGroups; ++depth) {
+          uint32_t v[4];
+          mma::load_matrices_transposed(v, s_values + n * w.layout.value_pitch() + depth * kKeyGroup * 16);
+          mma::multiply_16bit<T>(o[0], weights[depth], v[0], v[1]);
+          mma::multiply_16bit<T>(o[1], weights[depth], v[2], v[3]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float2 v_scale = make_float2(1.f, 1.f), v_offset = make_float2(0.f, 0.f);
+        const int channel = (n + i) * 8 + t * 2;
+        if (kInt8Values && channel < p.head_dim) {
+          v_scale = __ldg(reinterpret_cast<const float2*>(p.v_scale + channel0 + channel));
+          v_offset = __ldg(reinterpret_cast<const float2*>(p.v_offset + channel0 + channel));
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          o[i][c] *= inverse[c / 2];
+          if constexpr (kInt8Values)
+            o[i][c] = fmaf(o[i][c], c % 2 ? v_scale.y : v_scale.x, (c % 2 ? v_offset.y : v_offset.x) * offset_factor[c / 2]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        store_channels<T>(out + r * 8 * p.out_strides.token + n * 8, o[0][2 * r], o[0][2 * r + 1], o[1][2 * r], o[1][2 * r + 1],
+                          w.rows.row + r * 8 < p.num_queries, (n + 1) * 8 < p.head_dim);
+    }
+    w.rows.row += kRows;
+  }
+}
+
+// A thread block takes `steps` times 64 queries of a head, and up to 16 * kKeyGroups keys.
+template <int kDimQk, int kDimPv, int kKeyGroups>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
+    attention_kernel(const __grid_constant__ Params p, int keys, int steps) {
+  extern __shared__ __align__(128) uint8_t dynamic_shared[];
+  Work w;
+  w.memory = dynamic_shared;
+  w.s_memory = static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
+  w.layout = {{kDimQk, kDimPv}, keys};
+  w.rows.b = blockIdx.z;
+  w.rows.head = blockIdx.y;
+  w.rows.num_keys = num_keys_of(p, blockIdx.z);
+  w.rows.row = blockIdx.x * steps * kRows + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
+  w.kv_head = w.rows.head / p.group;
+
+  // The loads come first: what the element's mode is takes two more trips to memory.
+  copy_keys_and_values<kDimQk, kDimPv>(p, w);
+  uint4 data[kDimQk / 32][2];
+  load_queries<kDimQk>(data, p, w.rows);
+  w.element = element_of(p, blockIdx.z);
+  const auto attend_in = [&](auto mode) {
+    return p.bf16 ? attend<kDimQk, kDimPv, kKeyGroups, __nv_bfloat16, decltype(mode)::value>(p, w, data, steps)
+                  : attend<kDimQk, kDimPv, kKeyGroups, __half, decltype(mode)::value>(p, w, data, steps);
+  };
+  switch (w.element.mode) {
+    case 0: return attend_in(std::integral_constant<int, 0>());
+    case 1: return attend_in(std::integral_constant<int, 1>());
+    case 2: return attend_in(std::integral_constant<int, 2>());
+    default: return attend_in(std::integral_constant<int, 3>());
+  }
+}
+
+template <int kDimQk, int kDimPv>
+cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t stream) {
+  const OneTileLayout layout = one_tile_layout(params);
+  const auto kernel = layout.keys == kKeyTile ? attention_kernel<kDimQk, kDimPv, 8> : attention_kernel<kDimQk, kDimPv, 5>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.bytes());
+  if (error != cudaSuccess) return error;
+  // Thread blocks quantise K and V each for itself: no more of them than run at once, as far as heads allow.
+  const int groups = ceil_div(params.num_queries, kRows);
+  const int64_t heads = int64_t(params.batch) * params.heads, at_once = int64_t(multiprocessors) * kBlocksPerSm<kDimQk>;
+  const int wanted = static_cast<int>(std::clamp<int64_t>(at_once / heads, 1, groups));
+  const int steps = ceil_div(groups, wanted);
+  const dim3 grid(ceil_div(groups, steps), params.heads, params.batch);
+  kernel<<<grid, kThreads, layout.bytes(), stream>>>(params, layout.keys, steps);
+  return cudaGetLastError();
+}
+
+}  // namespace trtconvert::attention::one_tile

@@ -1,0 +1,198 @@
+// What the kernels of mma.sync share: instructions, masks and what a softmax needs of the fragments.
+//
+// Names: g is a lane's row in a fragment (g + 8 its second one), t its place in the quad that shares these rows; s_ is an
+// address in shared memory; c counts the four values that a lane holds of a fragment: row c / 2, column 2 t + c % 2.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+
+namespace trtconvert::attention::mma {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// An INT32 accumulator that starts here is, read as FP32, 1.5 * 2^23 + the sum, exact while |sum| < 2^22: 127 * 127 * 256
+// for a dot product, 255 * 127 * 128 for a tile of the second product. One subtraction replaces the conversion.
+constexpr int32_t kMagicBits = 0x4B400000;
+constexpr float kMagic = 12582912.f;
+// Adding 2^23 to 0 <= x <= 255 leaves x, rounded to nearest even, in the low byte.
+constexpr float kRoundToByte = 8388608.f;
+
+constexpr int kRowsPerWarp = 16;
+constexpr int kSharedLimit = 99 * 1024;  // of one thread block, on the smallest of these architectures
+
+// ---- PTX ----
+
+__device__ __forceinline__ void copy_async(uint32_t s_target, const void* g_source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t s_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(s_row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t s_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(s_row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(float (&x)[4], uint32_t s_address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(s_address)
+               : "memory");
+}
+
+// d = a * b + c, 16 x 8 x 32 bytes.
+__device__ __forceinline__ void multiply_s8(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                            const int32_t (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+__device__ __forceinline__ void multiply_u8s8(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                              const int32_t (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+// d += a * b, 16 x 8 x 16 elements of T.
+template <typename T>
+__device__ __forceinline__ void multiply_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// Two query rows of a thread: row and row + 8 of a head. Rows at and beyond num_queries are not stored.
+struct QueryRows {
+  int b, head;
+  int num_keys;
+  int row;
+};
+
+// ---- Masks ----
+
+// Hides keys that do not exist and applies the mask to logits in units of log2. Fragment n holds the 8 keys from
+// first_key + 8 n. Loads one element at a time: masks may have any strides.
+template <int kFragments>
+__device__ __forceinline__ void apply_mask(float (&z)[kFragments][4], const Params& p, const QueryRows& w, int first_key) {
+  const int key0 = first_key + threadIdx.x % 4 * 2;
+  if (first_key + kFragments * 8 > w.num_keys) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (key0 + n * 8 + c % 2 >= w.num_keys) z[n][c] = -INFINITY;
+  }
+  if (p.mask_kind == TRTCONVERT_MASK_NONE) return;
+  int64_t base[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    base[r] = w.b * p.mask_strides[0] + w.head * p.mask_strides[1] +
+              int64_t(min(w.row + r * 8, p.num_queries - 1)) * p.mask_strides[2];
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int64_t at = base[c / 2] + int64_t(min(key0 + n * 8 + c % 2, w.num_keys - 1)) * p.mask_strides[3];
+      if (p.mask_kind == TRTCONVERT_MASK_BOOL) {
+        if (static_cast<const uint8_t*>(p.mask)[at] == 0) z[n][c] = -INFINITY;
+      } else {
+        const float bias = p.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.mask)[at])
+                                  : __half2float(static_cast<const __half*>(p.mask)[at]);
+        z[n][c] += bias * kLog2e;
+      }
+    }
+}
+
+// ---- Softmax ----
+
+// Maximum of a row over the quad that shares it.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+template <int kFragments>
+__device__ __forceinline__ void row_maxima(float (&maximum)[2], const float (&z)[kFragments][4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float m = fmaxf(z[0][2 * r], z[0][2 * r + 1]);
+#pragma unroll
+    for (int n = 1; n < kFragments; ++n) m = fmaxf(m, fmaxf(z[n][2 * r], z[n][2 * r + 1]));
+    maximum[r] = quad_max(m);
+  }
+}
+
+// A maximum that can be subtracted: minus infinity, of a row with no visible key yet, would make NaN of its weights.
+__device__ __forceinline__ float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
+// Products as they come out of the tensor cores and, per row, what makes logits in units of log2 of them: the factor goes
+// into the fused multiply-add that also subtracts the maximum. Where a mask has to be applied the factor goes in first.
+template <int kFragments>
+__device__ __forceinline__ void mask_logits(float (&z)[kFragments][4], float (&factor)[2], const Params& p, const QueryRows& w,
+                                            int first_key) {
+  if (p.mask_kind == TRTCONVERT_MASK_NONE && first_key + kFragments * 8 <= w.num_keys) return;
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) z[n][c] *= factor[c / 2];
+  factor[0] = factor[1] = 1.f;
+  apply_mask(z, p, w, first_key);
+}
+
+// 1 / sum of a row; NaN where the pre-pass found the row's tables unusable, 0 where no key is visible.
+__device__ __forceinline__ float inverse_sum(float sum, float row_scale) {
+  if (isnan(row_scale)) return row_scale;
+  return sum == 0.f ? 0.f : 1.f / sum;
+}
+
+}  // namespace trtconvert::attention::mma

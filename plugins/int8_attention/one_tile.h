@@ -1,0 +1,37 @@
+// Attention to at most one tile of keys: when its own kernel serves, and where things lie in its shared memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "params.h"
+
+namespace trtconvert::attention {
+
+// Shared memory of a thread block: raw keys, whose place INT8 values take, values in 16 bits, INT8 keys, the scales of mode 2.
+// Room for `keys` keys: 128, or 96 where the kernel computes 80, since a product in INT8 takes 32 at once.
+struct OneTileLayout {
+  PaddedDims dims;
+  int keys;
+
+  // 16-byte chunks of V's rows lie a row further apart than they need, so that those of a token are in different banks.
+  TRTCONVERT_HOST_DEVICE int value_pitch() const { return (keys + 1) * 16; }
+  TRTCONVERT_HOST_DEVICE int values() const { return keys * 2 * dims.qk; }
+  TRTCONVERT_HOST_DEVICE int int8_keys() const { return values() + value_pitch() * (dims.pv / 8); }
+  TRTCONVERT_HOST_DEVICE int log2_v() const { return int8_keys() + keys * dims.qk; }
+  TRTCONVERT_HOST_DEVICE int inverse_v() const { return log2_v() + kKeyTile * int(sizeof(float)); }
+  TRTCONVERT_HOST_DEVICE int bytes() const { return inverse_v() + kKeyTile * int(sizeof(float)); }
+};
+
+inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? 96 : 128}; }
+
+constexpr int kOneTileSharedLimit = 99 * 1024;  // of one thread block, on sm_86, 89 and 120; the same everywhere
+
+// Norms and rotations are the pre-pass's, masks take too many registers. The most keys of many channels do not fit.
+inline bool is_one_tile(const Params& p) {
+  return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm && one_tile_layout(p).bytes() <= kOneTileSharedLimit;
+}
+
+// mma.sync and cp.async; sm_80 and later. Reads the inputs themselves: needs no pre-pass and no workspace.
+cudaError_t launch_attention_one_tile(const Params& params, int multiprocessors, cudaStream_t stream);
+
+}  // namespace trtconvert::attention

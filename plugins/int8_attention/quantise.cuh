@@ -1,0 +1,169 @@
+// The arithmetic of quantising: what the pre-pass and the kernel of one tile share.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "element.cuh"
+
+namespace trtconvert::attention {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kRoundMagic = 12582912.f;      // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
+constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
+constexpr float kZeroRowScale = 0x1p-6f;
+constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part of the numerics
+
+__device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would drop a NaN: it must reach its row's scale
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ __half low_of(const __half2& x) { return __low2half(x); }
+__device__ __forceinline__ __half high_of(const __half2& x) { return __high2half(x); }
+__device__ __forceinline__ __nv_bfloat16 low_of(const __nv_bfloat162& x) { return __low2bfloat16(x); }
+__device__ __forceinline__ __nv_bfloat16 high_of(const __nv_bfloat162& x) { return __high2bfloat16(x); }
+__device__ __forceinline__ float2 to_float2(const __half2& x) { return __half22float2(x); }
+__device__ __forceinline__ float2 to_float2(const __nv_bfloat162& x) { return __bfloat1622float2(x); }
+
+template <typename T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+template <typename T>
+__device__ __forceinline__ const PairOf<T>& pair(const uint4& packed, int i) {
+  return reinterpret_cast<const PairOf<T>*>(&packed)[i];
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack8(const uint4& packed, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 two = to_float2(pair<T>(packed, i));
+    x[2 * i] = two.x;
+    x[2 * i + 1] = two.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
+  uint4 packed;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    PairOf<T>& two = reinterpret_cast<PairOf<T>*>(&packed)[i];
+    if constexpr (std::is_same_v<T, __half>) {
+      two = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+    } else {
+      two = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  return packed;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // one unit in the last place is enough for scales
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Largest magnitude of eight packed values, NaN if one is.
+template <typename T>
+__device__ __forceinline__ T largest8(const uint4& packed) {
+  const PairOf<T> m = __hmax2_nan(__hmax2_nan(__habs2(pair<T>(packed, 0)), __habs2(pair<T>(packed, 1))),
+                                  __hmax2_nan(__habs2(pair<T>(packed, 2)), __habs2(pair<T>(packed, 3))));
+  return __hmax_nan(low_of(m), high_of(m));
+}
+
+// rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
+template <bool kClamp>
+__device__ __forceinline__ uint32_t quantise(float x, float factor, float addend = kRoundMagic) {
+  float rounded = fmaf(x, factor, addend);
+  if (kClamp) rounded = fminf(fmaxf(rounded, kRoundMagic - 127.f), kRoundMagic + 127.f);
+  return __float_as_uint(rounded);
+}
+
+__device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+template <bool kClamp>
+__device__ __forceinline__ uint2 quantise8(const float (&x)[8], float factor) {
+  uint32_t q[8];
+#pragma unroll
+  for (int c = 0; c < 8; ++c) q[c] = quantise<kClamp>(x[c], factor);
+  return make_uint2(pack4(q[0], q[1], q[2], q[3]), pack4(q[4], q[5], q[6], q[7]));
+}
+
+// Maximum over the Lanes threads that share a row.
+template <int Lanes>
+__device__ __forceinline__ float row_max(float x) {
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) x = nan_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+}
+
+// Maximum over the thread block, in every thread.
+template <int kWarps>
+__device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]) {
+  x = row_max<32>(x);
+  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) x = nan_max(x, warp_values[w]);
+  return x;
+}
+
+// Scale of a value token of mode 2, from its equalised channels, of which each of Lanes threads has eight.
+template <int Lanes>
+__device__ __forceinline__ float token_scale(const float (&x)[8]) {
+  float amax = 0.f;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
+  return nan_max(row_max<Lanes>(amax), 127.f * kTokenScaleFloor) * (1.f / 127.f);
+}
+
+// Scale of a query token from its largest magnitude. Any serves a row of zeros; an ordinary one keeps the attention kernels on
+// their fast way.
+__device__ __forceinline__ float query_scale(float amax) {
+  return amax == 0.f ? kZeroRowScale : nan_max(amax * (1.f / 127.f), kScaleFloor);
+}
+
+// This thread's eight entries of a table of a row per channel; zeros beyond head_dim.
+__device__ __forceinline__ void load_channels(float (&x)[8], const float* table, int64_t first, bool has_channels) {
+  float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
+  if (has_channels) {
+    low = __ldg(reinterpret_cast<const float4*>(table + first));
+    high = __ldg(reinterpret_cast<const float4*>(table + first + 4));
+  }
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+__device__ __forceinline__ bool usable_scale(float s) { return isfinite(s) && s > 0.f; }
+
+// Whether every table entry that this head's mode reads is usable. Called by the whole thread block.
+__device__ inline bool tables_usable(const Params& p, const Element& e, int head) {
+  const int kv_head = head / p.group;
+  bool bad = false;
+  if (e.mode == 3 || (e.mode != 0 && !p.dynamic))
+    bad = !usable_scale(p.q_scale[int64_t(e.bin) * p.heads + head]) ||
+          !usable_scale(p.k_scale[int64_t(e.bin) * p.kv_heads + kv_head]);
+  const int64_t row = (int64_t(e.bin) * p.kv_heads + kv_head) * p.head_dim;
+  for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
+    if (e.mode != 0 && p.smooth_k) bad |= !isfinite(p.k_offset[row + d]);
+    if (e.mode >= 2) bad |= !isfinite(p.v_offset[row + d]) || !usable_scale(p.v_scale[row + d]);
+  }
+  return !__syncthreads_or(bad);
+}
+
+}  // namespace trtconvert::attention
