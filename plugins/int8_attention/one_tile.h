@@ -28,7 +28,8 @@ constexpr int kOneTileSharedLimit = 99 * 1024;  // of one thread block, on sm_86
 
 // Norms and rotations are the pre-pass's, masks take too many registers. The most keys of many channels do not fit.
 inline bool is_one_tile(const Params& p) {
-  return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm && one_tile_layout(p).bytes() <= kOneTileSharedLimit;
+  return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm &&
+         one_tile_layout(p).bytes() <= kOneTileSharedLimit;
 }
 
 // mma.sync and cp.async; sm_80 and later. Reads the inputs themselves: needs no pre-pass and no workspace.
