@@ -275,10 +275,10 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   Device device;
   if (check_all(params, device, report)) return report.status;
   Params p = make_params(*params, device);
-  lay_out_workspace(p, params->workspace);
   const auto stream = static_cast<cudaStream_t>(params->stream);
   if (params->target_arch == 0 && is_one_tile(p))
     return launched(launch_attention_one_tile(p, device.multiprocessors, stream), "attention (one tile)", report);
+  lay_out_workspace(p, params->workspace);
   CUtensorMap values = {};
   // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.
   p.direct_values = uses_sm90(*params, device) && !params->key_lengths && describe_values(p, values);

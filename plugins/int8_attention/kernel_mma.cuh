@@ -54,9 +54,10 @@ struct Config {
 
 // ---- What a thread block works on ----
 
-struct Work : QueryRows {
-  int kv_head;
-  int bin;
+struct Work {
+  int b, head, kv_head;
+  int bin, num_keys;
+  int row;  // this thread's first query row; the second is row + 8. Rows at and beyond num_queries are not stored
   int64_t kv_tile0;  // index of the head's first key tile
   const uint8_t* q_image;
   float row_scale[2];  // scale of the row's logits * log2(e)
@@ -145,11 +146,62 @@ __device__ __forceinline__ Ring<C, Copy> make_ring(uint32_t s_slots, int num_ima
   return {s_slots, num_images, copy};
 }
 
+// ---- Masks ----
+
+// Hides keys that do not exist and applies the mask to logits in units of log2. Fragment n holds the 8 keys from
+// first_key + 8 n. Loads one element at a time: masks may have any strides.
+template <int kFragments>
+__device__ __forceinline__ void apply_mask(float (&z)[kFragments][4], const Params& p, const Work& w, int first_key) {
+  const int key0 = first_key + threadIdx.x % 4 * 2;
+  if (first_key + kFragments * 8 > w.num_keys) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (key0 + n * 8 + c % 2 >= w.num_keys) z[n][c] = -INFINITY;
+  }
+  if (p.mask_kind == TRTCONVERT_MASK_NONE) return;
+  int64_t base[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    base[r] = w.b * p.mask_strides[0] + w.head * p.mask_strides[1] +
+              int64_t(min(w.row + r * 8, p.num_queries - 1)) * p.mask_strides[2];
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int64_t at = base[c / 2] + int64_t(min(key0 + n * 8 + c % 2, w.num_keys - 1)) * p.mask_strides[3];
+      if (p.mask_kind == TRTCONVERT_MASK_BOOL) {
+        if (static_cast<const uint8_t*>(p.mask)[at] == 0) z[n][c] = -INFINITY;
+      } else {
+        const float bias = p.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.mask)[at])
+                                  : __half2float(static_cast<const __half*>(p.mask)[at]);
+        z[n][c] += bias * kLog2e;
+      }
+    }
+}
+
+// ---- Softmax ----
+
 // Running maximum and sum of the two rows of a thread. The sum is this thread's share until the end.
 struct RowState {
   float maximum[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0.f, 0.f};
 };
+
+// Products as they come out of the tensor cores and, per row, what makes logits in units of log2 of them: the factor goes
+// into the fused multiply-add that also subtracts the maximum. Where a mask has to be applied the factor goes in first.
+template <int kFragments>
+__device__ __forceinline__ void mask_logits(float (&z)[kFragments][4], float (&factor)[2], const Params& p, const Work& w,
+                                            int first_key) {
+  if (p.mask_kind == TRTCONVERT_MASK_NONE && first_key + kFragments * 8 <= w.num_keys) return;
+#pragma unroll
+  for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) z[n][c] *= factor[c / 2];
+  factor[0] = factor[1] = 1.f;
+  apply_mask(z, p, w, first_key);
+}
 
 // Rescales the output to a new maximum. Rare after the first keys, so it is worth a test.
 template <int kFragments>
@@ -281,8 +333,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
         }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t packed = __byte_perm(__byte_perm(bytes[0][2 * r], bytes[0][2 * r + 1], 0x0040),
-                                            __byte_perm(bytes[1][2 * r], bytes[1][2 * r + 1], 0x0040), 0x5410);
+        const uint32_t packed = pack4(bytes[0][2 * r], bytes[0][2 * r + 1], bytes[1][2 * r], bytes[1][2 * r + 1]);
         p8[n / 4][n % 4 + r] = packed;
         if constexpr (!kTokenScales) integer_sum[r] = __dp4a(packed, 0x01010101u, integer_sum[r]);
       }

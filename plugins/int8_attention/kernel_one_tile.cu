@@ -1,5 +1,5 @@
 // Picks the instance of the kernel of one tile for the padded head dims.
-#include "one_tile.h"
+#include "launch.h"
 
 namespace trtconvert::attention {
 

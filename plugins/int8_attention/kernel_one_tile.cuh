@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "launch.h"
 #include "mma.cuh"
 #include "one_tile.h"
 #include "quantise.cuh"
@@ -34,10 +35,11 @@ constexpr int kBlocksPerSm = kDimQk <= 96 ? 3 : 2;
 template <int kDimQk>
 constexpr int kLanes = kDimQk <= 64 ? 8 : kDimQk <= 128 ? 16 : 32;  // threads that share a row of K or V, 8 channels each
 
-// What a thread block works on. `rows` are those of this thread in the 64 that it computes now.
+// What a thread block works on.
 struct Work {
-  mma::QueryRows rows;
-  int kv_head;
+  int b, head, kv_head;
+  int num_keys;
+  int row;  // this thread's first query row of the 64 that are computed now; the second is row + 8
   Element element;
   OneTileLayout layout;
   uint32_t s_memory;
@@ -64,13 +66,13 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
   const int64_t element_size = 2;
   const auto source = [&](const void* tensor, const TrtConvertStrides& strides) {
     return static_cast<const uint8_t*>(tensor) +
-           (w.rows.b * strides.batch + w.kv_head * strides.head + lane * 8) * element_size;
+           (w.b * strides.batch + w.kv_head * strides.head + lane * 8) * element_size;
   };
   const bool has_channels = lane * 8 < p.head_dim;
   const uint8_t* const k = source(p.k, p.k_strides);
   if (lane * 8 < kDimQk)
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
-      const bool exists = has_channels && key < w.rows.num_keys;
+      const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + raw_key_offset(w.layout.keys, key, lane),
                     exists ? k + key * p.k_strides.token * element_size : p.k, exists);
     }
@@ -78,20 +80,21 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
   const uint8_t* const v = source(p.v, p.v_strides);
   if (lane * 8 < kDimPv)
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
-      const bool exists = has_channels && key < w.rows.num_keys;
+      const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16,
                     exists ? v + key * p.v_strides.token * element_size : p.v, exists);
     }
   mma::commit_copies();
 }
 
-// The 16-bit channels of this thread's two rows: 8 t to 8 t + 7 of each group of 32. Zeros where there are none.
+// This thread's 16-bit channels of two rows, first_row and the eighth after it: 8 t to 8 t + 7 of each group of 32. Zeros where
+// there are none.
 template <int kDimQk>
-__device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], const Params& p, const mma::QueryRows& rows) {
-  const uint16_t* const head = static_cast<const uint16_t*>(p.q) + rows.b * p.q_strides.batch + rows.head * p.q_strides.head;
+__device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], const Params& p, const Work& w, int first_row) {
+  const uint16_t* const head = static_cast<const uint16_t*>(p.q) + w.b * p.q_strides.batch + w.head * p.q_strides.head;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = rows.row + r * 8;
+    const int row = first_row + r * 8;
     const uint16_t* const source = head + row * p.q_strides.token;
 #pragma unroll
     for (int group = 0; group < kDimQk / 32; ++group) {
@@ -121,7 +124,7 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
   float scale = p.k_scale[int64_t(w.element.bin) * p.kv_heads + w.kv_head];
   if (from_data) {
     float amax = 127.f * kScaleFloor;
-    for (int key = first_key; key < w.rows.num_keys && has_channels; key += kThreads / Lanes) {
+    for (int key = first_key; key < w.num_keys && has_channels; key += kThreads / Lanes) {
       float x[8];
       centred(x, key);
 #pragma unroll
@@ -133,7 +136,7 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
   if (lane * 8 < kDimQk)
     for (int key = first_key; key < w.layout.keys; key += kThreads / Lanes) {
       uint2 k8 = make_uint2(0, 0);
-      if (key < w.rows.num_keys) {
+      if (key < w.num_keys) {
         float x[8];
         centred(x, key);
         k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
@@ -163,7 +166,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Work& w) 
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int key = word / 4 * 16 + permuted_key(word % 4 * 4 + j);
-      const bool exists = key < w.rows.num_keys;
+      const bool exists = key < w.num_keys;
       float x[8] = {};
       if (exists && has_channels) {
         unpack8<T>(*reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16), x);
@@ -221,6 +224,13 @@ __device__ __forceinline__ void quantise_queries(uint32_t (&q)[kDimQk / 32][4], 
   }
 }
 
+__device__ __forceinline__ void start_sums(int32_t (&sums)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sums[i][c] = kMagicBits;
+}
+
 __device__ __forceinline__ uint2 load_shared_8(uint32_t s_address) {
   uint2 x;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(s_address) : "memory");
@@ -258,13 +268,13 @@ template <int kDimQk, int kDimPv, int kKeyGroups, typename T, int kMode>
 __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[kDimQk / 32][2], int steps) {
   constexpr int kFragments = kKeyGroups * 2;
   constexpr bool kInt8Logits = kMode != 0, kInt8Values = kMode >= 2, kTokenScales = kMode == 2;
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, keys = w.layout.keys, num_keys = w.rows.num_keys;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, keys = w.layout.keys, num_keys = w.num_keys;
   const bool from_data = p.dynamic && kMode != 3;
   bool usable = w.element.valid;
   float k_scale = 1.f, q_scale = 1.f;
   if constexpr (kInt8Logits) {
-    usable = tables_usable(p, w.element, w.rows.head) && usable;
-    q_scale = p.q_scale[int64_t(w.element.bin) * p.heads + w.rows.head];
+    usable = tables_usable(p, w.element, w.head) && usable;
+    q_scale = p.q_scale[int64_t(w.element.bin) * p.heads + w.head];
     mma::wait_copies<1>();
     __syncthreads();
     k_scale = quantise_keys<T, kDimQk>(p, w, from_data);
@@ -286,7 +296,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
   const float logits = p.softmax_scale * kLog2e;
   const int64_t channel0 = (int64_t(w.element.bin) * p.kv_heads + w.kv_head) * p.head_dim;
 
-  for (int step = 0; step < steps && w.rows.row - g < p.num_queries; ++step) {
+  for (int step = 0; step < steps && w.row - g < p.num_queries; ++step) {
     uint32_t q8[kInt8Logits ? kDimQk / 32 : 1][4];
     uint4 q16[kInt8Logits ? 1 : kDimQk / 32][2];
     float scale[2] = {logits, logits};
@@ -300,11 +310,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
 #pragma unroll
         for (int r = 0; r < 2; ++r) q16[group][r] = data[group][r];
     }
-    if (step + 1 < steps) {
-      mma::QueryRows next = w.rows;
-      next.row += kRows;
-      load_queries<kDimQk>(data, p, next);
-    }
+    if (step + 1 < steps) load_queries<kDimQk>(data, p, w, w.row + kRows);
 
     // Logits, of the keys that exist.
     float z[kFragments][4];
@@ -312,10 +318,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
     for (int n = 0; n < kFragments; n += 2) {
       if constexpr (kInt8Logits) {
         int32_t s[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) s[i][c] = kMagicBits;
+        start_sums(s);
 #pragma unroll
         for (int group = 0; group < kDimQk / 32; ++group)
 #pragma unroll
@@ -376,7 +379,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          weight[i][c] = mma::exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
+          weight[i][c] = exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
           if constexpr (kTokenScales) {
             sum[c / 2] = fmaf(weight[i][c], inverse_v[2 * i + c % 2], sum[c / 2]);
           } else if constexpr (!kInt8Values) {
@@ -410,18 +413,15 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
       offset_factor[r] = total == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
     }
 
-    T* const out = static_cast<T*>(p.out) + w.rows.b * p.out_strides.batch + w.rows.head * p.out_strides.head +
-                   w.rows.row * p.out_strides.token;
+    T* const out = static_cast<T*>(p.out) + w.b * p.out_strides.batch + w.head * p.out_strides.head +
+                   w.row * p.out_strides.token;
 #pragma unroll
     for (int n = 0; n < kDimPv / 8; n += 2) {
       if (n * 8 >= p.head_dim) continue;
       float o[2][4] = {};
       if constexpr (kInt8Values) {
         int32_t product[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) product[i][c] = kMagicBits;
+        start_sums(product);
 #pragma unroll
         for (int depth = 0; depth < (kKeyGroups + 1) / 2; ++depth) {
           uint32_t v[4];
@@ -460,9 +460,9 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         store_channels<T>(out + r * 8 * p.out_strides.token + n * 8, o[0][2 * r], o[0][2 * r + 1], o[1][2 * r], o[1][2 * r + 1],
-                          w.rows.row + r * 8 < p.num_queries, (n + 1) * 8 < p.head_dim);
+                          w.row + r * 8 < p.num_queries, (n + 1) * 8 < p.head_dim);
     }
-    w.rows.row += kRows;
+    w.row += kRows;
   }
 }
 
@@ -475,16 +475,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
   w.memory = dynamic_shared;
   w.s_memory = static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
   w.layout = {{kDimQk, kDimPv}, keys};
-  w.rows.b = blockIdx.z;
-  w.rows.head = blockIdx.y;
-  w.rows.num_keys = num_keys_of(p, blockIdx.z);
-  w.rows.row = blockIdx.x * steps * kRows + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
-  w.kv_head = w.rows.head / p.group;
+  w.b = blockIdx.z;
+  w.head = blockIdx.y;
+  w.num_keys = num_keys_of(p, blockIdx.z);
+  w.row = blockIdx.x * steps * kRows + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
+  w.kv_head = w.head / p.group;
 
   // The loads come first: what the element's mode is takes two more trips to memory.
   copy_keys_and_values<kDimQk, kDimPv>(p, w);
   uint4 data[kDimQk / 32][2];
-  load_queries<kDimQk>(data, p, w.rows);
+  load_queries<kDimQk>(data, p, w, w.row);
   w.element = element_of(p, blockIdx.z);
   const auto attend_in = [&](auto mode) {
     return p.bf16 ? attend<kDimQk, kDimPv, kKeyGroups, __nv_bfloat16, decltype(mode)::value>(p, w, data, steps)

@@ -18,4 +18,7 @@ cudaError_t launch_attention_sm90(const Params& params, const CUtensorMap& value
 // mma.sync and cp.async; sm_80 and later.
 cudaError_t launch_attention_mma(const Params& params, cudaStream_t stream);
 
+// The same, for calls that are is_one_tile(). Reads the inputs themselves: needs no pre-pass and no workspace.
+cudaError_t launch_attention_one_tile(const Params& params, int multiprocessors, cudaStream_t stream);
+
 }  // namespace trtconvert::attention

@@ -1,4 +1,4 @@
-// What the kernels of mma.sync share: instructions, masks and what a softmax needs of the fragments.
+// What the kernels of mma.sync share: instructions, and what a softmax needs of the fragments.
 //
 // Names: g is a lane's row in a fragment (g + 8 its second one), t its place in the quad that shares these rows; s_ is an
 // address in shared memory; c counts the four values that a lane holds of a fragment: row c / 2, column 2 t + c % 2.
@@ -10,11 +10,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "params.h"
+#include "arithmetic.cuh"
 
 namespace trtconvert::attention::mma {
-
-constexpr float kLog2e = 1.4426950408889634f;
 
 // An INT32 accumulator that starts here is, read as FP32, 1.5 * 2^23 + the sum, exact while |sum| < 2^22: 127 * 127 * 256
 // for a dot product, 255 * 127 * 128 for a tile of the second product. One subtraction replaces the conversion.
@@ -24,7 +22,6 @@ constexpr float kMagic = 12582912.f;
 constexpr float kRoundToByte = 8388608.f;
 
 constexpr int kRowsPerWarp = 16;
-constexpr int kSharedLimit = 99 * 1024;  // of one thread block, on the smallest of these architectures
 
 // ---- PTX ----
 
@@ -89,12 +86,6 @@ __device__ __forceinline__ void multiply_16bit(float (&d)[4], const uint32_t (&a
   }
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -104,48 +95,6 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
   }
-}
-
-// Two query rows of a thread: row and row + 8 of a head. Rows at and beyond num_queries are not stored.
-struct QueryRows {
-  int b, head;
-  int num_keys;
-  int row;
-};
-
-// ---- Masks ----
-
-// Hides keys that do not exist and applies the mask to logits in units of log2. Fragment n holds the 8 keys from
-// first_key + 8 n. Loads one element at a time: masks may have any strides.
-template <int kFragments>
-__device__ __forceinline__ void apply_mask(float (&z)[kFragments][4], const Params& p, const QueryRows& w, int first_key) {
-  const int key0 = first_key + threadIdx.x % 4 * 2;
-  if (first_key + kFragments * 8 > w.num_keys) {
-#pragma unroll
-    for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        if (key0 + n * 8 + c % 2 >= w.num_keys) z[n][c] = -INFINITY;
-  }
-  if (p.mask_kind == TRTCONVERT_MASK_NONE) return;
-  int64_t base[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r)
-    base[r] = w.b * p.mask_strides[0] + w.head * p.mask_strides[1] +
-              int64_t(min(w.row + r * 8, p.num_queries - 1)) * p.mask_strides[2];
-#pragma unroll
-  for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int64_t at = base[c / 2] + int64_t(min(key0 + n * 8 + c % 2, w.num_keys - 1)) * p.mask_strides[3];
-      if (p.mask_kind == TRTCONVERT_MASK_BOOL) {
-        if (static_cast<const uint8_t*>(p.mask)[at] == 0) z[n][c] = -INFINITY;
-      } else {
-        const float bias = p.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.mask)[at])
-                                  : __half2float(static_cast<const __half*>(p.mask)[at]);
-        z[n][c] += bias * kLog2e;
-      }
-    }
 }
 
 // ---- Softmax ----
@@ -174,20 +123,6 @@ __device__ __forceinline__ void row_maxima(float (&maximum)[2], const float (&z)
 
 // A maximum that can be subtracted: minus infinity, of a row with no visible key yet, would make NaN of its weights.
 __device__ __forceinline__ float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
-
-// Products as they come out of the tensor cores and, per row, what makes logits in units of log2 of them: the factor goes
-// into the fused multiply-add that also subtracts the maximum. Where a mask has to be applied the factor goes in first.
-template <int kFragments>
-__device__ __forceinline__ void mask_logits(float (&z)[kFragments][4], float (&factor)[2], const Params& p, const QueryRows& w,
-                                            int first_key) {
-  if (p.mask_kind == TRTCONVERT_MASK_NONE && first_key + kFragments * 8 <= w.num_keys) return;
-#pragma unroll
-  for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-    for (int c = 0; c < 4; ++c) z[n][c] *= factor[c / 2];
-  factor[0] = factor[1] = 1.f;
-  apply_mask(z, p, w, first_key);
-}
 
 // 1 / sum of a row; NaN where the pre-pass found the row's tables unusable, 0 where no key is visible.
 __device__ __forceinline__ float inverse_sum(float sum, float row_scale) {

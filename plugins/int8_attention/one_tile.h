@@ -1,8 +1,6 @@
 // Attention to at most one tile of keys: when its own kernel serves, and where things lie in its shared memory.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "params.h"
 
 namespace trtconvert::attention {
@@ -24,15 +22,10 @@ struct OneTileLayout {
 
 inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? 96 : 128}; }
 
-constexpr int kOneTileSharedLimit = 99 * 1024;  // of one thread block, on sm_86, 89 and 120; the same everywhere
-
 // Norms and rotations are the pre-pass's, masks take too many registers. The most keys of many channels do not fit.
 inline bool is_one_tile(const Params& p) {
   return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm &&
-         one_tile_layout(p).bytes() <= kOneTileSharedLimit;
+         one_tile_layout(p).bytes() <= kSharedLimit;
 }
-
-// mma.sync and cp.async; sm_80 and later. Reads the inputs themselves: needs no pre-pass and no workspace.
-cudaError_t launch_attention_one_tile(const Params& params, int multiprocessors, cudaStream_t stream);
 
 }  // namespace trtconvert::attention

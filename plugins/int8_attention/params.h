@@ -26,6 +26,7 @@ constexpr int kModes = 4;
 constexpr int kKeyTile = 128;      // part of the numerics: P is relative to the maximum of 128 consecutive keys
 constexpr int kQueryBlock = 64;    // rows of one Q image
 constexpr int kHalfTile = 64;      // keys of one 16-bit K or V image
+constexpr int kSharedLimit = 99 * 1024;  // bytes of one thread block of the mma.sync kernels: sm_86, 89 and 120 have the fewest
 constexpr int kVPermutation = 16;  // keys are permuted within groups of 16, see permuted_key()
 
 // Key (within its group of 16) that is stored at position `slot`. The S accumulator of wgmma and mma.sync gives thread t of

@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "arithmetic.cuh"
 #include "element.cuh"
 
 namespace trtconvert::attention {
 
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kRoundMagic = 12582912.f;      // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
 constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
 constexpr float kZeroRowScale = 0x1p-6f;
@@ -64,18 +64,6 @@ __device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
   return packed;
 }
 
-__device__ __forceinline__ float reciprocal(float x) {  // one unit in the last place is enough for scales
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-  float result;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // Largest magnitude of eight packed values, NaN if one is.
 template <typename T>
 __device__ __forceinline__ T largest8(const uint4& packed) {
@@ -90,10 +78,6 @@ __device__ __forceinline__ uint32_t quantise(float x, float factor, float addend
   float rounded = fmaf(x, factor, addend);
   if (kClamp) rounded = fminf(fmaxf(rounded, kRoundMagic - 127.f), kRoundMagic + 127.f);
   return __float_as_uint(rounded);
-}
-
-__device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
 template <bool kClamp>

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "arithmetic.cuh"
+
 namespace trtconvert::attention::sm90 {
 
 // ---- Barriers in shared memory ----
@@ -142,18 +144,6 @@ __device__ __forceinline__ void shuffle_xor(const float (&x)[2], float (&other)[
       "shfl.sync.bfly.b32 %1, %3, %4, 0x1f, 0xffffffff;\n"
       : "=&f"(other[0]), "=f"(other[1])
       : "f"(x[0]), "f"(x[1]), "n"(kMask));
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
 }
 
 // rne(e) of four values in [0, 255] as the bytes of a word, the first lowest. A conversion to s32 whose result is packed at once
