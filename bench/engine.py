@@ -48,6 +48,7 @@ from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
 from trtconvert.engine.engine_choice import fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
+from trtconvert.engine.loading import load_engine
 from trtconvert.export import storage
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
@@ -242,10 +243,9 @@ class Engine:
     """A plan, its calls with each of some inputs in a CUDA graph."""
 
     def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs]) -> None:
-        self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
-        self._runtime.engine_host_code_allowed = True
         free = torch.cuda.mem_get_info()[0]
-        self.engine = self._runtime.deserialize_cuda_engine(plan)
+        self._log = trt.Logger(trt.Logger.ERROR)
+        self._runtime, self.engine = load_engine(trt, self._log, plan)
         self.context = self.engine.create_execution_context()
         self.memory = free - torch.cuda.mem_get_info()[0]
         names = {self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)}

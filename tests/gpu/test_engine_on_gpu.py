@@ -25,6 +25,7 @@ from trtconvert.engine import tensorrt, timing_cache
 from trtconvert.engine.attention_choice import AttentionCase, Choice, one_node_model, site_plans
 from trtconvert.engine.attention_timer import AttentionTimer
 from trtconvert.engine.engine_timer import denoiser_microseconds
+from trtconvert.engine.loading import load_engine
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
@@ -82,9 +83,7 @@ def build(trt, lower=lower_to_plugin, case=CASE, watch=None, path=Path("one.onnx
 class Loaded:
     def __init__(self, trt, plan):
         self.log = trt.Logger(trt.Logger.ERROR)
-        self.runtime = trt.Runtime(self.log)
-        self.runtime.engine_host_code_allowed = True
-        self.engine = self.runtime.deserialize_cuda_engine(plan)
+        self.runtime, self.engine = load_engine(trt, self.log, plan)
 
 
 def loaded(trt, plan):

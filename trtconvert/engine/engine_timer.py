@@ -14,6 +14,7 @@ from torch import Tensor
 from trtconvert.attention.device_time import device_microseconds
 from trtconvert.bundle import Dims, TensorRecord
 from trtconvert.engine.builder import make_log
+from trtconvert.engine.loading import load_engine
 from trtconvert.errors import TrtconvertError
 
 ROTATION = 4
@@ -51,9 +52,7 @@ class EngineRunner:
 
     def __init__(self, trt: Any, plan: bytes) -> None:
         self._log = make_log(trt)
-        self._runtime = trt.Runtime(self._log)
-        self._runtime.engine_host_code_allowed = True  # the plan carries our plugin library
-        engine = self._runtime.deserialize_cuda_engine(plan)
+        self._runtime, engine = load_engine(trt, self._log, plan)
         context = None if engine is None else engine.create_execution_context()
         if engine is None or context is None:
             raise self._refused("an engine cannot be loaded to be timed")

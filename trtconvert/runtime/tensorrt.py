@@ -82,6 +82,7 @@ class TensorRTComponent:
         weight_budget: int | None = None,
     ) -> None:
         from trtconvert.engine.builder import make_log
+        from trtconvert.engine.loading import load_engine
         from trtconvert.engine.tensorrt import bindings
 
         if weight_budget is not None and not record.weight_streaming:
@@ -98,10 +99,8 @@ class TensorRTComponent:
         self._count, self._graphs, self._streams = len(component.inputs), graphs, streams
         with torch.cuda.device(device):
             free, _ = torch.cuda.mem_get_info()
-            self._runtime = trt.Runtime(log)
-            self._runtime.engine_host_code_allowed = True  # the plan carries our plugin library
             plan = path.read_bytes()
-            engine = self._runtime.deserialize_cuda_engine(plan)
+            self._runtime, engine = load_engine(trt, log, plan)
             if engine is None:
                 size, why = len(plan), log.last()
                 if "memory" in why.lower():
@@ -114,6 +113,7 @@ class TensorRTComponent:
                 )
             if weight_budget is not None:
                 engine.weight_streaming_budget_v2 = min(weight_budget, engine.streamable_weights_size)
+                torch.cuda.synchronize()  # the weights are there, as load_engine has it for the rest
             self.weights_memory = max(0, free - torch.cuda.mem_get_info()[0])
         found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         outputs = tuple(output.name for output in component.outputs)
