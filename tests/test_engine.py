@@ -616,7 +616,7 @@ def mix(times, choice=CHOICE, build=None):
         # In the whole network the plugin costs more than alone at some sites, and then at none, at all, and at all but some.
         ({"abc": 90.0, "": 100.0, "ab": 80.004}, "ab", ["abc", "", "ab"]),
         ({"abc": 90.0, "": 100.0, "ab": 90.0}, "abc", ["abc", "", "ab"]),
-        ({"abc": 110.0, "": 100.0, "ab": 105.0}, "", ["abc", "", "ab"]),
+        ({"abc": 110.0, "": 100.0, "ab": 105.0, "c": 101.0}, "", ["abc", "", "ab", "c"]),
         ({"abc": 110.0, "": 100.0, "ab": 99.0}, "ab", ["abc", "", "ab"]),
     ],
 )
@@ -634,9 +634,12 @@ def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
 @pytest.mark.parametrize(
     ("times", "kept", "timed"),
     [
-        ({"b": 98.0, "ab": 97.0, "abc": 99.0}, "ab", ["b", "ab", "abc"]),  # more for as long as that is faster
-        ({"b": 98.0, "ab": 98.0}, "b", ["b", "ab"]),
-        ({"b": 100.0}, "abcd", ["b"]),
+        # Each length is tried, also past one that costs time; all of them are the first engine.
+        ({"b": 98.0, "ab": 97.0, "abc": 96.0}, "abc", ["b", "ab", "abc"]),
+        ({"b": 98.0, "ab": 97.0, "abc": 99.0, "abd": 96.5}, "abd", ["b", "ab", "abc", "abd"]),
+        ({"b": 98.0, "ab": 98.0, "bc": 99.0, "bd": 98.5}, "b", ["b", "ab", "bc", "bd"]),
+        ({"b": 101.0, "a": 100.0, "c": 98.0, "cd": 98.5}, "c", ["b", "a", "c", "cd"]),
+        ({"b": 100.0, "a": 100.0, "c": 100.0, "d": 100.0}, "abcd", ["b", "a", "c", "d"]),
     ],
 )
 def test_the_plugin_is_tried_where_it_saves_most_first(times, kept, timed):
@@ -791,6 +794,7 @@ def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(engine_timer, "device_microseconds", made.microseconds)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with OnCpu():
         yield made
 

@@ -71,8 +71,8 @@ def fastest_mix(
     """The fastest of several whole engines, by measurement.
 
     The one with the plugin wherever that is the faster alone, the one with TensorRT's own attention at every site, and between
-    them those with the plugin at the sites of some lengths only: where it saves most, and then at more for as long as that
-    makes the engine faster. Where engines cannot be compared the fastest so far stays, and the watcher is told.
+    them those with the plugin at the sites of some lengths only: where it saves most, and then at each more that makes the
+    engine faster. Where engines cannot be compared the fastest so far stays, and the watcher is told.
 
     Args:
         nodes: `Int8Attention` nodes by their site.
@@ -100,20 +100,21 @@ def fastest_mix(
         )
         return best
     try:
-        before = times.native
-        for count in range(1, len(choice.plugin)):
-            group = choice.plugin[count - 1]
-            native = [*choice.native, *chain.from_iterable(choice.plugin[count:])]
+        before, kept = times.native, list[NativeSite]()
+        for group in choice.plugin:
+            with_group = [*kept, *group]
+            if len(with_group) == len(with_plugin):
+                break  # the engine that was built first
+            names = {site.name for site in with_group}
+            native = [*choice.native, *(site for site in chain.from_iterable(choice.plugin) if site.name not in names)]
             plan = build(_names(native))
             us, where = timed(plan), f"{group[0].query_tokens} × {group[0].key_tokens} tokens"
-            watch.share(
-                f"with the plugin at {where} {'only' if count == 1 else 'too'}, µs: {us:.0f}, before {before:.0f}", 0.0
-            )
+            also = "too" if kept else "only"
+            watch.share(f"with the plugin at {where} {also}, µs: {us:.0f}, before {before:.0f}", 0.0)
             if us < times.plugin:
                 best, times = ChosenEngine(plan, True, native, None), replace(times, plugin=us)
-            if us >= before:
-                break
-            before = us
+            if us < before:
+                before, kept = us, with_group
     except TrtconvertError as error:
         stays = (
             "the engine with the plugin" if times.plugin <= times.native else "TensorRT's own attention at every site"
