@@ -5,7 +5,7 @@
 Quantisation is inside every time. Latency is the median of CUDA events over rotating inputs, in a queue that is full before it
 starts, so that no call waits for the host; its spread is half the distance between the quartiles. The kernels of a shape take
 turns, so that none has the GPU cooler than another, nor throttled by the one before.
-TFLOP/s = 4 B H N² D / time. The error is relative L2 against FP32 attention of the same FP16 inputs.
+TFLOP/s = 4 B H N M D / time, of N queries and M keys. The error is relative L2 against FP32 attention of the same FP16 inputs.
 Power is sampled through NVML while a kernel loops, after all times. Writes attention.md and attention.png; nothing is asserted.
 """
 
@@ -30,9 +30,32 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trtconvert.attention import kernel, reference
 from trtconvert.attention.modes import Mode
 
-SHAPES = [(1, 24, 1024, 128), (1, 24, 4096, 128), (1, 24, 16384, 128)]  # B, H, N, D
-SHAPES += [(2, 10, 4096, 64), (1, 24, 16384, 64), (2, 8, 4096, 40)]
-SWEEP = [(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [(b, 10, 4096, 64) for b in (1, 8, 16, 32)]
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one call; the keys are as many as the queries, or those of a prompt."""
+
+    batch: int
+    heads: int
+    queries: int
+    dim: int
+    prompt: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.prompt or self.queries
+
+    def __str__(self) -> str:
+        keys = f", {self.prompt} keys" if self.prompt else ""
+        return f"{self.batch} {self.heads} {self.queries} {self.dim}{keys}"
+
+
+SHAPES = [Shape(1, 24, 1024, 128), Shape(1, 24, 4096, 128), Shape(1, 24, 16384, 128)]
+SHAPES += [Shape(2, 10, 4096, 64), Shape(1, 24, 16384, 64), Shape(2, 8, 4096, 40)]
+# Stable Diffusion XL's and 1.5's attention to a prompt, and as long a prompt as the kernel of one tile of keys takes.
+PROMPTS = [Shape(2, 20, 1024, 64, 77), Shape(2, 10, 4096, 64, 77), Shape(2, 8, 4096, 40, 77), Shape(2, 8, 1024, 80, 77)]
+PROMPTS += [Shape(1, 24, 4096, 128, 128)]
+SWEEP = [Shape(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [Shape(b, 10, 4096, 64) for b in (1, 8, 16, 32)]
 EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
 ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
 QUEUE_CYCLES = 10_000_000  # of the GPU's clock, some 5 ms: the host enqueues all calls meanwhile
@@ -45,7 +68,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Figure:
-    shape: tuple[int, int, int, int]
+    shape: Shape
     name: str
     microseconds: float
     spread: float
@@ -55,8 +78,8 @@ class Figure:
 
     @property
     def tflops(self) -> float:
-        batch, heads, tokens, dim = self.shape
-        return 4 * batch * heads * tokens**2 * dim / self.microseconds / 1e6
+        s = self.shape
+        return 4 * s.batch * s.heads * s.queries * s.keys * s.dim / self.microseconds / 1e6
 
 
 def sdpa(backend: SDPBackend) -> Attention:
@@ -150,7 +173,7 @@ def loop(call: Callable[[], object], seconds: float) -> tuple[float, int]:
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads = zip(q.flatten(0, 1).float(), k.flatten(0, 1).float(), v.flatten(0, 1).float(), strict=True)
     rows = [torch.softmax(x @ y.T * x.shape[-1] ** -0.5, -1) @ z for x, y, z in heads]
-    return torch.stack(rows).view_as(q)
+    return torch.stack(rows).unflatten(0, q.shape[:2])
 
 
 @dataclass(frozen=True)
@@ -163,11 +186,18 @@ class Candidate:
     memory: int
 
 
-def candidates(shape: tuple[int, int, int, int]) -> list[Candidate]:
+def inputs_of(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        torch.randn(shape.batch, shape.heads, tokens, shape.dim, device="cuda").half()
+        for tokens in (shape.queries, shape.keys, shape.keys)
+    )
+    return q, k, v
+
+
+def candidates(shape: Shape) -> list[Candidate]:
     """Those that take this shape, each called once."""
-    batch, heads, tokens, dim = shape
-    sets = [tuple(torch.randn(batch, heads, tokens, dim, device="cuda").half() for _ in "qkv") for _ in range(ROTATION)]
-    expected = exact(*sets[0]) if tokens <= LARGEST_EXACT else None
+    sets = [inputs_of(shape) for _ in range(ROTATION)]
+    expected = exact(*sets[0]) if shape.queries <= LARGEST_EXACT else None
     by_name = {name: [attend] * ROTATION for name, attend in peers().items()}
     for mode in Mode:
         by_name[f"mode {int(mode)} {mode.name.lower()}"] = [ours(mode, inputs) for inputs in sets]
@@ -188,7 +218,7 @@ def candidates(shape: tuple[int, int, int, int]) -> list[Candidate]:
     return found
 
 
-def measure(shape: tuple[int, int, int, int]) -> list[Figure]:
+def measure(shape: Shape) -> list[Figure]:
     found = candidates(shape)
     times: dict[str, list[float]] = {c.name: [] for c in found}
     for _ in range(ROUNDS):
@@ -209,7 +239,7 @@ def table(figures: list[Figure]) -> str:
     for f in figures:
         best = max((p.tflops for p in figures if p.shape == f.shape and not p.name.startswith("mode")), default=None)
         lines.append(
-            f"| {' '.join(map(str, f.shape))} | {f.name} | {f.microseconds:.0f} ± {f.spread:.0f} | {f.tflops:.0f} | "
+            f"| {f.shape} | {f.name} | {f.microseconds:.1f} ± {f.spread:.1f} | {f.tflops:.0f} | "
             f"{'' if best is None else f'{f.tflops / best:.2f}'} | {f.tflops / EIGHT_BIT_PEAK:.0%} | "
             f"{'' if f.error is None else f'{f.error:.4f}'} | {f.memory / 1e6:.0f} | "
             f"{'' if f.joules is None else f'{f.joules:.3f}'} |"
@@ -235,7 +265,7 @@ def plot(figures: list[Figure], path: Path, title: str) -> None:
             values = {f.shape: f.tflops for f in figures if f.name == name}
             axes.bar([x + i * width for x in range(len(row))], [values.get(s, 0) for s in row], width, label=name)
         axes.set_xlim(-0.3, SHAPES_PER_ROW)
-        axes.set_xticks([x + 0.4 - width / 2 for x in range(len(row))], [" ".join(map(str, s)) for s in row])
+        axes.set_xticks([x + 0.4 - width / 2 for x in range(len(row))], [str(s) for s in row])
         axes.set_ylabel("TFLOP/s")
     grid[-1, 0].set_xlabel("B H N D")
     grid[0, 0].legend(fontsize="small")
@@ -253,7 +283,7 @@ def main() -> None:
     arguments = parser.parse_args()
     title = f"{torch.cuda.get_device_name()}, {datetime.date.today()}"
     by_shape = []
-    for shape in SHAPES + (SWEEP if arguments.sweep else []):
+    for shape in SHAPES + PROMPTS + (SWEEP if arguments.sweep else []):
         by_shape.append(measure(shape))
         torch.cuda.empty_cache()
     if arguments.energy:

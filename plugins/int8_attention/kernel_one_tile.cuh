@@ -352,7 +352,15 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
           }
       }
     }
-    const float factor[2] = {kTokenScales ? 1.f : scale[0] * k_scale, kTokenScales ? 1.f : scale[1] * k_scale};
+    float factor[2] = {1.f, 1.f};
+    if constexpr (!kTokenScales) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[r] = scale[r] * k_scale;
+        // Tables' scales may underflow, and minus infinity, of keys that do not exist, times zero would be NaN.
+        if (factor[r] < kProductFloor) factor[r] = kProductFloor;
+      }
+    }
     if (num_keys < kKeyGroups * kKeyGroup) {
 #pragma unroll
       for (int n = 0; n < kFragments; ++n)

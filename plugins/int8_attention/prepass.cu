@@ -211,6 +211,8 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
   const bool from_data = p.dynamic && e.mode != 3;
   const float fixed = from_data ? 0.f : p.q_scale[int64_t(e.bin) * p.heads + at.head];
   const float fixed_factor = reciprocal(fixed);
+  // Scales of the tables whose product underflows are raised: kernels divide by it. The logits are zero either way.
+  const float smallest = from_data ? 0.f : kProductFloor / p.k_scale[int64_t(e.bin) * p.kv_heads + at.head / p.group];
   uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; i += 2) {
@@ -233,7 +235,8 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
       if (row >= kQueryBlock && !second) continue;
       if (lane * 8 < p.dims.qk)
         *reinterpret_cast<uint2*>(image + row / kQueryBlock * p.q_block_bytes + row % kQueryBlock * 16) = q8;
-      if (lane == 0) p.row_scales[block * kQueryBlock + row] = usable ? scale[j] * logits : __int_as_float(0x7fffffff);
+      if (lane == 0)
+        p.row_scales[block * kQueryBlock + row] = usable ? fmaxf(scale[j] * logits, smallest) : __int_as_float(0x7fffffff);
     }
   }
 }

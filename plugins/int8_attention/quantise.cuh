@@ -15,6 +15,7 @@ namespace trtconvert::attention {
 
 constexpr float kRoundMagic = 12582912.f;      // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
 constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
+constexpr float kProductFloor = kScaleFloor * kScaleFloor;  // the smallest product of a row's and a tile's scale
 constexpr float kZeroRowScale = 0x1p-6f;
 constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part of the numerics
 

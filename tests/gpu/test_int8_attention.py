@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,11 +106,11 @@ def test_every_mode_head_dim_and_length(mode: Mode, dim: int, tokens: int) -> No
 
 
 @pytest.mark.parametrize("queries", [1, 15, 64, 65, 1000])
-@pytest.mark.parametrize("keys", [1, 8, 16, 17, 77, 120, 127, 128])
+@pytest.mark.parametrize("keys", [1, 8, 16, 17, 77, 80, 81, 120, 127, 128, 129, 200])
 @pytest.mark.parametrize("dim", [32, 40, 64, 72, 96, 128, 160, 256])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_one_tile_of_keys(mode: Mode, dim: int, keys: int, queries: int) -> None:
-    """The kernel that needs no pre-pass, and with the largest head dims and most keys the others."""
+def test_few_keys(mode: Mode, dim: int, keys: int, queries: int) -> None:
+    """The kernel of one tile, that needs no pre-pass; with the largest head dims, and a second tile, the others."""
     turn = keys + dim // 8 + queries
     dtype, layout = (torch.float16, torch.bfloat16)[turn % 2], ("BHND", "BNHD")[turn // 2 % 2]
     qkv = draw(KINDS[turn % len(KINDS)], 2, 4, (1, 2, 4)[turn % 3], queries, keys, dim, dtype)
@@ -128,6 +129,22 @@ def test_one_tile_is_what_the_general_kernel_computes(mode: Mode, dim: int, keys
     tables, timestep = reference.tables_from_data(q, k, v, mode), torch.full((2,), 500.0, device="cuda")
     ours, general = (kernel._run_cuda(q, k, v, timestep, tables, target_arch=target) for target in (0, 80))
     assert error(ours, general.double()) < (2e-3 if mode >= Mode.BALANCED else 6e-4)
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize("keys", [77, 80, 100, 128, 200])
+@pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.FP16])
+def test_scales_whose_product_underflows(mode: Mode, keys: int, target_arch: int) -> None:
+    """All logits are zero then, and keys that do not exist still have no weight."""
+    q, k, v = draw("v-channels", 1, 2, 2, 100, keys, 64)
+    tables, timestep = reference.tables_from_data(q, k, v, mode), torch.full((1,), 500.0, device="cuda")
+    tiny = {name: torch.full_like(getattr(tables, name), 1e-30) for name in ("q_scale", "k_scale")}
+    tables = replace(tables, **tiny)
+    out = kernel._run_cuda(q, k, v, timestep, tables, scaling="calibrated", target_arch=target_arch)
+    qkv = (x.double() for x in (q, k, v))
+    expected = reference.attention(*qkv, timestep, tables, compute_dtype=torch.float64, scaling="calibrated")
+    assert torch.isfinite(out).all()
+    assert error(out, expected) <= SAME_ARITHMETIC[mode]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
