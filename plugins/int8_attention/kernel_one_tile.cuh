@@ -509,7 +509,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
 template <int kDimQk, int kDimPv>
 cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t stream) {
   const OneTileLayout layout = one_tile_layout(params);
-  const auto kernel = layout.keys == kKeyTile ? attention_kernel<kDimQk, kDimPv, 8> : attention_kernel<kDimQk, kDimPv, 5>;
+  auto kernel = attention_kernel<kDimQk, kDimPv, 5>;
+  if constexpr (OneTileLayout{{kDimQk, kDimPv}, kKeyTile}.bytes() <= kSharedLimit)  // is_one_tile() has no others
+    if (layout.keys == kKeyTile) kernel = attention_kernel<kDimQk, kDimPv, 8>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.bytes());
   if (error != cudaSuccess) return error;
   // Thread blocks quantise K and V each for itself: no more of them than run at once, as far as heads allow.

@@ -12,12 +12,12 @@ struct OneTileLayout {
   int keys;
 
   // 16-byte chunks of V's rows lie a row further apart than they need, so that those of a token are in different banks.
-  TRTCONVERT_HOST_DEVICE int value_pitch() const { return (keys + 1) * 16; }
-  TRTCONVERT_HOST_DEVICE int values() const { return keys * 2 * dims.qk; }
-  TRTCONVERT_HOST_DEVICE int int8_keys() const { return values() + value_pitch() * (dims.pv / 8); }
-  TRTCONVERT_HOST_DEVICE int log2_v() const { return int8_keys() + keys * dims.qk; }
-  TRTCONVERT_HOST_DEVICE int inverse_v() const { return log2_v() + kKeyTile * int(sizeof(float)); }
-  TRTCONVERT_HOST_DEVICE int bytes() const { return inverse_v() + kKeyTile * int(sizeof(float)); }
+  TRTCONVERT_HOST_DEVICE constexpr int value_pitch() const { return (keys + 1) * 16; }
+  TRTCONVERT_HOST_DEVICE constexpr int values() const { return keys * 2 * dims.qk; }
+  TRTCONVERT_HOST_DEVICE constexpr int int8_keys() const { return values() + value_pitch() * (dims.pv / 8); }
+  TRTCONVERT_HOST_DEVICE constexpr int log2_v() const { return int8_keys() + keys * dims.qk; }
+  TRTCONVERT_HOST_DEVICE constexpr int inverse_v() const { return log2_v() + kKeyTile * int(sizeof(float)); }
+  TRTCONVERT_HOST_DEVICE constexpr int bytes() const { return inverse_v() + kKeyTile * int(sizeof(float)); }
 };
 
 inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? 96 : 128}; }
