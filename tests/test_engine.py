@@ -39,6 +39,7 @@ from trtconvert.engine.attention_choice import (
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.engine_choice import EngineTimes, distinct_bins, fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
+from trtconvert.engine.loading import load_engine
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
@@ -825,6 +826,16 @@ def timing_refusal(device, *parts):
         denoiser_microseconds(device, SIGNATURE, "timestep", BATCHES, b"plan", {100.0: 1})
     for part in ("expected: ", "remedy: ", "engine.attention", *parts):
         assert part in str(error.value), str(error.value)
+
+
+def test_an_engine_is_handed_out_when_the_gpu_is_done_with_loading_it(device, monkeypatch):
+    """TensorRT returns before: dropped meanwhile, it breaks the process."""
+    order = []
+    monkeypatch.setattr(device, "deserialize_cuda_engine", lambda plan: order.append("loading") or device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("done"))
+    runtime, engine = load_engine(device, None, b"plan")
+    assert runtime is engine is device and order == ["loading", "done"]
+    assert runtime.engine_host_code_allowed
 
 
 def test_an_engine_that_cannot_be_timed_says_why(device, monkeypatch):

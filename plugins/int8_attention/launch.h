@@ -8,6 +8,28 @@
 
 namespace trtconvert::attention {
 
+// A pair of padded head dims that kernels are compiled for: one translation unit each.
+template <int kQk, int kPv>
+struct DimsOf {
+  static constexpr int qk = kQk, pv = kPv;
+};
+
+// Calls `launch` with the DimsOf<> that padded_dims() found.
+template <typename Launch>
+cudaError_t with_dims(const PaddedDims& dims, Launch launch) {
+  switch (dims.pv) {
+    case 48: return launch(DimsOf<64, 48>());
+    case 64: return launch(DimsOf<64, 64>());
+    case 80: return launch(DimsOf<96, 80>());
+    case 96: return launch(DimsOf<96, 96>());
+    case 128: return launch(DimsOf<128, 128>());
+    case 160: return launch(DimsOf<160, 160>());
+    case 192: return launch(DimsOf<192, 192>());
+    case 256: return launch(DimsOf<256, 256>());
+    default: return cudaErrorInvalidValue;
+  }
+}
+
 // Writes what the attention kernels read of the workspace of `params`, from its inputs: one kernel, or two where there is a norm
 // across heads. All architectures.
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream);

@@ -20,7 +20,9 @@ struct OneTileLayout {
   TRTCONVERT_HOST_DEVICE constexpr int bytes() const { return inverse_v() + kKeyTile * int(sizeof(float)); }
 };
 
-inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? 96 : 128}; }
+constexpr int kFewestKeys = 96;  // of a layout
+
+inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? kFewestKeys : kKeyTile}; }
 
 // Norms and rotations are the pre-pass's, masks take too many registers. The most keys of many channels do not fit.
 inline bool is_one_tile(const Params& p) {
