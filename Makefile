@@ -12,6 +12,7 @@ COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -
 setup: $(STAMP)
 
 $(STAMP): $(COMPILED)
+	@echo "Setting up $(VENV). Compiling the CUDA kernels takes some 20 minutes of processor time: 10 minutes on two cores."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev]'
 	touch $@

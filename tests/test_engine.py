@@ -40,7 +40,7 @@ from trtconvert.engine.builder import build_plan
 from trtconvert.engine.engine_choice import EngineTimes, distinct_bins, fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_native
@@ -402,7 +402,7 @@ def test_a_plugin_library_that_tensorrt_does_not_load_is_refused(version, tmp_pa
     (tmp_path / "libtrtconvert.so").write_bytes(b"no library")
     code = f"""
 from pathlib import Path
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import BackendUnavailable, TrtconvertError
 tensorrt.library_path = lambda: Path({str(tmp_path / "libtrtconvert.so")!r})
 try:
     tensorrt.load()
@@ -867,15 +867,16 @@ def builds(monkeypatch, digits_build):
         assert timestep_input in {spec.name for spec in inputs} and len(profiles) == 1
         return found.times[plan]
 
-    def build(attention="auto"):
+    def build(attention="auto", **fields):
         component = read_manifest(digits_build.bundle).components["denoiser"]
-        onnx, options = digits_build.bundle / component.onnx, EngineSection(attention=attention)
+        onnx, options = digits_build.bundle / component.onnx, EngineSection(attention=attention, **fields)
         return tensorrt.build_engine("denoiser", component, onnx, options, found.watch)
 
     found.build = build
     monkeypatch.setattr(tensorrt, "load", lambda: SimpleNamespace(__version__="10.6.0"))
     monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
     monkeypatch.setattr(tensorrt, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: ("80", "90a"))
     monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
     monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice(found.alone, []))
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", time_engine)
@@ -916,6 +917,29 @@ def test_one_attention_for_all_sites_is_built_without_timing(builds, attention, 
     built = builds.build(attention)
     assert (built.plan, built.record.attention, built.record.plugin_us) == (plan, attention, None)
     assert builds.timed == []
+
+
+@pytest.mark.parametrize(
+    ("compiled", "gpu", "fields", "said"),
+    [
+        (("80", "90a"), "sm75", {}, "sm75"),
+        (("90a",), "sm89", {}, "sm89"),
+        (("90a",), "sm90", {"hardware_compatible": True}, "sm80 and later, which engine.hardware_compatible asks for"),
+    ],
+)
+def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention(
+    builds, monkeypatch, compiled, gpu, fields, said
+):
+    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: compiled)
+    monkeypatch.setattr(tensorrt, "device_architecture", lambda: gpu)
+    built = builds.build(**fields)
+    assert (built.plan, built.record.attention, builds.timed) == (b"", "native", [])
+    assert len(builds.watch.notices) == 1 and said in builds.watch.notices[0]
+    with pytest.raises(
+        BackendUnavailable, match=rf"(?s)for {said}\n.*got: kernels for sm_.*remedy: compile the library"
+    ):
+        builds.build("plugin", **fields)
+    assert builds.build("native", **fields).plan == b"" and len(builds.watch.notices) == 1
 
 
 def test_a_refittable_engine_keeps_the_names_of_its_weights():

@@ -185,8 +185,6 @@ def test_the_library_and_this_file_agree_on_the_struct() -> None:
     params.head_dim = 60
     assert kernel._library().trtconvert_attention_workspace_size(params, size, message, 256) == 1
     assert b"head_dim" in message.value
-    assert kernel.library_version().count(".") == 2
-    assert kernel.compiled_architectures()
 
 
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")

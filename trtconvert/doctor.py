@@ -12,9 +12,10 @@ from rich.table import Table
 
 from trtconvert.cache import default_folder
 from trtconvert.engine import backend_statuses
-from trtconvert.engine.tensorrt import device_architecture
+from trtconvert.engine.tensorrt import device_architecture, device_name
+from trtconvert.errors import BackendUnavailable
 from trtconvert.files import free_space
-from trtconvert.library import library_path
+from trtconvert.library import compiled_architectures, library_path, serves
 
 WANTED_FREE = 2 * 2**30
 """Bytes of free disk below which a build of a large model is likely to fail."""
@@ -36,20 +37,11 @@ def examine() -> list[Finding]:
     findings += [_package(name) for name in ("torch", "onnx", "onnxruntime")]
     architecture = device_architecture()
     findings.append(
-        Finding(
-            "GPU",
-            None if architecture is None else True,
-            architecture or "none: engines run elsewhere, ONNX Runtime here",
-        )
+        Finding("GPU", True, f"{device_name()}, {architecture}")
+        if architecture
+        else Finding("GPU", None, "none: engines run elsewhere, ONNX Runtime here")
     )
-    library = library_path()
-    findings.append(
-        Finding("kernels and plugin", True, library.name)
-        if library
-        else Finding(
-            "kernels and plugin", False, "libtrtconvert.so is missing", "pip install trtconvert, with a C++ compiler"
-        )
-    )
+    findings.append(_kernels(architecture))
     for status in backend_statuses():
         what = f"backend {status.name}"
         detail = f"{status.detail}; attention: {status.attention}"
@@ -77,6 +69,27 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
         remedy = f"\nremedy: {finding.remedy}" if finding.remedy else ""
         table.add_row(finding.what, sign, escape(finding.detail + remedy))
     console.print(table)
+
+
+def _kernels(gpu: str | None) -> Finding:
+    what, remedy = "kernels and plugin", "pip install trtconvert, with a C++ compiler"
+    library = library_path()
+    if library is None:
+        return Finding(what, False, "libtrtconvert.so is missing", remedy)
+    try:
+        compiled = compiled_architectures()
+    except BackendUnavailable as error:
+        return Finding(what, False, error.got, error.remedy)
+    detail = f"{library.name} for {', '.join(f'sm_{name}' for name in compiled)}"
+    if gpu is None or serves(gpu, compiled):
+        return Finding(what, True, detail)
+    if int(gpu.removeprefix("sm")) < 80:
+        return Finding(
+            what, False, f"{detail}, not {gpu}", "set engine.attention: native, or use a GPU of sm80 or later"
+        )
+    return Finding(
+        what, False, f"{detail}, not {gpu}", "compile it with TRTCONVERT_CUDA_ARCHITECTURES for this GPU too"
+    )
 
 
 def _package(name: str) -> Finding:

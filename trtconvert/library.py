@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+from collections.abc import Iterable
 from pathlib import Path
 
 from trtconvert.errors import BackendUnavailable
@@ -44,3 +45,28 @@ def load_library() -> ctypes.CDLL:
             got=str(error),
             remedy="install with 'pip install .', which builds it",
         ) from error
+
+
+def library_version() -> str:
+    """Version of the library. Raises BackendUnavailable where there is none."""
+    return _text("trtconvert_version")
+
+
+def compiled_architectures() -> tuple[str, ...]:
+    """Architectures that the library holds kernels for, such as ("80", "86", "90a", "120"). Raises BackendUnavailable."""
+    return tuple(_text("trtconvert_compiled_architectures").split(","))
+
+
+def serves(architecture: str, compiled: Iterable[str]) -> bool:
+    """Whether kernels compiled for some architectures run on a GPU, like "sm89".
+
+    Each brings PTX too, which later GPUs compile for themselves, but for those of one GPU only ("90a").
+    """
+    number = int(architecture.removeprefix("sm"))
+    return any(number == int(name[:-1]) if name.endswith("a") else number >= int(name) for name in compiled)
+
+
+def _text(function: str) -> str:
+    call = getattr(load_library(), function)
+    call.restype = ctypes.c_char_p
+    return call().decode()

@@ -74,19 +74,7 @@ def _library() -> ctypes.CDLL:
     params = ctypes.POINTER(_Params)
     library.trtconvert_attention_workspace_size.argtypes = [params, ctypes.POINTER(ctypes.c_size_t), *text]
     library.trtconvert_attention_run.argtypes = [params, *text]
-    library.trtconvert_version.restype = ctypes.c_char_p
-    library.trtconvert_compiled_architectures.restype = ctypes.c_char_p
     return library
-
-
-def library_version() -> str:
-    """Version of the shared library. Raises BackendUnavailable where there is none."""
-    return _library().trtconvert_version().decode()
-
-
-def compiled_architectures() -> tuple[str, ...]:
-    """Architectures that the shared library holds kernels for, such as ("80", "86", "90a", "120")."""
-    return tuple(_library().trtconvert_compiled_architectures().decode().split(","))
 
 
 @torch.library.custom_op("trtconvert::int8_attention", mutates_args=())

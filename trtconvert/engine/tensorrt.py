@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord
@@ -18,7 +18,7 @@ from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError
-from trtconvert.library import library_path
+from trtconvert.library import compiled_architectures, library_path, library_version, serves
 from trtconvert.recipe import EngineSection
 
 if TYPE_CHECKING:
@@ -158,11 +158,11 @@ def build_engine(
         name: of the component.
         onnx: the model as it is exported, a denoiser's with `Int8Attention` nodes.
     Raises:
-        BackendUnavailable, TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
+        BackendUnavailable: see `load`; or the plugin library has no kernels for this GPU, and the plugin was asked for.
+        TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
         UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
             folder is full.
     """
-    from trtconvert.attention.kernel import library_version
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_mix
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
@@ -176,11 +176,12 @@ def build_engine(
     def build(native: Collection[str]) -> bytes:
         return build_lowered(trt, lowered(model, native, options), onnx, component.inputs, profiles, options, watch)
 
-    if nodes and options.attention == "auto":
+    attention = _attention_here(options, watch) if nodes else "native"
+    if attention == "auto":
         time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
         engine = fastest_mix(choose_alone(trt, model, profiles, options, watch), nodes, build, time_engine, watch)
     else:
-        native = list(nodes) if options.attention == "native" else []
+        native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture())).model_copy(
         update={
@@ -198,6 +199,32 @@ def build_engine(
         }
     )
     return BuiltEngine(engine.plan, record)
+
+
+def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["auto", "plugin", "native"]:
+    """Which attention was asked for, or TensorRT's own where the plugin library has no kernels for the engine's GPUs.
+
+    Raises:
+        BackendUnavailable: it has none, and the plugin was asked for by name.
+    """
+    compiled = compiled_architectures()
+    wanted = "sm80" if options.hardware_compatible else str(device_architecture())
+    if options.attention == "native" or serves(wanted, compiled):
+        return options.attention
+    gpus = f"{wanted} and later, which engine.hardware_compatible asks for" if options.hardware_compatible else wanted
+    found = f"kernels for {', '.join(f'sm_{name}' for name in compiled)}"
+    if options.attention == "plugin":
+        raise BackendUnavailable(
+            "the INT8 plugin does not run where the engine shall run",
+            expected=f"a plugin library with kernels for {gpus}",
+            got=found,
+            remedy="compile the library for it (TRTCONVERT_CUDA_ARCHITECTURES; sm80 is the oldest), or set engine.attention "
+            "to native",
+        )
+    watch.notice(
+        f"no INT8 attention: the plugin library has {found}, not for {gpus}; TensorRT's own stays at every site"
+    )
+    return "native"
 
 
 def lowered(model: ir.Model, native: Collection[str], options: EngineSection) -> ir.Model:

@@ -13,6 +13,7 @@ import torch
 from trtconvert.bundle import EngineRecord, Manifest, check_files, read_manifest
 from trtconvert.engine import tensorrt as builder
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.session import OnnxRuntimeComponent
 
@@ -207,7 +208,6 @@ def _on_gpu(
     streams: int,
     weight_budget: int | None,
 ) -> LoadedBundle:
-    from trtconvert.attention.kernel import library_version
     from trtconvert.runtime.compatibility import Machine, fitting_engine
     from trtconvert.runtime.scratch import Scratch
     from trtconvert.runtime.tensorrt import TensorRTComponent

@@ -1,0 +1,499 @@
+// One trip over Q, K and V (V only where the attention kernel does not read it itself): writes the tile images, their scales and
+// the per-element information of params.h.
+//
+// One thread block takes 128 tokens of one head of Q, K or V. All of them are held in registers: every 16-byte load is in
+// flight before the first use, and the data is read once although the scales need a reduction first. It has one head of a token:
+// what norms across heads need of all of them comes from a small kernel before (prepass.cu).
+#pragma once
+
+#include <algorithm>
+
+#include "launch.h"
+#include "quantise.cuh"
+
+namespace trtconvert::attention::prepass {
+
+constexpr int kTokens = 128;  // per thread block: one key tile, two query blocks
+static_assert(kTokens == kKeyTile && kTokens == 2 * kQueryBlock && kKeyTile == 2 * kHalfTile);
+
+// Largest magnitudes of two rows, over the Lanes threads that share each: exact in 16 bits, so that two travel in a word.
+template <typename T, int Lanes>
+__device__ __forceinline__ float2 largest_of_rows(const uint4& first, const uint4& second) {
+  PairOf<T> m{largest8<T>(first), largest8<T>(second)};
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) m = __hmax2_nan(m, __shfl_xor_sync(0xffffffffu, m, offset));
+  return to_float2(m);
+}
+
+// Sum over the Lanes threads that share a row.
+template <int Lanes>
+__device__ __forceinline__ float row_sum(float x) {
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float squares_of(const float (&x)[8]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) sum = fmaf(x[c], x[c], sum);
+  return sum;
+}
+
+// What a thread block works on.
+struct Tile {
+  Element element;
+  int head, tile, batch;
+  int64_t index;      // of the tile among all of its kind: (batch, head, tile) for K and V, (batch, head) * query_blocks for Q
+  int64_t table_row;  // of [T, Hkv, D] tables, K and V only
+
+  // Of K and V.
+  template <int Lanes>
+  __device__ __forceinline__ void set_key_rows(const Params& p) {
+    index = (int64_t(batch) * p.kv_heads + head) * p.key_tiles + tile;
+    table_row = (int64_t(element.bin) * p.kv_heads + head) * p.head_dim + threadIdx.x % Lanes * 8;
+  }
+};
+
+constexpr int kMostBlocksPerSm = 4;
+
+// How threads map to rows: Lanes threads per row with 8 channels each, lanes beyond head_dim hold zeros.
+template <int Lanes>
+struct Map {
+  // Registers for the loads in flight against warps that hide them: four rows a thread, sixteen of the longest kind.
+  static constexpr int kThreads = Lanes == 16 ? 512 : 256;
+  static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : 2;
+  static constexpr int kRowsPerPass = kThreads / Lanes;
+  static constexpr int kPasses = kTokens / kRowsPerPass;
+  static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
+};
+
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ int row_of(int pass) {
+  const int row0 = threadIdx.x / Lanes;
+  if (!kPermuted) return pass * Map<Lanes>::kRowsPerPass + row0;
+  // V: four passes of one thread are the four keys of one word of the transposed image.
+  const int word = pass / 4 * Map<Lanes>::kRowsPerPass + row0;  // 0..31
+  return word / 4 * 16 + permuted_key(word % 4 * 4 + pass % 4);
+}
+
+// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere.
+template <typename T, int Lanes, bool kPermuted>
+__device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const void* tensor, const TrtConvertStrides& strides,
+                                     int tokens, int head_dim, int head, int tile, int batch) {
+  const int lane = threadIdx.x % Lanes;
+  const T* const source = static_cast<const T*>(tensor) + batch * strides.batch + head * strides.head +
+                          int64_t(tile) * kTokens * strides.token + lane * 8;
+  const int rows = lane * 8 < head_dim ? tokens - tile * kTokens : 0;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, kPermuted>(i);
+    data[i] = make_uint4(0, 0, 0, 0);
+    if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + row * strides.token));
+  }
+}
+
+// Layers before attention. A rotation goes with either norm, or alone with the first.
+enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts };
+
+// RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors are those of all tokens.
+// Of parts, norm has a row for the tokens before norm_split and one for the others.
+template <typename T, int Lanes, Layers kLayers, bool kRotary>
+__device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
+                                                     const float* norm, const float* factors, int tokens) {
+  constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads, kOfParts = kLayers == Layers::kNormOfParts;
+  const int lane = threadIdx.x % Lanes, left = tokens - at.tile * kTokens;
+  const bool has_channels = lane * 8 < p.head_dim;
+  float weight[8], given[kAcrossHeads ? Map<Lanes>::kPasses : 1];
+  if constexpr (kAcrossHeads) {
+    norm += at.head * p.head_dim;
+    factors += int64_t(at.batch) * tokens + int64_t(at.tile) * kTokens;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+      const int row = row_of<Lanes, false>(i);
+      given[i] = row < left ? __ldg(factors + row) : 0.f;
+    }
+  }
+  // The tile's row where the second part begins, or one outside it. A thread's rows ascend: its first one tells which weights it
+  // takes, and only in a tile that holds both parts it goes on to the others, once.
+  const int second_part = kOfParts ? p.norm_split - at.tile * kTokens : 0;
+  const auto is_second = [&](int i) { return row_of<Lanes, false>(i) >= second_part; };
+  if (kOfParts || norm) load_channels(weight, norm, (kOfParts && is_second(0) ? p.head_dim : 0) + lane * 8, has_channels);
+  const int rows = has_channels ? left : 0;
+  const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + lane * 8;
+  float turns[2][8];  // cosine and sine of four pairs, of a row and of the next: they come from L2, mostly
+  const auto load_turn = [&](int i) {
+    const int row = row_of<Lanes, false>(i);
+    load_channels(turns[i % 2], rotary, int64_t(row) * p.head_dim, row < rows);
+  };
+  if constexpr (kRotary) load_turn(0);
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    if (kRotary && i + 1 < Map<Lanes>::kPasses) load_turn(i + 1);
+    float x[8];
+    unpack8<T>(data[i], x);
+    if (kAcrossHeads || kOfParts || norm) {
+      if (kOfParts && i > 0 && is_second(i) && !is_second(i - 1))
+        load_channels(weight, norm, p.head_dim + lane * 8, has_channels);
+      float factor;
+      if constexpr (kAcrossHeads) {
+        factor = given[i];
+      } else {
+        const float squares = row_sum<Lanes>(squares_of(x));
+        factor = rsqrtf(squares / p.head_dim + p.norm_epsilon);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) x[c] = x[c] * factor * weight[c];
+      data[i] = pack8<T>(x);
+    }
+    if (kRotary && row_of<Lanes, false>(i) < rows) {
+      const float(&turn)[8] = turns[i % 2];
+      if (kAcrossHeads || kOfParts || norm) unpack8<T>(data[i], x);
+#pragma unroll
+      for (int c = 0; c < 8; c += 2) {
+        const float first = x[c], second = x[c + 1], cosine = turn[c], sine = turn[c + 1];
+        x[c] = first * cosine - second * sine;
+        x[c + 1] = second * cosine + first * sine;
+      }
+      data[i] = pack8<T>(x);
+    }
+  }
+}
+
+template <typename T, int Lanes, Layers kLayers>
+__device__ __forceinline__ void compute_layers(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
+                                               const float* norm, const float* factors, int tokens) {
+  if (p.rotary) {
+    normalise_and_rotate<T, Lanes, kLayers, true>(data, p, at, norm, factors, tokens);
+  } else {
+    normalise_and_rotate<T, Lanes, kLayers, false>(data, p, at, norm, factors, tokens);
+  }
+}
+
+// Keys that do not exist become zeros here: whatever they hold (NaN, say) goes no further.
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses], int valid) {
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i)
+    if (row_of<Lanes, kPermuted>(i) >= valid) data[i] = make_uint4(0, 0, 0, 0);
+}
+
+// 16-bit copies of two images of 64 tokens: Q and K of mode 0, V of modes 0 and 1.
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ void copy_images(const uint4 (&data)[Map<Lanes>::kPasses], uint8_t* first, uint8_t* second,
+                                            int columns, bool swizzled = false) {
+  const int lane = threadIdx.x % Lanes;
+  if (lane * 8 >= columns) return;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, kPermuted>(i);
+    uint8_t* const image = row < kHalfTile ? first : second;
+    const int offset = swizzled ? lane / 8 * kHalfTile * 128 + row % kHalfTile * 128 + (lane % 8 ^ row % 8) * 16
+                                : lane * kHalfTile * 16 + row % kHalfTile * 16;
+    if (image) *reinterpret_cast<uint4*>(image + offset) = data[i];
+  }
+}
+
+template <typename T, int Lanes>
+__device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses]) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  const int64_t block = at.index + at.tile * 2;
+  const bool second = at.tile * 2 + 1 < p.query_blocks;  // the last 64 rows of the tile may not exist at all
+  const float logits = p.softmax_scale * kLog2e;
+  if (e.mode == 0) {
+    uint8_t* const image = p.q_images + block * p.q_block_bytes;
+    copy_images<Lanes, false>(data, image, second ? image + p.q_block_bytes : nullptr, p.dims.pv);
+    for (int row = threadIdx.x; row < (second ? 2 : 1) * kQueryBlock; row += Map<Lanes>::kThreads)
+      p.row_scales[block * kQueryBlock + row] = logits;
+    return;
+  }
+  const bool usable = tables_usable(p, e, at.head) && e.valid;
+  const bool from_data = p.dynamic && e.mode != 3;
+  const float fixed = from_data ? 0.f : p.q_scale[int64_t(e.bin) * p.heads + at.head];
+  const float fixed_factor = reciprocal(fixed);
+  // Scales of the tables whose product underflows are raised: kernels divide by it. The logits are zero either way.
+  const float smallest = from_data ? 0.f : kProductFloor / p.k_scale[int64_t(e.bin) * p.kv_heads + at.head / p.group];
+  uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; i += 2) {
+    float scale[2] = {fixed, fixed}, factor[2] = {fixed_factor, fixed_factor};
+    if (from_data) {
+      const float2 largest = largest_of_rows<T, Lanes>(data[i], data[i + 1]);
+      const float amax[2] = {largest.x, largest.y};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        scale[j] = query_scale(amax[j]);
+        factor[j] = reciprocal(scale[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int row = row_of<Lanes, false>(i + j);
+      float x[8];
+      unpack8<T>(data[i + j], x);
+      const uint2 q8 = from_data ? quantise8<false>(x, factor[j]) : quantise8<true>(x, factor[j]);
+      if (row >= kQueryBlock && !second) continue;
+      if (lane * 8 < p.dims.qk)
+        *reinterpret_cast<uint2*>(image + row / kQueryBlock * p.q_block_bytes + row % kQueryBlock * 16) = q8;
+      if (lane == 0)
+        p.row_scales[block * kQueryBlock + row] = usable ? fmaxf(scale[j] * logits, smallest) : __int_as_float(0x7fffffff);
+    }
+  }
+}
+
+// V is transposed through shared memory. 16 bytes of padding after every 8 rows of the image spread the lanes' words over
+// the banks.
+template <int Lanes>
+struct Shared {
+  static constexpr int kLaneBytes = 8 * 16 + 16;
+  static constexpr int kGroupBytes = Lanes * kLaneBytes;  // 16 keys
+  alignas(16) uint8_t transposed[kKeyTile / 16 * kGroupBytes];
+  float warp_values[2][Map<Lanes>::kThreads / 32];
+};
+
+// kFull: every key of the tile exists.
+template <typename T, int Lanes, bool kFull>
+__device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
+                                              int valid, Shared<Lanes>& shared) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  uint8_t* const image = p.k_images + at.index * p.k_tile_bytes;
+  if (e.mode == 0)
+    return copy_images<Lanes, false>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
+  const bool has_channels = lane * 8 < p.head_dim;
+  float offset[8];
+  load_channels(offset, p.k_offset, at.table_row, p.smooth_k && has_channels);
+  float scale, factor;
+  const bool from_data = p.dynamic && e.mode != 3;
+  if (from_data) {
+    // Rounding x - offset keeps order, so the extremes of x per channel give the largest |x - offset|.
+    PairOf<T> high[4], low[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) high[c] = low[c] = pair<T>(data[0], c);
+#pragma unroll
+    for (int i = 1; i < Map<Lanes>::kPasses; ++i)
+      if (kFull || row_of<Lanes, false>(i) < valid) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          high[c] = __hmax2_nan(high[c], pair<T>(data[i], c));
+          low[c] = __hmin2_nan(low[c], pair<T>(data[i], c));
+        }
+      }
+    float amax = 127.f * kScaleFloor;
+    const bool some = kFull || row_of<Lanes, false>(0) < valid;
+#pragma unroll
+    for (int c = 0; c < 4 && some; ++c) {
+      const float2 h = to_float2(high[c]), l = to_float2(low[c]);
+      amax = nan_max(amax, nan_max(fabsf(h.x - offset[2 * c]), fabsf(l.x - offset[2 * c])));
+      amax = nan_max(amax, nan_max(fabsf(h.y - offset[2 * c + 1]), fabsf(l.y - offset[2 * c + 1])));
+    }
+    amax = block_max(amax, shared.warp_values[0]);
+    scale = amax * (1.f / 127.f);
+    factor = reciprocal(scale);
+  } else {
+    scale = p.k_scale[int64_t(e.bin) * p.kv_heads + at.head];
+    factor = reciprocal(scale);
+  }
+  if (threadIdx.x == 0) {
+    p.tile_scales[at.index].k = scale;
+    p.tile_scales[at.index].inverse_k = 1.f / scale;
+    if (e.mode != 2) p.tile_scales[at.index].log2_v_max = p.tile_scales[at.index].log2_v_min = 0.f;
+  }
+  if (lane * 8 >= p.dims.qk) return;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    const int row = row_of<Lanes, false>(i);
+    float x[8];
+    unpack8<T>(data[i], x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] -= offset[c];
+    uint2 k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
+    if (!kFull && row >= valid) k8 = make_uint2(0, 0);
+    *reinterpret_cast<uint2*>(image + lane / 2 * kKeyTile * 16 + lane % 2 * 8 + row * 16) = k8;
+  }
+}
+
+template <typename T, int Lanes, bool kFull>
+__device__ __forceinline__ void quantise_values(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
+                                                int valid, Shared<Lanes>& shared) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  uint8_t* const image = p.v_images + at.index * p.v_tile_bytes;
+  if (e.mode <= 1) {
+    const bool swizzled = p.multiprocessors > 0 && swizzled_values(p.dims.pv);
+    return copy_images<Lanes, true>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv, swizzled);
+  }
+
+  TileScales& scales = p.tile_scales[at.index];
+  const bool has_channels = lane * 8 < p.head_dim;
+  // (v - offset) * factor, in this order: where a channel hardly varies its factor is huge, and v * factor would not cancel.
+  float factor[8], offset[8];
+  load_channels(factor, p.v_scale, at.table_row, has_channels);
+  load_channels(offset, p.v_offset, at.table_row, has_channels);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
+  float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; i += 4) {
+    const int word = i / 4 * Map<Lanes>::kRowsPerPass + threadIdx.x / Lanes;
+    uint32_t v8[4][8];  // [key of the word][channel]
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool exists = kFull || row_of<Lanes, true>(i + j) < valid;
+      float x[8];
+      unpack8<T>(data[i + j], x);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) x[c] = exists ? (x[c] - offset[c]) * factor[c] : 0.f;
+      if (e.mode == 2) {
+        const float scale = token_scale<Lanes>(x);
+        const float inverse = reciprocal(scale);
+        if (exists) {
+          const float log2_scale = log2_approx(scale);
+          largest = nan_max(largest, log2_scale);
+          negated_smallest = nan_max(negated_smallest, -log2_scale);
+          if (lane == 0) {
+            scales.log2_v[word * 4 + j] = log2_scale;
+            scales.inverse_v[word * 4 + j] = inverse;
+          }
+        } else if (lane == 0) {
+          scales.log2_v[word * 4 + j] = -INFINITY;
+          scales.inverse_v[word * 4 + j] = 0.f;
+        }
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v8[j][c] = quantise<false>(x[c], inverse);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v8[j][c] = quantise<true>(x[c], 1.f);
+      }
+    }
+    uint8_t* const target =
+        shared.transposed + word / 4 * Shared<Lanes>::kGroupBytes + lane * Shared<Lanes>::kLaneBytes + word % 4 * 4;
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+      *reinterpret_cast<uint32_t*>(target + c * 16) = pack4(v8[0][c], v8[1][c], v8[2][c], v8[3][c]);
+  }
+  if (e.mode == 2) {
+    const float log2_v_max = block_max(largest, shared.warp_values[0]);
+    const float log2_v_min = -block_max(negated_smallest, shared.warp_values[1]);
+    if (threadIdx.x == 0) {
+      scales.log2_v_max = log2_v_max;
+      scales.log2_v_min = log2_v_min;
+    }
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < p.dims.pv; d += Map<Lanes>::kThreads) {
+    const uint8_t* const column = shared.transposed + d / 8 * Shared<Lanes>::kLaneBytes + d % 8 * 16;
+#pragma unroll
+    for (int group = 0; group < kKeyTile / 16; ++group)
+      *reinterpret_cast<uint4*>(image + (group * p.dims.pv + d) * 16) =
+          *reinterpret_cast<const uint4*>(column + group * Shared<Lanes>::kGroupBytes);
+  }
+}
+
+// One tile of V, whose place in `at` is set. The load comes before what the element's mode is.
+template <typename T, int Lanes>
+__device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared<Lanes>& shared) {
+  uint4 data[Map<Lanes>::kPasses];
+  load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+  at.element = element_of(p, at.batch);
+  at.set_key_rows<Lanes>(p);
+  const int valid = at.element.num_keys - at.tile * kTokens;
+  if (valid <= 0) return;  // the attention kernels do not read this tile
+  if (valid >= kTokens) return quantise_values<T, Lanes, true>(p, at, data, valid, shared);
+  clear_beyond<Lanes, true>(data, valid);
+  quantise_values<T, Lanes, false>(p, at, data, valid, shared);
+}
+
+template <typename T, int Lanes, Layers kLayers>
+__global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
+    prepass_kernel(const __grid_constant__ Params p) {
+  __shared__ Shared<Lanes> shared;
+#if __CUDA_ARCH__ >= 900  // programmatic dependent launch begins with Hopper
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+
+  // Heads run fastest: with tokens outermost in memory, neighbouring thread blocks read neighbouring bytes.
+  const int query_work = p.heads * ceil_div(p.num_queries, kTokens), key_work = p.kv_heads * p.key_tiles;
+  const bool is_query = blockIdx.x < query_work;
+  const bool is_key = !is_query && blockIdx.x - query_work < key_work;
+  const int index = blockIdx.x - (is_query ? 0 : is_key ? query_work : query_work + key_work);
+  const int heads = is_query ? p.heads : p.kv_heads;
+  Tile at;
+  at.batch = blockIdx.y;
+
+  if (!is_query && !is_key) {
+    // Where the mode may spare all of it, that is asked first, and by few thread blocks.
+    if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
+    const int value_blocks = gridDim.x - query_work - key_work;
+    for (int work = index; work < key_work; work += value_blocks) {
+      if (work != index) __syncthreads();  // the tile before has left shared memory
+      at.head = work % heads;
+      at.tile = work / heads;
+      prepare_values<T, Lanes>(p, at, shared);
+    }
+    return;
+  }
+
+  // The loads come first: what the element's mode is takes two more trips to memory.
+  at.head = index % heads;
+  at.tile = index / heads;
+  uint4 data[Map<Lanes>::kPasses];
+  if (is_query) {
+    load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
+    if constexpr (kLayers != Layers::kNone)
+      compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
+  } else {
+    load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+    if constexpr (kLayers != Layers::kNone)
+      compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
+  }
+  at.element = element_of(p, at.batch);
+  if (blockIdx.x == 0 && blockIdx.y == 0) {
+    if (p.units_taken && threadIdx.x < kModes) p.units_taken[threadIdx.x] = 0;
+    for (int i = threadIdx.x; i < p.divided_units * kMaxConsumers; i += blockDim.x) p.parts_done[i] = 0;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0)
+    p.elements[at.batch] = {at.element.mode, at.element.bin, at.element.num_keys, 0};
+
+  if (is_query) {
+    at.index = (int64_t(at.batch) * p.heads + at.head) * p.query_blocks;
+    quantise_queries<T, Lanes>(p, at, data);
+    return;
+  }
+  at.set_key_rows<Lanes>(p);
+  const int valid = at.element.num_keys - at.tile * kTokens;
+  if (valid <= 0) return;  // the attention kernels do not read this tile
+  if (valid >= kTokens) return quantise_keys<T, Lanes, true>(p, at, data, valid, shared);
+  clear_beyond<Lanes, false>(data, valid);
+  quantise_keys<T, Lanes, false>(p, at, data, valid, shared);
+}
+
+// ---- Launch ----
+
+template <typename T, int Lanes, Layers kLayers>
+cudaError_t launch_layers(const Params& p, cudaStream_t stream) {
+  const int64_t query_work = int64_t(ceil_div(p.num_queries, kTokens)) * p.heads, key_work = int64_t(p.key_tiles) * p.kv_heads;
+  // Thread blocks for V that turn out to have no work cost their launches: no more than run at once up to 64 channels.
+  const int at_once = kMostBlocksPerSm * p.multiprocessors;
+  const int64_t blocks = query_work + key_work + (p.direct_values ? std::min(key_work, int64_t(at_once)) : key_work);
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>(blocks), p.batch);
+  prepass_kernel<T, Lanes, kLayers><<<grid, Map<Lanes>::kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, int Lanes>
+cudaError_t launch_type(const Params& p, cudaStream_t stream) {
+  if (p.norm_split > 0) return launch_layers<T, Lanes, Layers::kNormOfParts>(p, stream);
+  if (p.norm_across_heads) return launch_layers<T, Lanes, Layers::kNormAcrossHeads>(p, stream);
+  return p.rotary || p.q_norm ? launch_layers<T, Lanes, Layers::kNormOfHeads>(p, stream)
+                              : launch_layers<T, Lanes, Layers::kNone>(p, stream);
+}
+
+template <int Lanes>
+cudaError_t launch(const Params& p, cudaStream_t stream) {
+  return p.bf16 ? launch_type<__nv_bfloat16, Lanes>(p, stream) : launch_type<__half, Lanes>(p, stream);
+}
+
+}  // namespace trtconvert::attention::prepass
