@@ -1,14 +1,24 @@
 """Bundles: what a manifest says, and every way in which a bundle can be damaged."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
-from support import run, tiny_recipe
+from support import contents, run, tiny_recipe
 
 from trtconvert import runtime
-from trtconvert.bundle import FORMAT, MANIFEST, EngineRecord, check_files, covering, read_manifest, write_manifest
+from trtconvert.bundle import (
+    FORMAT,
+    MANIFEST,
+    EngineRecord,
+    check_files,
+    covering,
+    keep_others,
+    read_manifest,
+    write_manifest,
+)
 from trtconvert.errors import UserError
 from trtconvert.export import storage
 
@@ -135,6 +145,42 @@ def test_a_bundle_of_another_format_is_refused(bundle):
 def test_an_altered_manifest_is_refused(bundle, change):
     rewrite(bundle, **change)
     refused(bundle, "the manifest of", "is damaged")
+
+
+@pytest.mark.parametrize(
+    ("fields", "got"),
+    [
+        ({"components": {"../../outside": None}}, "components: .*names of letters.*'../../outside'"),
+        ({"components": {"a/b": None}}, "components: .*'a/b'"),
+        ({"files": {"../../outside": {"size": 1, "sha256": ""}}}, "files: .*paths in the bundle.*'../../outside'"),
+        ({"files": {"/outside": {"size": 1, "sha256": ""}}}, "files: .*'/outside'"),
+    ],
+)
+def test_names_that_lead_out_of_the_bundle_are_refused(bundle, fields, got):
+    """What is derived from them is written, and linked."""
+    if "components" in fields:
+        record = json.loads((bundle / MANIFEST).read_text())["components"]["denoiser"]
+        fields = {"components": dict.fromkeys(fields["components"], record)}
+    rewrite(bundle, **fields)
+    with pytest.raises(UserError, match=got):
+        read_manifest(bundle)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_users_put_into_a_bundle_moves_to_the_one_that_replaces_it(bundle, tmp_path, monkeypatch, linked):
+    if not linked:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError("no links here")))
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "denoiser.onnx").write_text("new")
+    (bundle / "notes").mkdir()
+    (bundle / "notes" / "mine.txt").write_text("mine")
+    (bundle / "latest").symlink_to("notes")
+    (bundle / ".manifest.json.partial-killed").mkdir()
+    (bundle / ".manifest.json.partial-killed" / MANIFEST).write_text("")
+    keep_others(bundle, new)
+    assert contents(new) == {"denoiser.onnx": b"new", "notes/mine.txt": b"mine"}
+    assert os.readlink(new / "latest") == "notes"
 
 
 @pytest.mark.parametrize("place", ["nowhere", "file"])

@@ -23,11 +23,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support import PARTIAL, TESTS, WEIGHTS, contents, finish, partials, refusal, reused, run, start, tiny_recipe
 
-from trtconvert import __version__, bundle
+from trtconvert import __version__, bundle, pipeline
 from trtconvert.bundle import check_files, read_manifest
 from trtconvert.engine import backend_statuses
 from trtconvert.files import sha256
-from trtconvert.progress import say
+from trtconvert.progress import Reporter, say
 
 RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
 HEAVY = {"torch", "numpy", "onnx", "onnxruntime"}
@@ -425,6 +425,62 @@ def test_what_is_not_ours_is_not_replaced(tiny_build, tmp_path):
     assert contents(tmp_path) == {"mine/thesis.txt": b"years of work", "file": b"mine too"}
 
 
+@pytest.mark.parametrize("content", ['{"name": "a web app", "icons": []}', "not JSON", '{"format": 1}'])
+def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tiny_build, tmp_path, content):
+    mine = {"mine/thesis.txt": b"years of work", "mine/manifest.json": content.encode()}
+    (tmp_path / "mine").mkdir()
+    for name, text in mine.items():
+        (tmp_path / name).write_bytes(text)
+    outcome = run("build", tiny_build.recipe, "-o", tmp_path / "mine", "--cache", tiny_build.cache)
+    refusal(
+        outcome, "exists and is not a bundle", "a manifest.json that is not a bundle's, or damaged", "remove this one"
+    )
+    assert contents(tmp_path) == mine
+
+
+def test_what_users_put_into_a_bundle_outlives_the_next_build(tiny_build, tmp_path):
+    output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    assert run("report", output, "-o", output / "report.html").exit_code == 0
+    (output / "notes").mkdir()
+    (output / "notes" / "mine.txt").write_text("mine")
+    outcome = run("build", tiny_build.recipe, "-o", output, "--cache", tiny_build.cache)
+    assert outcome.exit_code == 0, outcome.output
+    assert contents(output).keys() == contents(tiny_build.bundle).keys() | {"report.html", "notes/mine.txt"}
+    manifest = read_manifest(output)
+    assert "report.html" not in manifest.files
+    check_files(output, manifest)
+
+
+def test_what_comes_into_the_place_of_a_bundle_while_it_is_built_stays(tiny_build, tmp_path, monkeypatch):
+    def leave_something(*arguments, **options):
+        (tmp_path / "bundle").mkdir()
+        (tmp_path / "bundle" / "thesis.txt").write_text("years of work")
+        return verify_stage(*arguments, **options)
+
+    verify_stage = pipeline.verify_stage
+    monkeypatch.setattr(pipeline, "verify_stage", leave_something)
+    outcome = run("build", tiny_build.recipe, "-o", tmp_path / "bundle", "--cache", tiny_build.cache)
+    refusal(outcome, "exists and is not a bundle")
+    assert contents(tmp_path) == {"bundle/thesis.txt": b"years of work"}
+
+
+def test_a_bundle_is_built_again_from_inside_of_it(tiny_build, tmp_path, monkeypatch):
+    output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    monkeypatch.chdir(output)
+    outcome = run("build", tiny_build.recipe, "-o", ".", "--cache", tiny_build.cache)
+    assert outcome.exit_code == 0, outcome.output
+    assert contents(output) == contents(tiny_build.bundle)
+
+
+def test_a_build_without_a_cache_keeps_nothing(tiny_build, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    outcome = finish(start("build", tiny_build.recipe, "-o", tmp_path / "bundle", "--no-cache"))
+    assert outcome.exit_code == 0, outcome.output
+    assert contents(tmp_path / "bundle").keys() == contents(tiny_build.bundle).keys()
+    assert not list((tmp_path / "temporary").glob("*trtconvert*"))
+
+
 @pytest.mark.parametrize("place", ["/proc/bundle", "file/bundle"])
 def test_an_unwritable_output_is_refused_before_anything_is_done(tiny_build, tmp_path, place):
     (tmp_path / "file").write_text("")
@@ -548,6 +604,15 @@ def test_two_builds_into_one_folder_at_once_leave_one_whole_bundle(digits_build,
         assert outcome.exit_code == 0, outcome.output
     assert contents(tmp_path / "bundle") == contents(digits_build.bundle)
     assert partials(tmp_path) == []
+
+
+def test_brackets_in_what_a_builder_tells_are_no_markup():
+    """TensorRT names layers so, and rich would end what was never begun."""
+    report = Reporter(Console(file=io.StringIO(), force_terminal=True, width=200))
+    with pytest.raises(ZeroDivisionError), report.live(), report.stage("engine [/of] sm90") as bar:
+        bar.share("costs of {ForeignNode[/blocks.0/MatMul.../blocks.0/Add]}", 0.3)
+        raise ZeroDivisionError
+    assert "ForeignNode[/blocks.0/MatMul" in report.console.file.getvalue()
 
 
 def test_lines_that_name_files_keep_their_paths_whole():

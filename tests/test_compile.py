@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
 import signal
+import stat
+import subprocess
+import tempfile
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 from rich.console import Console
-from support import contents, partials, refusal, run
+from support import contents, files_of_at_most, partials, refusal, run, tiny_recipe
 
-from trtconvert import compile as compiling
-from trtconvert.bundle import EngineRecord, NativeSite, check_files, read_manifest
+from trtconvert.bundle import MANIFEST, EngineRecord, NativeSite, check_files, read_manifest, write_manifest
+from trtconvert.cache import Cache
 from trtconvert.compile import compile_bundle
 from trtconvert.engine import BuiltEngine, tensorrt, tensorrt_rtx
 from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native
+from trtconvert.files import temporary_folder
 from trtconvert.progress import Reporter
+from trtconvert.recipe import EngineSection
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra 'rtx'")
 PLAN = "engines/denoiser-tensorrt-sm90.plan"
+FLOCK = fcntl.flock
+
+
+VAE = "vae_decoder"
 
 
 @pytest.fixture
@@ -33,7 +47,15 @@ def bundle(tiny_build, tmp_path):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def cache(tmp_path_factory, monkeypatch):
+    """The user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "trtconvert"
+
+
+@pytest.fixture
+def gpu(monkeypatch, cache):
     """A builder that takes what TensorRT's takes and gives what it gives. Returns its target, by the thread's name."""
     main = threading.current_thread().name
     targets = {main: "sm90"}
@@ -57,12 +79,62 @@ def gpu(monkeypatch):
         return BuiltEngine(plan, record.model_copy(update=found))
 
     monkeypatch.setattr(tensorrt, "load", lambda: None)
+    monkeypatch.setattr(tensorrt, "device_architecture", lambda: targets[threading.current_thread().name])
     monkeypatch.setattr(tensorrt, "build_engine", build_engine)
     return targets
 
 
-def compiled(folder):
-    return compile_bundle(folder, Reporter(Console(quiet=True)))
+@dataclass
+class Builder:
+    """A builder whose plans are no engines, but each another one.
+
+    Attributes:
+        meanwhile: called with a component's name while its engine is built.
+        gpu: the name of what it builds for.
+        built: names and options of what was built.
+    """
+
+    meanwhile: Callable[[str], None] = lambda _: None
+    gpu: str = "NVIDIA H200"
+    built: list[tuple[str, EngineSection]] = field(default_factory=list)
+
+    def __call__(self, name, component, onnx, options, watch):
+        self.meanwhile(name)
+        self.built.append((name, options))
+        record = EngineRecord.of(name, "tensorrt", "10.6.0", "sm90")
+        record = record.model_copy(update={"gpu": self.gpu, "profiles": component.profiles})
+        return BuiltEngine(os.urandom(5000), record)
+
+    @property
+    def names(self):
+        return [name for name, _ in self.built]
+
+
+@pytest.fixture
+def builder(gpu, monkeypatch):
+    quick = Builder()
+    monkeypatch.setattr(tensorrt, "build_engine", quick)
+    return quick
+
+
+def with_vae(bundle):
+    """The bundle with a second component."""
+    manifest = read_manifest(bundle)
+    denoiser = manifest.components["denoiser"]
+    vae = denoiser.model_copy(update={"timestep_input": "", "timestep_max": 0.0, "sites": []})
+    (bundle / MANIFEST).unlink()
+    write_manifest(bundle, manifest.model_copy(update={"components": {"denoiser": denoiser, VAE: vae}}))
+    return bundle
+
+
+def compiled(folder, **options):
+    return compile_bundle(folder, Reporter(Console(quiet=True)), **options)
+
+
+def fresh(folder):
+    """Compiled with a new engine, whatever the cache has."""
+    with temporary_folder() as place:
+        return compiled(folder, cache=Cache(place / "cache"))
 
 
 def test_the_engine_joins_the_bundle_and_nothing_else_changes(bundle, gpu):
@@ -87,14 +159,26 @@ def test_engines_of_other_gpus_stay_and_the_same_gpus_is_replaced(bundle, gpu):
     assert [engine.target for engine in manifest.components["denoiser"].engines] == ["sm80", "sm90"]
 
 
-def test_a_bundle_in_use_keeps_its_files(bundle, gpu, tmp_path):
+def test_gpus_of_one_architecture_have_an_engine_each(bundle, builder):
+    for builder.gpu in ("NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA H200"):
+        manifest = fresh(bundle)
+        check_files(bundle, manifest)
+    engines = manifest.components["denoiser"].engines
+    assert [engine.gpu for engine in engines] == ["NVIDIA H100 PCIe", "NVIDIA H200"]
+    assert {engine.file for engine in engines} == {str(plan.relative_to(bundle)) for plan in bundle.rglob("*.plan")}
+
+
+def test_a_bundle_in_use_keeps_its_files(bundle, builder, tmp_path):
     """Who has opened the old plan, or linked to it, goes on reading the old one."""
-    compiled(bundle)
+    fresh(bundle)
     os.link(bundle / PLAN, tmp_path / "old.plan")
-    (tmp_path / "content").write_bytes((tmp_path / "old.plan").read_bytes())
-    compiled(bundle)
-    assert not os.path.samefile(bundle / PLAN, tmp_path / "old.plan")
-    assert (tmp_path / "old.plan").read_bytes() == (tmp_path / "content").read_bytes()
+    content = (tmp_path / "old.plan").read_bytes()
+    manifest = fresh(bundle)
+    check_files(bundle, manifest)
+    assert (tmp_path / "old.plan").read_bytes() == content
+    (plan,) = bundle.rglob("*.plan")
+    assert plan.read_bytes() != content
+    assert manifest.components["denoiser"].engines[0].file == str(plan.relative_to(bundle))
 
 
 def test_a_failed_compile_leaves_the_old_bundle(bundle, gpu, monkeypatch):
@@ -109,21 +193,21 @@ def test_a_failed_compile_leaves_the_old_bundle(bundle, gpu, monkeypatch):
     assert contents(bundle) == before and [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 
-def test_a_compile_that_is_killed_leaves_the_old_bundle_and_the_next_one_sweeps(bundle, gpu, monkeypatch):
+def test_a_compile_that_is_killed_leaves_the_old_bundle_and_the_next_one_sweeps(bundle, gpu, cache, monkeypatch):
     before, build_engine = contents(bundle), tensorrt.build_engine
     monkeypatch.setattr(tensorrt, "build_engine", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     process = multiprocessing.get_context("fork").Process(target=compiled, args=(bundle,))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert contents(bundle) == before and partials(bundle.parent)
+    assert contents(bundle) == before and partials(bundle) and partials(cache)
     monkeypatch.setattr(tensorrt, "build_engine", build_engine)
     check_files(bundle, compiled(bundle))
-    assert not partials(bundle.parent)
+    assert not partials(bundle, bundle.parent, cache)
 
 
 def test_two_that_compile_one_bundle_keep_each_others_engines(bundle, gpu, monkeypatch):
-    """The second waits, though the first puts another folder in the bundle's place."""
+    """The second waits, though the first puts another manifest in the place of the one that is locked."""
     inside, go_on, waits = threading.Event(), threading.Event(), threading.Event()
     build_engine = tensorrt.build_engine
 
@@ -186,9 +270,282 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
         )
 
 
-def test_files_are_copied_where_they_cannot_be_linked(bundle, gpu, monkeypatch):
-    def refuse(*_):
-        raise OSError("no links on this file system")
+def test_what_users_put_into_a_bundle_stays_and_is_no_part_of_it(bundle, builder):
+    (bundle / "report.html").write_text("before")
+    builder.meanwhile = lambda _: (bundle / "evaluation.json").write_text("meanwhile")
+    manifest = compiled(bundle)
+    assert {"report.html", "evaluation.json"} <= contents(bundle).keys()
+    (bundle / "report.html").write_text("changed")
+    (bundle / "evaluation.json").unlink()
+    check_files(bundle, manifest)
 
-    monkeypatch.setattr(compiling.os, "link", refuse)
-    check_files(bundle, compiled(bundle))
+
+def test_the_manifest_says_what_the_bundle_runs_on_now(bundle, builder):
+    before = read_manifest(bundle)
+    manifest = compiled(bundle)
+    assert (before.backend, manifest.backend) == ("onnxruntime", "tensorrt")
+    assert manifest.backend_reason == "`trtconvert compile` on NVIDIA H200"
+    assert manifest.versions == before.versions | {"tensorrt": "10.6.0"}
+
+
+# What ends it, and what is kept ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, TrtconvertError("memory ran out")])
+def test_finished_engines_are_kept_whatever_ends_the_build_of_the_next(bundle, builder, failure):
+    def fail_once(name):
+        if name == VAE and builder.names == ["denoiser"]:
+            builder.meanwhile = lambda _: None
+            raise failure
+
+    builder.meanwhile = fail_once
+    before = contents(with_vae(bundle))
+    with pytest.raises(BaseException, match=r"memory ran out|^$"):
+        compiled(bundle)
+    assert contents(bundle) == before
+    manifest = compiled(bundle)
+    assert builder.names == ["denoiser", VAE]
+    check_files(bundle, manifest)
+
+
+def test_other_options_and_another_onnx_are_not_answered_by_the_cache(bundle, builder):
+    compiled(bundle)
+    compiled(bundle)
+    assert len(builder.built) == 1
+    compiled(bundle, changes=["engine.workspace_mb=512"])
+    assert len(builder.built) == 2
+    manifest = read_manifest(bundle)
+    (bundle / "denoiser.onnx").write_bytes(b"another")
+    (bundle / MANIFEST).unlink()
+    write_manifest(bundle, manifest)
+    compiled(bundle)
+    assert len(builder.built) == 3
+
+
+def test_engines_of_compile_are_in_the_cache_that_the_command_names(bundle, builder, tmp_path):
+    for _ in range(2):
+        outcome = run("compile", bundle, "--cache", tmp_path / "here")
+        assert outcome.exit_code == 0, outcome.output
+    assert len(builder.built) == 1 and list((tmp_path / "here").rglob("engine.plan"))
+    assert run("compile", bundle, "--no-cache").exit_code == 0
+    assert len(builder.built) == 2
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_bundle(bundle, builder):
+    compiled(bundle)  # so that the engine is there, and does not fit into the bundle
+    (bundle / PLAN).unlink()
+    manifest = read_manifest(bundle)
+    (bundle / MANIFEST).unlink()
+    write_manifest(bundle, manifest.model_copy(update={"components": without_engines(manifest)}))
+    before = contents(bundle)
+    with files_of_at_most(4000), pytest.raises(UserError, match=f"the disk is full while writing {bundle}") as error:
+        compiled(bundle)
+    assert " -o" not in str(error.value)
+    assert contents(bundle) == before and not partials(bundle, bundle / "engines")
+    assert len(builder.built) == 1
+
+
+def without_engines(manifest):
+    return {name: of.model_copy(update={"engines": []}) for name, of in manifest.components.items()}
+
+
+# Others that change the bundle ----------------------------------------------------------------------------------------
+
+
+def test_a_bundle_that_is_built_meanwhile_is_not_undone(tiny_build, bundle, builder, tmp_path):
+    """And the engine is there at once when the new bundle is compiled, whose ONNX is the same."""
+    recipe = tiny_recipe(tmp_path, output={"grid": 1})
+
+    def build_once(_):
+        builder.meanwhile = lambda _: None
+        outcome = run("build", recipe, "-o", bundle, "--cache", shutil.copytree(tiny_build.cache, tmp_path / "cache"))
+        assert outcome.exit_code == 0, outcome.output
+
+    builder.meanwhile = build_once
+    with pytest.raises(UserError, match=r"was replaced while its engines were built"):
+        compiled(bundle)
+    manifest = read_manifest(bundle)
+    assert manifest.recipe.output.grid == 1
+    check_files(bundle, manifest)
+    assert not list(bundle.rglob("*.plan")) and not partials(bundle, tmp_path)
+    assert compiled(bundle).recipe.output.grid == 1
+    assert builder.names == ["denoiser"]
+
+
+def test_an_engine_of_an_onnx_that_was_replaced_meanwhile_is_not_kept(bundle, builder):
+    """The builder may have read the one or the other."""
+
+    def replace_once(_):
+        builder.meanwhile = lambda _: None
+        manifest = read_manifest(bundle)
+        (bundle / "denoiser.onnx").write_bytes(b"another")
+        (bundle / MANIFEST).unlink()
+        write_manifest(bundle, manifest)
+
+    onnx, manifest = (bundle / "denoiser.onnx").read_bytes(), (bundle / MANIFEST).read_bytes()
+    builder.meanwhile = replace_once
+    with pytest.raises(UserError, match=r"was replaced while its engines were built"):
+        compiled(bundle)
+    (bundle / "denoiser.onnx").write_bytes(onnx)
+    (bundle / MANIFEST).write_bytes(manifest)
+    compiled(bundle)
+    assert len(builder.built) == 2
+
+
+def test_a_bundle_that_goes_while_another_process_has_its_lock_is_named(bundle, builder):
+    handle = os.open(bundle / MANIFEST, os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+    class Removing(Console):
+        def print(self, *_, **__):
+            shutil.rmtree(bundle)
+            os.close(handle)
+
+    with pytest.raises(UserError, match="is not a bundle"):
+        compile_bundle(bundle, Reporter(Removing(quiet=True)))
+
+
+def flock_of_nfs(handle, operation):
+    """As NFS 4 has it, which makes of it a lock of a range of bytes."""
+    if stat.S_ISREG(os.fstat(handle).st_mode) and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return FLOCK(handle, operation)
+
+
+def no_flock(handle, operation):
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    return FLOCK(handle, operation)
+
+
+@pytest.mark.parametrize(("flock", "said"), [(flock_of_nfs, False), (no_flock, True)])
+def test_bundles_on_network_file_systems_are_compiled(bundle, builder, monkeypatch, flock, said):
+    monkeypatch.setattr(fcntl, "flock", flock)
+    outcome = run("compile", bundle, "--no-cache")
+    assert outcome.exit_code == 0, outcome.output
+    assert ("cannot be locked" in outcome.output) == said
+    check_files(bundle, read_manifest(bundle))
+
+
+# Where the bundle is --------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_is_compiled_from_inside_of_it(bundle, builder, monkeypatch):
+    monkeypatch.chdir(bundle)
+    for command in ("compile", "inspect"):
+        outcome = run(command, ".")
+        assert outcome.exit_code == 0, outcome.output
+
+
+def test_a_mount_point_is_compiled(bundle, builder, tmp_path):
+    """It cannot be renamed."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+    if subprocess.run(["mount", "--bind", bundle, place], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        check_files(place, compiled(place))
+        assert (place / PLAN).is_file() and not partials(place, tmp_path)
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_bundle_that_cannot_be_written_is_refused_before_anything_is_built(bundle, builder):
+    (bundle / "engines").write_text("in the way")
+    with pytest.raises(UserError, match=r"cannot write .*/engines") as error:
+        compiled(bundle)
+    assert " -o" not in str(error.value) and "--cache" not in str(error.value)
+    assert builder.built == []
+
+
+def test_a_read_only_bundle_is_refused_before_anything_is_built(tiny_build, builder):
+    with tempfile.TemporaryDirectory() as place:  # whose parents everybody may enter
+        Path(place).chmod(0o755)
+        bundle = shutil.copytree(tiny_build.bundle, Path(place) / "bundle")
+        bundle.chmod(0o555)
+        process = multiprocessing.get_context("fork").Process(target=refused_to_nobody, args=(bundle,))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert contents(bundle) == contents(tiny_build.bundle) and not partials(bundle, bundle.parent)
+        bundle.chmod(0o755)
+
+
+def refused_to_nobody(bundle):
+    if os.getuid() == 0:  # who may write everything
+        os.setuid(65534)
+    with pytest.raises(UserError, match="cannot write"):
+        compiled(bundle)
+
+
+def test_an_unusable_temporary_folder_is_not_blamed_on_the_bundle(bundle, builder, monkeypatch):
+    def use(_):
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+        with temporary_folder():
+            pass
+
+    builder.meanwhile = use
+    refusal(run("compile", bundle), "no temporary folder can be used", "set TMPDIR")
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "a/b", "", ".hidden"])
+def test_components_whose_names_are_no_names_of_files_are_refused(bundle, builder, name):
+    manifest = read_manifest(bundle)
+    (bundle / MANIFEST).unlink()
+    named = {"denoiser": manifest.components["denoiser"], name: manifest.components["denoiser"]}
+    write_manifest(bundle, manifest.model_copy(update={"components": named}))
+    refusal(run("compile", bundle), "the manifest of", "is damaged", "components")
+    assert builder.built == []
+
+
+def test_brackets_in_names_are_no_markup(tiny_build, builder, tmp_path):
+    """Rich's would end what was never begun."""
+    bundle = shutil.copytree(tiny_build.bundle, tmp_path / "a[" / "bundle]")
+    for command in ("compile", "inspect"):
+        outcome = run(command, bundle)
+        assert outcome.exit_code == 0, outcome.output
+    assert "[" in outcome.output
+
+
+# Another engine than the recipe asks for ------------------------------------------------------------------------------
+
+
+def test_the_engine_section_is_changed_for_a_bundle_and_stays_so(bundle, builder):
+    outcome = run("compile", bundle, "--set", "engine.attention=native", "--set", "engine.workspace_mb=512")
+    assert outcome.exit_code == 0, outcome.output
+    for engine in (builder.built[0][1], read_manifest(bundle).recipe.engine):
+        assert (engine.attention, engine.workspace_mb) == ("native", 512)
+    compiled(bundle)
+    assert len(builder.built) == 1
+
+
+def test_the_denoisers_shapes_are_narrowed(bundle, builder):
+    manifest = compiled(with_vae(bundle), changes=["engine.shapes={batch: [1, 1, 2]}"])
+    denoiser, vae = manifest.components["denoiser"], manifest.components[VAE]
+    assert denoiser.dims == vae.dims == {"batch": (1, 2, 4)}  # the ONNX is what it was
+    assert denoiser.engines[0].profiles == denoiser.profiles == [{"batch": (1, 1, 2)}]
+    assert vae.engines[0].profiles == [{"batch": (1, 2, 4)}]
+    manifest = compiled(bundle, changes=["engine.profiles=[{batch: 1}, {batch: 4}]"])
+    assert manifest.recipe.engine.shapes == {}
+    assert manifest.components["denoiser"].engines[0].profiles == [{"batch": (1, 1, 1)}, {"batch": (4, 4, 4)}]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ("engine.atention=native", ["did you mean 'engine.attention=…'?", "the fields are attention, workspace_mb"]),
+        ("attention=native", ["did you mean 'engine.attention=…'?"]),
+        ("engine.attention", ["engine.FIELD=VALUE"]),
+        ("verify.min_psnr=3", ["build the bundle again"]),
+        ("engine.backend=tensorrt", ["engine.FIELD=VALUE"]),
+        ("engine.attention=naive", ["engine.attention: ", "'native'", "got: --set engine.attention=naive"]),
+        ("engine.workspace_mb=much", ["engine.workspace_mb: "]),
+        ("engine.attention={", ["engine.attention: "]),
+        ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
+        ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),
+    ],
+)
+def test_a_change_that_does_not_fit_is_refused_before_anything_is_built(bundle, builder, change, parts):
+    refusal(run("compile", bundle, "--set", change), *parts)
+    assert builder.built == []

@@ -19,8 +19,8 @@ from support import refusal, run
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 pytest.importorskip("transformers", reason="needs transformers")
 import tiny_pipelines  # noqa: E402
-from tiny_pipelines import PIPELINES, TOKENS, WIDTH  # noqa: E402
-from tolerances import HALF_DENOISER, INT8_IMAGES_PSNR, SAME_ARITHMETIC, SAME_IMAGES_PSNR  # noqa: E402
+from tiny_pipelines import PIPELINES, TOKENS, WIDTH, errors_beside  # noqa: E402
+from tolerances import HALF_DENOISER, INT8_CALL, INT8_IMAGES_PSNR, SAME_ARITHMETIC, SAME_IMAGES_PSNR  # noqa: E402
 
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.bundle import ComponentRecord, TensorRecord  # noqa: E402
@@ -30,12 +30,15 @@ from trtconvert.errors import GateError, UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model  # noqa: E402
 from trtconvert.models.pipelines import Observed, load_pipeline  # noqa: E402
+from trtconvert.models.saved import INDEX, copy_without_models  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
 from trtconvert.recipe import EngineSection, load_recipe  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder  # noqa: E402
+from trtconvert.runtime.pipeline import make_pipeline  # noqa: E402
 from trtconvert.runtime.session import OnnxRuntimeComponent  # noqa: E402
 from trtconvert.runtime.signature import shape_of  # noqa: E402
+from trtconvert.runtime.unused import UnusedResult  # noqa: E402
 from trtconvert.stages import ERROR, SIGNATURE, component_stages  # noqa: E402
 
 NAMES = ["stable_diffusion_xl", "stable_diffusion_3", "ltx", "wan"]
@@ -163,6 +166,54 @@ def test_components_do_what_the_models_do(converted):
     assert expected.std() > 0.05  # images with something on them
 
 
+def text_in_place(converted: Converted) -> Any:
+    """The saved pipeline with its text encoders converted."""
+    pipe = load_pipeline(converted.pipeline)
+    pipe.set_progress_bar_config(disable=True)
+    for name, (component, record) in converted.text.items():
+        setattr(pipe, name, DiffusersTextEncoder(component, record, **FP32_ON_CPU))
+    return pipe
+
+
+def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_are(converted):
+    """accelerate reads the device off a model's first parameter. `to` and whatever saves weights finds none."""
+    pipe = text_in_place(converted)
+    pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    expected = draw(pipe, converted.name)
+    pipe.enable_model_cpu_offload(device="cpu")
+    assert torch.equal(draw(pipe, converted.name), expected)
+    for part in (pipe.text_encoder, pipe.vae):
+        (only,) = part.parameters()
+        assert (only.numel(), only.dtype, only.device) == (0, part.dtype, part.device)
+        assert not part.state_dict() and not list(part.named_parameters())
+        assert part.to("meta", torch.float16).device.type == "cpu" and part.dtype == torch.float32
+
+
+@pytest.mark.parametrize("converted", ["stable_diffusion_xl"], indirect=True, scope="module")
+def test_what_was_not_looked_into_says_so_when_it_is(converted):
+    """SDXL takes a text from another layer with clip_skip, which converts that layer when it is among the call's arguments."""
+    pipe = text_in_place(converted)
+    with pytest.raises(UserError) as error:
+        pipe(**arguments(converted.name) | {"clip_skip": 1})
+    for part in ("'hidden_states.0' of text_encoder", "expected: ", "got: 'con", "clip_skip", "model.options.call"):
+        assert part in str(error.value)
+    chosen = options(converted.name)
+    for call, looked in ((chosen["call"], 1), (chosen["call"] | {"clip_skip": 1}, 0)):
+        model = diffusers_model(converted.pipeline, **chosen | {"call": call})
+        layers = model.components("text_encoder").diffusers.results["hidden_states"]["list"]
+        assert [index for index, node in enumerate(layers) if "tensor" in node] == [looked]
+
+
+def test_a_result_with_nothing_in_it_has_a_shape():
+    unused = UnusedResult.of("text_encoder", "hidden_states.1", (2, 8))
+    assert (unused.shape, unused.size(1), unused.dim(), unused.numel(), len(unused)) == ((2, 8), 8, 2, 16, 2)
+    assert unused.dtype == torch.float32 and unused.is_meta and unused.is_floating_point()
+    assert repr(unused) == f"{unused}" == "UnusedResult('hidden_states.1' of text_encoder, shape [2, 8])"
+    for look in (lambda x: x[0], lambda x: torch.cat([x, x]), lambda x: x.data, lambda x: x.to("cpu"), bool):
+        with pytest.raises(UserError, match=r"(?s)'hidden_states\.1' of text_encoder.*remedy: "):
+            look(unused)
+
+
 def test_the_encoder_gives_the_models_latents(converted):
     ours = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
     (spec,) = converted.halves["encode"][1].inputs
@@ -171,7 +222,7 @@ def test_the_encoder_gives_the_models_latents(converted):
         expected = load_pipeline(converted.pipeline).vae.encode(images).latent_dist
     got = ours.encode(images)
     assert relative_error(got.latent_dist.mode(), expected.mode()) <= SAME_ARITHMETIC
-    (as_tuple,) = ours.encode(images, return_dict=False)
+    (as_tuple,) = ours.encode(images, return_dict=None)  # no, in diffusers
     assert torch.equal(as_tuple.std, got.latent_dist.std)
 
 
@@ -200,7 +251,7 @@ def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):
         assert type(pipe) is diffusers.FluxPipeline
         drawn = draw(pipe, "flux")
         parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-        assert len(parts) == 4 and not any(list(part.parameters()) for part in parts)
+        assert len(parts) == 4 and not any(x.numel() for part in parts for x in part.parameters())
         assert drawn.isfinite().all() and drawn.std() > 0.05
         left = {
             path.relative_to(moved / bundle.manifest.pipeline) for path in (moved / bundle.manifest.pipeline).iterdir()
@@ -221,10 +272,12 @@ def test_heights_within_the_range_are_drawn(half):
             "vae_decoder": "float32",
         }
         ours = bundle.pipeline()
+        errors = errors_beside(ours.transformer, pipe.transformer)
         for height in (32, 48, 64):
             drawn, expected = (p(**arguments("flux") | {"height": height})[0] for p in (ours, pipe))
             assert drawn.shape == (1, 3, height, 32)
             assert psnr(drawn.float(), expected).min() >= INT8_IMAGES_PSNR
+        assert len(errors) == 6 and max(errors) <= INT8_CALL
         with pytest.raises(UserError, match=r"(?s)'z' is outside.*height 8\.\.16.*the sizes in model\.options"):
             ours.vae.decode(torch.zeros(1, 16, 32, 8))
 
@@ -242,6 +295,8 @@ def test_text_encoders_return_what_the_model_does(half):
         assert type(got) is type(expected) and list(got) == list(expected)
         assert relative_error(got.pooler_output, expected.pooler_output) <= HALF_DENOISER
         assert got.last_hidden_state.is_meta and got.last_hidden_state.shape == expected.last_hidden_state.shape
+        assert type(ours(ids, output_hidden_states=False, return_dict=None)) is type(expected)  # as in transformers
+        assert type(ours(ids, output_hidden_states=False, return_dict=False)) is tuple
         with pytest.raises(UserError, match=r"(?s)another 'output_hidden_states'.*got: True"):
             ours(ids, output_hidden_states=True)
         with pytest.raises(UserError, match=r"(?s)'attention_mask'.*a tensor of shape \[2, 8\]"):
@@ -259,6 +314,9 @@ def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
     one = Image.open(tmp_path / "images.png")
     # The first seed shows the first prompt, whatever the seed.
     assert one.crop((0, 0, 70, 70)).tobytes() == both.crop((0, 0, 70, 70)).tobytes() and both.width > one.width
+    outcome = run("run", half.bundle, "-p", "a dog", *rest)
+    assert outcome.exit_code == 0, outcome.output
+    assert Image.open(tmp_path / "images.png").tobytes() != one.tobytes()  # the same seed
     shown = " ".join(run("inspect", half.bundle).output.split())
     for part in ("vae_decoder", "text_encoder", "ONNX, text_encoder", "relative error against float32", "-p"):
         assert part in shown
@@ -267,6 +325,51 @@ def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
 def test_prompts_need_a_pipeline(tiny_build, tmp_path):
     outcome = run("run", tiny_build.bundle, "-p", "a cat", "-o", tmp_path / "x.png")
     refusal(outcome, "does not turn prompts into images", "components: {all: {}}")
+
+
+def test_prompts_need_a_text_encoder(half, tmp_path, monkeypatch):
+    """A pipeline that was saved without them draws with embeddings of N(0, 1)."""
+    monkeypatch.setattr(runtime.LoadedBundle, "pipeline", lambda _: PIPELINES["flux"][0]())
+    outcome = run("run", half.bundle, "-p", "a cat", "-o", tmp_path / "x.png")
+    refusal(outcome, "does not turn prompts into images", "got: a pipeline that was saved without text encoders")
+
+
+@pytest.mark.parametrize(
+    ("name", "optional"),
+    [("stable_diffusion_xl", ["text_encoder", "text_encoder_2"]), ("pixart", ["text_encoder"])],
+)
+def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, name, optional):
+    """Without it such pipelines take a prompt and draw something else."""
+    pipe = tiny_pipelines.with_text(name)
+    pipe.save_pretrained(tmp_path / "saved")
+    copy_without_models(tmp_path / "saved", tmp_path / "kept")
+    assert set(optional) <= set(type(pipe)._optional_components)
+    others = {
+        key: part for key, part in pipe.components.items() if isinstance(part, torch.nn.Module) and key not in optional
+    }
+    with pytest.raises(UserError, match=rf"(?s)has no {', '.join(optional)} for.*text_encoder=….*None to go without"):
+        make_pipeline(tmp_path / "kept", others)
+    assert make_pipeline(tmp_path / "kept", others | dict.fromkeys(optional)).text_encoder is None
+
+
+def test_the_safety_checker_is_not_missed(tmp_path):
+    pipe = tiny_pipelines.with_text("stable_diffusion")
+    pipe.save_pretrained(tmp_path / "saved")
+    copy_without_models(tmp_path / "saved", tmp_path / "kept")
+    index = json.loads((tmp_path / "kept" / INDEX).read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    (tmp_path / "kept" / INDEX).write_text(json.dumps(index))
+    models_of = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    made = make_pipeline(tmp_path / "kept", models_of)
+    assert made.safety_checker is None and not made.config.requires_safety_checker
+
+
+def test_a_part_that_the_pipeline_does_not_take_is_refused(half):
+    with runtime.load(half.bundle) as bundle:
+        with pytest.raises(UserError, match=r"(?s)FluxPipeline has no part 'schedulr'.*did you mean 'scheduler'\?"):
+            bundle.pipeline(schedulr=None)
+        with pytest.raises(UserError, match=r"(?s)'zzz'.*expected: some of .*text_encoder_2.*leave it out"):
+            bundle.pipeline(zzz=None)
 
 
 def test_a_bundle_without_a_pipeline_makes_none(tiny_build):
@@ -349,6 +452,16 @@ def test_a_component_whose_error_is_too_large_fails_the_build(saved, tmp_path):
             {"text_encoder": {"dtype": "float16"}},
             verify={"max_component_error": 1e-5},
         )
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+@pytest.mark.parametrize("part", ["text_encoder", "unet", "vae"])
+def test_damaged_weights_are_refused(saved, tmp_path, part, size):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (weights,) = (tmp_path / "pipeline" / part).glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(UserError, match=r"(?s)cannot be loaded.*expected: a whole folder.*got: .*remedy: "):
+        diffusers_model(tmp_path / "pipeline", **options("stable_diffusion"))
 
 
 def test_a_pipeline_of_its_denoiser_alone_has_no_components(tmp_path):

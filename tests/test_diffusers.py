@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from support import refusal, run
-from tolerances import FLIPPED_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
+from tolerances import FLIPPED_CALL, INT8_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 import tiny_pipelines  # noqa: E402
-from tiny_pipelines import PIPELINES  # noqa: E402
+from tiny_pipelines import PIPELINES, errors_beside  # noqa: E402
 
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.attention.sites import find_sites  # noqa: E402
@@ -25,7 +26,7 @@ from trtconvert.cache import Cache  # noqa: E402
 from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
 from trtconvert.errors import UserError  # noqa: E402
-from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
+from trtconvert.evaluate.verify import psnr  # noqa: E402
 from trtconvert.models.base import DiffusionModel, intercepted  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
@@ -136,26 +137,14 @@ def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
 
 
 def test_a_pipeline_draws_with_the_converted_denoiser(converted):
-    """Twenty steps with embeddings that no calibration saw: images close to full precision, and each call near exact.
-
-    Calls are compared on the same inputs, one by one: over twenty steps a random model turns the first rounding that falls
-    the other way into another image.
-    """
+    """Twenty steps with embeddings that no calibration saw: images close to full precision, and each call near exact."""
     pipe = converted.torch_pipeline()
     component = converted.model.diffusers.component
     full = images(pipe, converted.name)
     in_torch = int8_in_torch(converted)
     with runtime.load(converted.bundle) as bundle:
         dropped_in = bundle.as_diffusers()
-        engine, errors = dropped_in.forward, []
-
-        def beside(*args, **kwargs):
-            ours = engine(*args, **kwargs)
-            with torch.no_grad():
-                errors.append(relative_error(ours[0], in_torch(*args, **kwargs)[0]))
-            return ours
-
-        dropped_in.forward = beside
+        errors = errors_beside(dropped_in, in_torch)
         setattr(pipe, component, dropped_in)
         drawn = images(pipe, converted.name)
     assert len(errors) in (STEPS, 2 * STEPS)  # Wan calls once for each half of its guidance
@@ -164,16 +153,36 @@ def test_a_pipeline_draws_with_the_converted_denoiser(converted):
     assert full.std() > 0.05  # images with something on them
 
 
+@pytest.mark.parametrize("converted", QUICK, indirect=True, scope="module")
+@pytest.mark.parametrize("ignored", ["", "timestep", "encoder_hidden_states"])
+def test_a_call_shows_what_the_denoiser_ignores(converted, ignored):
+    """What the tests on GPUs hold engines to: each call against torch's without INT8."""
+    pipe = converted.torch_pipeline()
+    component = converted.model.diffusers.component
+    with runtime.load(converted.bundle) as bundle:
+        dropped_in = bundle.as_diffusers()
+        denoiser = dropped_in._denoiser
+        if ignored:
+            dropped_in._denoiser = lambda **named: denoiser(**named | {ignored: torch.zeros_like(named[ignored])})
+        errors = errors_beside(dropped_in, getattr(pipe, component))
+        setattr(pipe, component, dropped_in)
+        images(pipe, converted.name)
+    assert (max(errors) > INT8_CALL) == bool(ignored)
+
+
 @pytest.mark.slow
 def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path):
     converted = convert(tmp_path, "stable_diffusion_xl", dtype="float16")
     pipe = converted.torch_pipeline()
     full = images(pipe, converted.name)
     with runtime.load(converted.bundle) as bundle:
-        pipe.unet = bundle.as_diffusers()
+        dropped_in = bundle.as_diffusers()
+        errors = errors_beside(dropped_in, pipe.unet)
+        pipe.unet = dropped_in
         assert pipe.unet.dtype == torch.float16
         pipe.vae.to(torch.float16)  # pipelines prepare latents in the denoiser's type, and decode them in it
         drawn = images(pipe, converted.name)
+    assert max(errors) <= INT8_CALL
     assert psnr(drawn.float(), full).min() >= INT8_IMAGES_PSNR
 
 
@@ -190,7 +199,8 @@ def test_it_stands_for_the_model(converted):
     assert dropped_in.dtype == original.dtype and dropped_in.device == original.device
     parameters = [list(inspect.signature(module.forward).parameters) for module in (dropped_in, original)]
     assert parameters[0] == parameters[1]
-    assert not list(dropped_in.parameters())
+    (only,) = dropped_in.parameters()  # pipelines look at the first
+    assert (only.numel(), only.dtype, only.device) == (0, original.dtype, original.device)
 
 
 def test_forward_is_the_models(flux):
@@ -223,8 +233,11 @@ def test_sizes_within_the_range_are_drawn_by_one_bundle(flux):
     other = arguments(pipe, "flux") | {"height": 64, "width": 48, "num_inference_steps": 4}
     full = pipe(**other | {"generator": torch.Generator().manual_seed(1)})[0]
     with runtime.load(flux.bundle) as bundle:
-        pipe.transformer = bundle.as_diffusers()
+        dropped_in = bundle.as_diffusers()
+        errors = errors_beside(dropped_in, pipe.transformer)
+        pipe.transformer = dropped_in
         drawn = pipe(**other | {"generator": torch.Generator().manual_seed(1)})[0]
+        assert len(errors) == 4 and max(errors) <= INT8_CALL
         assert psnr(drawn, full).min() >= INT8_IMAGES_PSNR
         with pytest.raises(UserError, match=r"(?s)shape of 'hidden_states'.*tokens 16\.\.64.*got: \[1, 96, 64\]"):
             pipe(**other | {"height": 128, "width": 48})
@@ -237,6 +250,9 @@ def test_sizes_within_the_range_are_drawn_by_one_bundle(flux):
         ({"controlnet_block_samples": [torch.zeros(1)]}, ["'controlnet_block_samples'", "model.options"]),
         ({"guidance": None}, ["'guidance'", "expected: a tensor", "got: None"]),
         ({"hidden_state": None}, ["called otherwise than FluxTransformer2DModel", "hidden_state"]),
+        ({"controlnet_blocks_repeat": np.ones(3)}, ["'controlnet_blocks_repeat'", "got: an array of shape [3]"]),
+        ({"timestep": torch.ones(5)}, ["values of 'timestep'", "or one for each of 1", "got: 5, a tensor"]),
+        ({"timestep": torch.ones(2, 16)}, ["values of 'timestep'", "got: 32, a tensor of shape [2, 16]"]),
     ],
 )
 def test_what_the_engine_has_not_taken_in_is_refused(flux, extra, expected):
@@ -251,8 +267,11 @@ def test_what_would_change_the_model_is_not_there(flux):
     with runtime.load(flux.bundle) as bundle:
         transformer = bundle.as_diffusers()
         assert not hasattr(transformer, "load_lora_adapter")
-        with pytest.raises(AttributeError, match=r"has no 'set_attn_processor'.*before `trtconvert build`"):
-            transformer.set_attn_processor({})
+        for name in ("set_attn_processor", "num_parameters"):
+            with pytest.raises(
+                AttributeError, match=rf"has no '{name}': it runs as it was converted.*before `trtconvert build`"
+            ):
+                getattr(transformer, name)
         with pytest.raises(UserError, match=r"(?s)cannot be replaced.*OnnxRuntimeComponent"):
             transformer.refit({})
 
@@ -397,6 +416,16 @@ def test_arguments_are_taken_apart_and_put_together():
     assert again["more"]["ids"] is given["more"]["ids"] and again["scale"] == 0.5 and again["pair"][1] == 3
     assert again["pair"][0].dtype == torch.bool and torch.equal(again["pair"][0], mask)
     assert tensors_of(structure, given).keys() == tensors.keys()
+
+
+def test_constants_are_plain_numbers_and_text():
+    """Arrays compare element by element, and say neither yes nor no."""
+    structure, _ = take_apart({"scale": 0.5, "mode": "full"})
+    assert not tensors_of(structure, {"scale": np.float32(0.5), "mode": "full"})
+    for scale, got in ((np.full(3, 0.5), "an array of shape [3]"), (torch.tensor(0.5), "a tensor of shape []")):
+        with pytest.raises(UserError) as error:
+            tensors_of(structure, {"scale": scale, "mode": "full"})
+        assert f"another 'scale'\n  expected: 0.5\n  got: {got}" in str(error.value)
 
 
 def test_an_object_among_the_arguments_is_refused():

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
-from trtconvert.bundle import NativeSite, TensorRecord, read_manifest
-from trtconvert.engine import attention_timer, builder, engine_timer, tensorrt, timing_cache
+from trtconvert.bundle import TRANSPOSED, NativeSite, TensorRecord, read_manifest
+from trtconvert.engine import attention_timer, builder, engine_timer, tensorrt, tensorrt_rtx, timing_cache
 from trtconvert.engine.attention_choice import (
     AttentionCase,
     CaseTimes,
@@ -43,7 +43,7 @@ from trtconvert.engine.loading import load_engine
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_function, lower_to_native
+from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import intercepted
@@ -198,7 +198,27 @@ def test_options_of_the_recipe_reach_the_builder():
         tensorrt.apply_options(trt, config, options)
         assert [config.get_flag(flag) for flag in flags] == [on] * 3
         assert config.builder_optimization_level == (1 if on else 3)
+        assert config.avg_timing_iterations == 8  # as trtexec
         assert (config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 300 << 20) == on
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_hardware_compatible_engines_are_for_ampere_and_later(wanted):
+    """TensorRT-RTX has the name and keeps no level."""
+    config = SimpleNamespace(hardware_compatibility_level=None, set_flag=None)
+    tensorrt.apply_options(trt, config, EngineSection(hardware_compatible=wanted))
+    assert config.hardware_compatibility_level == (trt.HardwareCompatibilityLevel.AMPERE_PLUS if wanted else None)
+
+
+@pytest.mark.parametrize(("lower", "held"), [(lower_to_plugin, ["libtrtconvert.so"]), (lower_to_native, [])])
+def test_a_plan_holds_the_plugin_library_where_a_site_needs_it(monkeypatch, tmp_path, lower, held):
+    config = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_builder_config()
+    monkeypatch.setattr(tensorrt, "library_path", lambda: tmp_path / "libtrtconvert.so")
+    monkeypatch.setattr(tensorrt, "build_plan", lambda *_, configure, **__: configure(config))
+    model = one_node_model(case(64, 64))
+    lower(model)
+    tensorrt.build_lowered(trt, model, Path("m.onnx"), [], [{}], EngineSection(), Watch())
+    assert [Path(path).name for path in config.plugins_to_serialize] == held
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -273,8 +293,31 @@ def test_ctrl_c_ends_a_build_and_leaves_the_handler_as_it_was(at_ctrl_c):
     build(model_of(*LINEAR), watch=whole)
     with pytest.raises(KeyboardInterrupt):
         build(model_of(*LINEAR), watch=watch)
-    assert len(watch.shares) < len(whole.shares)
+    assert len(watch.shares) == 3 < len(whole.shares)  # the builder stopped at that step
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_the_model_is_parsed_ends_the_build(at_ctrl_c, monkeypatch):
+    """TensorRT's loggers lose an exception that a handler raises there."""
+    at_ctrl_c(signal.default_int_handler)
+    parse, watch = trt.OnnxParser.parse, Watch()
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return parse(*arguments)
+
+    monkeypatch.setattr(trt.OnnxParser, "parse", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(model_of(*LINEAR), watch=watch)
+    assert watch.shares == []
+
+
+def test_a_handler_that_raises_nothing_ends_a_build_all_the_same(at_ctrl_c):
+    heard, watch = [], Interrupting()
+    at_ctrl_c(lambda *_: heard.append(True))
+    with pytest.raises(KeyboardInterrupt):
+        build(model_of(*LINEAR), watch=watch)
+    assert heard == [True] and len(watch.shares) == 3
 
 
 def test_ctrl_c_that_is_ignored_ends_no_build(at_ctrl_c):
@@ -332,6 +375,27 @@ def test_a_damaged_timing_cache_is_dropped_with_a_notice(tmp_path, damage):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_builds_that_end_at_the_same_time_lose_no_timings(tmp_path):
+    """What the file has got since this build read it is kept."""
+
+    class Timings:
+        def __init__(self, content=b""):
+            self.parts = set(content.split(b"+")) - {b""}
+
+        def combine(self, other, ignore_mismatch):
+            self.parts |= other.parts
+            return True
+
+        def serialize(self):
+            return b"+".join(sorted(self.parts))
+
+    path, watch = tmp_path / "a.cache", Watch()
+    for mine in (b"first", b"second", b"first"):
+        config = SimpleNamespace(get_timing_cache=lambda mine=mine: Timings(mine), create_timing_cache=Timings)
+        timing_cache.store_timings(config, path, watch.notice)
+    assert timing_cache._read(path, watch.notice) == b"first+second" and watch.notices == []
+
+
 def test_a_timing_cache_that_cannot_be_kept_ends_no_build(tmp_path):
     (tmp_path / "file").write_text("")
     watch = Watch()
@@ -360,7 +424,7 @@ def test_without_its_package_tensorrt_says_what_to_install(monkeypatch):
 VERSIONS = ("10.6", "10.15", "11.2")
 
 
-def with_tensorrt(code, bindings, library=None):
+def with_tensorrt(code, bindings, library=None, first=""):
     """What a process with real TensorRT libraries and a GPU that is not there prints."""
     folder, library = ROOT / "third_party" / "tensorrt", library or bindings
     if not (folder / bindings).exists() or not (folder / library).exists():
@@ -369,7 +433,10 @@ def with_tensorrt(code, bindings, library=None):
         "LD_LIBRARY_PATH": str(folder / library / "lib"),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{folder / bindings / 'python'}",
     }
-    begin = "from trtconvert.engine import tensorrt; tensorrt.device_architecture = lambda: 'sm90'\n"
+    begin = (
+        f"from trtconvert.engine import tensorrt; tensorrt.device_architecture = lambda: 'sm90'\n{first}"
+        "tensorrt.cuda_problem = lambda: ''\n"
+    )
     done = subprocess.run([sys.executable, "-c", begin + code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -395,6 +462,64 @@ def test_bindings_whose_library_does_not_load_are_refused():
 def test_without_the_plugin_library_tensorrt_says_so(version):
     found = with_tensorrt(f"tensorrt.library_path = lambda: None\n{STATUS}", version)
     assert found.startswith("False; libtrtconvert.so, the plugin library, is not installed; pip install trtconvert")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
+    """As with a driver that is older than CUDA: TensorRT's Runtime ends the process there."""
+    code = "tensorrt.library_path = lambda: 'there'\ntensorrt.cuda_problem = problem\n" + STATUS
+    keep = "problem = tensorrt.cuda_problem\n"
+    found = with_tensorrt(code, version, first=keep)
+    assert found.startswith("False; torch cannot use the GPU: ") and "update the NVIDIA driver" in found
+
+
+def test_a_builder_that_tensorrt_does_not_make_says_why(monkeypatch):
+    """The bindings' word for a null pointer, with the reason in the log."""
+
+    def none_made(log):
+        log.log(trt.ILogger.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    monkeypatch.setattr(trt, "Builder", none_made)
+    refused("cannot be built", "got: CUDA initialization failure with error: 35", model=model_of(*LINEAR))
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("driver too old\nmore"), AssertionError("driver too old")])
+def test_why_cuda_cannot_be_used_is_one_line(monkeypatch, problem):
+    def fail():
+        raise problem
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert tensorrt.cuda_problem() == "driver too old"
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert tensorrt.cuda_problem() == ""
+
+
+def test_a_folder_of_tensorrts_name_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "tensorrt_of_nobody").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tensorrt, "_PACKAGES", ("tensorrt_of_nobody",))
+    assert tensorrt._imported() == (None, "")
+    (tmp_path / "tensorrt_broken.py").write_text("raise ImportError('libnvinfer.so.10')")
+    (tmp_path / "tensorrt_whole.py").write_text("__version__ = '10.16.0a1'")
+    monkeypatch.setattr(tensorrt, "_PACKAGES", ("tensorrt_broken", "tensorrt_whole"))
+    assert tensorrt._imported()[0].__version__ == "10.16.0a1"
+    monkeypatch.setattr(tensorrt, "_PACKAGES", ("tensorrt_broken",))
+    assert tensorrt._imported() == (None, "tensorrt_broken cannot be loaded: libnvinfer.so.10")
+
+
+def test_tensorrt_rtx_says_what_is_wrong_with_it(monkeypatch):
+    assert tensorrt_rtx.status().available and tensorrt_rtx.status().detail == trt.__version__
+    monkeypatch.setattr(trt, "__version__", "1.0.0")
+    assert "bindings are of TensorRT-RTX 1.0.0, the libraries 1." in tensorrt_rtx.status().detail
+
+    def fail(name):
+        raise ImportError("libcudart.so.13")
+
+    monkeypatch.setattr(tensorrt_rtx.importlib, "import_module", fail)
+    state = tensorrt_rtx.status()
+    assert not state.available and "cannot be loaded: libcudart.so.13" in state.detail and state.remedy
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -838,6 +963,16 @@ def test_an_engine_is_handed_out_when_the_gpu_is_done_with_loading_it(device, mo
     assert runtime.engine_host_code_allowed
 
 
+def test_ctrl_c_while_an_engine_is_loaded_waits_for_it(device, monkeypatch, at_ctrl_c):
+    at_ctrl_c(signal.default_int_handler)
+    done = []
+    monkeypatch.setattr(device, "deserialize_cuda_engine", lambda plan: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append(True))
+    with pytest.raises(KeyboardInterrupt):
+        load_engine(device, None, b"plan")
+    assert done == [True]
+
+
 def test_an_engine_that_cannot_be_timed_says_why(device, monkeypatch):
     timing_refusal(Device(loads=False), "cannot be loaded", "got: the plan is of another GPU")
     timing_refusal(Device(takes=False), "does not take the shapes")
@@ -904,6 +1039,8 @@ def test_auto_keeps_the_plugin_where_the_whole_engine_is_no_slower_with_it(build
     assert (plan, record.attention) == ((mixed, "plugin") if faster else (b"", "native"))
     assert bool(record.plugin) == faster and record.native_sites == builds.alone
     assert (record.plugin_us, record.native_us) == (80.0, 90.0 if faster else 70.0)
+    # Beside engines of other GPUs of the same architecture.
+    assert (record.gpu, record.file) == ("NVIDIA H200", "engines/denoiser-tensorrt-sm90-nvidia-h200.plan")
 
 
 def test_auto_compares_no_engines_where_no_site_is_left_to_the_plugin(builds):
@@ -963,6 +1100,26 @@ def test_a_refittable_engine_keeps_the_names_of_its_weights():
         found = tensorrt.lowered(model, [], EngineSection(refittable=refittable))
         assert found.graph.initializers.keys() & weights == kept
     assert model.graph.initializers.keys() > weights
+
+
+def test_a_refittable_engine_records_the_shapes_of_its_weights(builds, digits):
+    shapes = builds.build("plugin", refittable=True).record.weights
+    state = {name: list(x.shape) for name, x in digits.denoiser.state_dict().items() if x.dim() > 1}
+    found = {name.removesuffix(TRANSPOSED): s[::-1] if name.endswith(TRANSPOSED) else s for name, s in shapes.items()}
+    assert state.items() <= found.items() and builds.build("plugin").record.weights == {}
+
+
+def test_a_site_without_an_attention_of_tensorrts_own_keeps_the_plugin():
+    """The manifest is JSON, which has no infinity."""
+    case_ = case(64, 64, "BNHD")
+    times = CaseTimes(float("inf"), {Mode.PRECISION: 5.0})
+    choice = choose({"a": SitePlan((case_,), (Mode.PRECISION,))}, lambda *_: times)
+    ((site,),) = choice.plugin
+    assert (
+        choice.native == []
+        and site.native_us is None
+        and NativeSite.model_validate_json(site.model_dump_json()) == site
+    )
 
 
 def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
 import stat
+import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from support import contents, files_of_at_most, partials
 
 from trtconvert import files
 from trtconvert.errors import UserError
-from trtconvert.files import sha256, temporary_folder, whole_file, whole_folder
+from trtconvert.files import locked, one_at_a_time, settled, sha256, temporary_folder, whole_file, whole_folder
 
 
 def fill(folder: Path, value: str) -> None:
@@ -139,6 +142,130 @@ def test_an_error_about_another_file_is_not_blamed_on_the_target(tmp_path):
         (tmp_path / "input").read_text()
 
 
+def test_an_error_without_a_file_is_not_blamed_on_the_target(tmp_path):
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "target"):
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+def test_a_temporary_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"no temporary folder can be used\n(.*\n)+.*TMPDIR"), temporary_folder():
+        pass
+
+
+def test_messages_name_the_options_of_the_caller_and_no_others(tmp_path):
+    (tmp_path / "file").write_text("")
+    for write in (whole_folder, whole_file):
+        with pytest.raises(UserError) as error, write(tmp_path / "file" / "target", "give another with --here"):
+            pass
+        assert "give another with --here" in error.value.remedy
+        with pytest.raises(UserError) as error, write(tmp_path / "file" / "target"):
+            pass
+        assert " -" not in error.value.remedy
+
+
+def test_what_is_called_last_decides_whether_the_new_one_takes_the_old_ones_place(tmp_path):
+    write(tmp_path / "target", "1")
+    (tmp_path / "file").write_text("1")
+
+    def refuse(new: Path) -> None:
+        assert new.exists()
+        raise ValueError
+
+    with pytest.raises(ValueError), whole_folder(tmp_path / "target", ready=refuse) as folder:
+        fill(folder, "2")
+    with pytest.raises(ValueError), whole_file(tmp_path / "file", ready=refuse) as path:
+        path.write_text("2")
+    assert contents(tmp_path) == {"target/a": b"1", "target/b": b"1", "file": b"1"}
+
+
+def test_a_folder_is_not_replaced_while_another_process_changes_it(tmp_path):
+    write(tmp_path / "target", "1")
+    taking = threading.Event()
+
+    def replace() -> None:
+        with whole_folder(tmp_path / "target") as folder:
+            fill(folder, "2")
+            taking.set()
+
+    with locked(tmp_path / "target"):
+        thread = threading.Thread(target=replace)
+        thread.start()
+        assert taking.wait(30)
+        thread.join(0.2)  # it would take a fraction of this
+        assert (tmp_path / "target" / "a").read_text() == "1"
+        (tmp_path / "target" / "b").write_text("changed")
+    thread.join(30)
+    assert contents(tmp_path) == {"target/a": b"2", "target/b": b"2"}
+
+
+@pytest.fixture
+def mount_point(tmp_path):
+    place = tmp_path / "mounted"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_mount_point_is_refused_before_the_work(mount_point):
+    with pytest.raises(UserError, match=r"cannot be replaced\n.*\n  got: a mount point"), whole_folder(mount_point):
+        pytest.fail("the work began")
+    assert partials(mount_point.parent) == []
+
+
+def test_a_folder_that_an_image_brings_is_refused_before_the_work(tmp_path, monkeypatch):
+    """Overlayfs does not rename folders of its lower layers."""
+    write(tmp_path / "target", "1")
+
+    def rename(self: Path, to: Path) -> Path:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(self))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    refused = pytest.raises(UserError, match=r"cannot be replaced\n.*\n  got: Invalid cross-device link")
+    with refused, whole_folder(tmp_path / "target"):
+        pytest.fail("the work began")
+
+
+def test_folders_that_nobody_may_write_are_removed():
+    with tempfile.TemporaryDirectory() as parent:  # whose parents everybody may enter
+        Path(parent).chmod(0o777)
+        process = multiprocessing.get_context("fork").Process(target=leave_read_only_folders, args=(Path(parent),))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert contents(Path(parent)) == {"target/a": b"2", "target/b": b"2"} and partials(Path(parent)) == []
+
+
+def leave_read_only_folders(parent: Path) -> None:
+    """The folder that was there, and what a killed process left."""
+    if os.getuid() == 0:  # who may write everything
+        os.setuid(65534)
+    write(parent / "target", "1")
+    for place in (parent / "target", parent / ".target.partial-killed"):
+        (place / "inner").mkdir(parents=True)
+        fill(place / "inner", "1")
+        (place / "inner").chmod(0o555)
+        place.chmod(0o555)
+    write(parent / "target", "2")
+
+
+def test_the_current_folder_keeps_a_name_that_leads_to_what_replaces_it(tmp_path, monkeypatch):
+    write(tmp_path / "target" / "inner", "1")
+    monkeypatch.chdir(tmp_path / "target" / "inner")
+    for name in (".", ".."):
+        assert settled(Path(name)) == Path(name).resolve()
+    assert settled(Path("other")) == Path("other")
+    found = settled(Path("."))
+    write(found, "2")
+    assert contents(found) == {"a": b"2", "b": b"2"}
+    with pytest.raises(UserError, match="enter it again"):
+        settled(Path("."))
+    assert settled(tmp_path) == tmp_path
+
+
 # Other processes ----------------------------------------------------------------------------------------------------------
 
 # Fork would copy the locks that this process may hold, and its threads' state.
@@ -224,6 +351,33 @@ def test_a_folder_that_a_killed_build_moved_aside_is_put_back(tmp_path):
         raise ValueError
     assert contents(target) == {"a": b"1", "b": b"1"}
     assert partials(tmp_path) == []
+
+
+def test_a_lock_whose_file_goes_is_taken_again(tmp_path, monkeypatch):
+    """Its last holder removes it while another process looks whether it is there."""
+    flock, left = fcntl.flock, [tmp_path / "work.lock"]
+
+    def flock_and_lose(handle: int, operation: int) -> None:
+        flock(handle, operation)
+        if left and os.path.samestat(os.fstat(handle), left[0].stat()):
+            left.pop().unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock_and_lose)
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # so it was a moment ago
+    with one_at_a_time(tmp_path / "work"):
+        assert os.listdir(tmp_path) == ["work.lock"]
+    assert os.listdir(tmp_path) == [] and left == []
+
+
+def test_a_lock_that_is_not_got_leaves_no_open_file(tmp_path, monkeypatch):
+    def stop(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", stop)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt), one_at_a_time(tmp_path / "work"):
+        pass
+    assert os.listdir("/proc/self/fd") == before
 
 
 def replace_often(target: Path, value: str) -> None:

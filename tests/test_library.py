@@ -1,9 +1,12 @@
 """The shared library as the package finds it, and what `trtconvert doctor` says of it."""
 
+import ctypes
+
 import pytest
 
-from trtconvert import doctor, library
-from trtconvert.errors import BackendUnavailable
+from trtconvert import cache, doctor, library
+from trtconvert.engine.timing_cache import timing_cache_path
+from trtconvert.errors import BackendUnavailable, UserError
 
 WHEEL = ("80", "86", "90a", "120")
 
@@ -67,3 +70,26 @@ def test_doctor_says_that_the_library_does_not_load(machine):
 
     found = machine(None, broken)
     assert (found.good, found.detail, found.remedy) == (False, "file too short", "install it again")
+
+
+def test_a_library_of_an_older_version_is_named(monkeypatch):
+    monkeypatch.setattr(
+        library, "load_library", lambda: ctypes.CDLL(None)
+    )  # what the process has, without our functions
+    with pytest.raises(BackendUnavailable, match=r"(?s)older than.*got: .*trtconvert_compiled_arch.*remedy: "):
+        library.compiled_architectures()
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    """As in a container that runs as some user of its own."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cache.Path, "home", homeless)
+    with pytest.raises(UserError, match=r"(?s)no place for the build cache.*got: Could not.*XDG_CACHE_HOME"):
+        cache.default_folder()
+    found = next(found for found in doctor.examine() if found.what == "cache")
+    assert found.good is False and "XDG_CACHE_HOME" in found.remedy
+    assert timing_cache_path("NVIDIA H200", "10.6.0") is None  # builds go on without

@@ -1,6 +1,6 @@
 """Loaded bundles: what a denoiser takes and what it refuses."""
 
-import ctypes
+import functools
 import shutil
 import warnings
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from cuda.bindings import runtime as cudart
 from tolerances import SAME_ARITHMETIC
 
 from trtconvert import models, runtime
@@ -24,10 +23,7 @@ from trtconvert.bundle import (
 )
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.runtime import graph as graphs
 from trtconvert.runtime.compatibility import Machine, fitting_engine
-from trtconvert.runtime.graph import CopyingGraph
-from trtconvert.runtime.lane import Call, Lane, Plan
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import Signature
 
@@ -178,6 +174,52 @@ def test_arguments_out_of_range_are_refused(tiny_build, argument, value):
         runtime.load(tiny_build.bundle, **{argument: value})
 
 
+@pytest.mark.parametrize("backend", ["TensorRT", "cuda", "", None])
+def test_a_backend_that_does_not_exist_is_refused(tiny_build, backend):
+    with pytest.raises(UserError, match=rf"(?s)no backend '{backend}'.*expected: auto, tensorrt or onnxruntime"):
+        runtime.load(tiny_build.bundle, backend=backend)
+
+
+@pytest.mark.parametrize("device", ["gpu:0", -1, "cuda:-1", "cuda:1", 1, "cpu", torch.device("cpu")])
+def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BackendUnavailable, match=rf"(?s)no GPU '{device}'.*expected: cuda:0 to cuda:0.*got: {device}"):
+        runtime._gpu(device)
+    for given in (None, 0, "cuda", "cuda:0", torch.device("cuda")):
+        assert runtime._gpu(given) == torch.device("cuda", 0)
+
+
+def test_closing_a_bundle_closes_every_component(tiny_build):
+    """Whatever one of them says."""
+    closed = []
+
+    def close(name):
+        closed.append(name)
+        raise RuntimeError(f"{name} is gone")
+
+    components = {name: SimpleNamespace(close=functools.partial(close, name)) for name in ("unet", "vae")}
+    with pytest.raises(RuntimeError, match="is gone"):
+        runtime.LoadedBundle(tiny_build.bundle, None, components, "").close()
+    assert sorted(closed) == ["unet", "vae"]
+
+
+def test_values_that_the_model_does_not_take_are_refused(loaded, inputs):
+    """A label outside the table of embeddings."""
+    refused(loaded["denoiser"], parts=("on these inputs", "Gather"), **inputs | {"label": torch.tensor([3, 4000])})
+
+
+def test_a_component_that_is_closed_during_a_call_finishes_it(tiny_build, monkeypatch):
+    with runtime.load(tiny_build.bundle) as bundle:
+        denoiser = bundle["denoiser"]
+        check = denoiser.signature.check
+        monkeypatch.setattr(denoiser.signature, "check", lambda tensors: (bundle.close(), check(tensors))[1])
+        assert denoiser(torch.zeros(1, 1, 4, 4), torch.zeros(1)).isfinite().all()
+        with pytest.raises(UserError, match="was closed"):
+            denoiser(torch.zeros(1, 1, 4, 4), torch.zeros(1))
+
+
 def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -263,6 +305,23 @@ def test_an_engine_that_runs_here_is_taken(machine, fields):
     assert fitting_engine("denoiser", others, machine) is others[1]
 
 
+def test_an_engine_of_the_same_gpu_goes_before_others_of_its_architecture():
+    here = Machine("sm90", "10.6.0", "0.1.0", "NVIDIA H200")
+    others = [engine(gpu="NVIDIA H100"), engine(gpu="NVIDIA H200"), engine(gpu="NVIDIA H200")]
+    with warnings.catch_warnings(action="error"):
+        assert fitting_engine("denoiser", others, here) is others[1]
+        for anywhere in ({"hardware_compatible": True}, {"gpu": ""}):
+            fitting_engine("denoiser", [engine(**{"gpu": "NVIDIA H100"} | anywhere)], here)
+    with pytest.warns(RuntimeWarning, match=r"timed on NVIDIA H100, this is NVIDIA H200.*`trtconvert compile`"):
+        assert fitting_engine("denoiser", others[:1], here) is others[0]
+
+
+def test_a_second_gpu_is_compiled_for_by_its_index():
+    second = Machine("sm89", "10.6.0", "0.1.0", "NVIDIA L40S", 1)
+    with pytest.raises(BackendUnavailable, match="remedy: run `CUDA_VISIBLE_DEVICES=1 trtconvert compile`"):
+        fitting_engine("denoiser", [engine()], second)
+
+
 @pytest.mark.parametrize(
     ("machine", "fields", "expected"),
     [
@@ -285,244 +344,3 @@ def test_an_engine_for_another_machine_is_refused(machine, fields, expected):
         "remedy: run `trtconvert compile`",
     ):
         assert part in message
-
-
-# CUDA graphs: what is told to CUDA, tried on the host's memory -----------------------------------------------------------
-
-
-class HostRuntime:
-    """CUDA's runtime and our library as far as graphs of copies need them: addresses are the host's, a launch runs at once.
-
-    Attributes:
-        recording: nodes so far, or None. Copies are a number, work is a function.
-        instances: graphs that were instantiated.
-        launched: how many launches there were.
-        streams, graphs: how many there are.
-        recordable: whether recordings succeed; status: what other calls return.
-    """
-
-    def __init__(self) -> None:
-        self.recording, self.instances, self.recordable = None, [], True
-        self.launched = self.streams = self.graphs = 0
-        self.status = cudart.cudaError_t.cudaSuccess
-
-    def __getattr__(self, name):
-        return getattr(cudart, name)
-
-    def run(self, work):
-        """What a kernel's launch does."""
-        work() if self.recording is None else self.recording.append(work)
-
-    def cudaStreamCreateWithFlags(self, flags):
-        self.streams += 1
-        return self.status, 7
-
-    def cudaStreamDestroy(self, stream):
-        self.streams -= 1
-        return (self.status,)
-
-    def cudaStreamBeginCapture(self, stream, mode):
-        self.recording = []
-        return (self.status,)
-
-    def cudaStreamEndCapture(self, stream):
-        graph, self.recording = self.recording, None
-        if not self.recordable:
-            return cudart.cudaError_t.cudaErrorStreamCaptureUnsupported, None
-        self.graphs += 1
-        return self.status, graph
-
-    def cudaGraphDestroy(self, graph):
-        self.graphs -= 1
-        return (self.status,)
-
-    def cudaGraphInstantiate(self, graph, flags):
-        self.instances.append(graph)
-        return self.status, len(self.instances)
-
-    def cudaGraphExecDestroy(self, instance):
-        return (self.status,)
-
-    def trtconvert_record_copies(self, stream, node):
-        node._obj.node = len(self.recording) + 1
-        self.recording.append(node._obj.node)
-        return int(self.status)
-
-    def trtconvert_launch_copies(self, given):
-        graph = given._obj
-        if self.status == cudart.cudaError_t.cudaSuccess:
-            self.launched += 1
-            nodes = {node.node: node for node in (graphs._Node * graph.num_nodes).from_address(graph.nodes)}
-            count = sum(node.count for node in nodes.values())
-            moved = iter((ctypes.c_uint64 * count).from_address(graph.addresses))
-            outer = {number: [next(moved) for _ in range(node.count)] for number, node in nodes.items()}
-            for node in self.instances[graph.exec - 1]:
-                if not isinstance(node, int):
-                    node()
-                    continue
-                for copy, address in zip(nodes[node].copies, outer[node], strict=False):
-                    ends = (address, copy.buffer) if nodes[node].outwards else (copy.buffer, address)
-                    ctypes.memmove(*ends, copy.bytes)
-        return int(self.status)
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    host = HostRuntime()
-    monkeypatch.setattr(graphs, "cudart", host)
-    monkeypatch.setattr(graphs, "load_library", lambda: host)
-    return host
-
-
-@pytest.fixture
-def doubling(cuda):
-    """A graph of y = 2 · a + b for vectors of four."""
-    a, b, nothing, y = torch.ones(4), torch.ones(4), torch.ones(0), torch.ones(4)
-
-    def work(stream):
-        cuda.run(lambda: torch.add(b, a, alpha=2, out=y))
-
-    yield CopyingGraph(work, [a, b, nothing], [y], 0)  # the buffers live until the test is over
-
-
-def addresses(*tensors):
-    return [x.data_ptr() for x in tensors]
-
-
-def test_a_graph_reads_and_writes_where_it_is_aimed(cuda, doubling):
-    none = torch.ones(0)
-    for _ in range(3):
-        a, b, first, second = torch.randn(4, 4)
-        doubling.launch(addresses(a, b, none, first))
-        assert torch.equal(first, 2 * a + b)
-        kept = first.clone()
-        doubling.launch(addresses(b, b, none, second))
-        assert torch.equal(second, 3 * b) and torch.equal(first, kept)
-
-
-def test_more_tensors_than_a_node_copies(cuda):
-    inputs, outputs = ([torch.empty(1 + i % 3) for i in range(count)] for count in (69, 33))
-    graph = CopyingGraph(
-        lambda stream: cuda.run(lambda: [y.copy_(x) for x, y in zip(inputs[36:], outputs, strict=True)]),
-        inputs,
-        outputs,
-        0,
-    )
-    given, results = [torch.randn_like(x) for x in inputs], [torch.empty_like(x) for x in outputs]
-    graph.launch(addresses(*given, *results))
-    assert [node if isinstance(node, int) else 0 for node in cuda.instances[0]] == [1, 2, 3, 0, 5, 6]
-    assert all(torch.equal(*pair) for pair in zip(given[36:], results, strict=True))
-
-
-def test_a_launch_that_fails_says_what_cuda_says(cuda, doubling):
-    cuda.status = cudart.cudaError_t.cudaErrorIllegalAddress
-    with pytest.raises(BackendUnavailable, match=r"(?s)launch.*got: cudaErrorIllegalAddress: an illegal.*remedy: "):
-        doubling.launch(addresses(*torch.ones(4, 4)))
-
-
-def test_a_recording_that_fails_leaves_nothing_behind(cuda):
-    def work(stream):
-        raise BackendUnavailable("no")
-
-    with pytest.raises(BackendUnavailable):
-        CopyingGraph(work, [torch.ones(4)], [], 0)
-    assert cuda.streams == cuda.graphs == 0 and cuda.recording is None
-
-
-def test_a_library_of_an_older_version_is_named(monkeypatch):
-    older = ctypes.CDLL(None)  # what the process has, without our functions
-    monkeypatch.setattr(graphs, "load_library", lambda: older)
-    with pytest.raises(BackendUnavailable, match=r"(?s)older than.*got: .*trtconvert_record_copies.*remedy: "):
-        CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
-
-
-def test_what_cuda_keeps_goes_with_the_graph(cuda):
-    graph = CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
-    assert cuda.graphs == 1 and cuda.streams == 0
-    del graph
-    assert cuda.graphs == 0
-
-
-class HostContext:
-    """TensorRT's execution context as far as lanes need it, of an engine for y = 2 · a + b."""
-
-    def __init__(self, cuda) -> None:
-        self.cuda, self.at, self.shape = cuda, {}, ()
-
-    def set_optimization_profile_async(self, profile, stream):
-        return True
-
-    def set_device_memory(self, address, size):
-        pass
-
-    def set_input_shape(self, name, shape):
-        self.shape = shape
-        return True
-
-    def get_tensor_shape(self, name):
-        return self.shape
-
-    def set_tensor_address(self, name, address):
-        self.at[name] = address
-        return True
-
-    def execute_async_v3(self, stream):
-        a, b, y = (self.vector(self.at[name]) for name in "aby")
-        self.cuda.run(lambda: torch.add(b, a, alpha=2, out=y))
-        return True
-
-    def vector(self, address):
-        (length,) = self.shape
-        return torch.frombuffer((ctypes.c_float * length).from_address(address), dtype=torch.float32)
-
-
-@pytest.fixture
-def open_lane(cuda, monkeypatch):
-    """Makes lanes with room for so many graphs."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    trt = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
-    engine = SimpleNamespace(create_execution_context=lambda strategy: HostContext(cuda))
-    scratch = SimpleNamespace(on=lambda stream: torch.zeros(1, dtype=torch.uint8))
-    types = (torch.float32, torch.float32)
-    plan = Plan(trt, engine, None, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
-    return lambda graphs: Lane(plan, SimpleNamespace(cuda_stream=7, synchronize=lambda: None), graphs)
-
-
-CALLS = {length: Call(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8)}
-
-
-def right(lane, length):
-    """Whether a call with new inputs, one of them not contiguous, gives what it should."""
-    a, b = torch.randn(length, 2)[:, 0], torch.randn(length)
-    (y,) = lane.run(CALLS[length], (a, b))
-    return torch.equal(y, 2 * a + b)
-
-
-def test_the_second_call_of_a_shape_is_recorded_and_the_least_recently_used_graph_goes(cuda, open_lane):
-    lane, recorded = open_lane(2), []
-    for length in (4, 4, 6, 6, 4, 8, 8, 4, 6, 6):
-        assert right(lane, length)
-        recorded.append(lane.recorded)
-    assert recorded == [0, 1, 1, 2, 2, 2, 3, 3, 3, 4] and cuda.launched == 6
-    assert cuda.graphs == 2
-    lane.close()
-    assert cuda.graphs == 0
-
-
-def test_a_recording_of_the_callers_takes_plain_calls(cuda, open_lane, monkeypatch):
-    lane = open_lane(4)
-    assert right(lane, 4) and right(lane, 4)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert right(lane, 4) and right(lane, 6) and right(lane, 6)
-    assert cuda.launched == lane.recorded == 1
-
-
-def test_an_engine_that_cannot_be_recorded_runs_plainly(cuda, open_lane, monkeypatch):
-    lane = open_lane(4)
-    assert right(lane, 4)
-    cuda.recordable = False
-    with pytest.warns(RuntimeWarning, match=r"(?s)without CUDA graphs.*cudaErrorStreamCaptureUnsupported"):
-        assert right(lane, 4)
-    with warnings.catch_warnings(action="error"):  # said once
-        assert right(lane, 4) and right(lane, 6) and right(lane, 6)
-    assert cuda.launched == lane.recorded == 0

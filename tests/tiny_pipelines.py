@@ -9,7 +9,11 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 WIDTH = 32
 """Of prompt embeddings."""
@@ -368,3 +372,33 @@ def with_text(name: str) -> Any:
     pipe = PIPELINES[name][0]()
     pipe.register_modules(**TEXT[name]())
     return pipe
+
+
+def errors_beside(denoiser: DiffusersDenoiser, reference: Any) -> list[float]:
+    """Relative errors of a converted denoiser's calls from now on, each against a reference's on the same inputs.
+
+    Images of random models hardly tell whether the timestep and the text are heeded, and over many steps the first rounding
+    that falls the other way turns them into other images.
+
+    Args:
+        reference: a model, or another converted one; inputs go to its device, and to its type where that holds more.
+    Returns:
+        A list that grows with each call.
+    """
+    forward, errors = denoiser.forward, []
+
+    def given(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        dtype = torch.promote_types(x.dtype, reference.dtype) if x.is_floating_point() else x.dtype
+        return x.to(reference.device, dtype)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        ours = forward(*args, **kwargs)
+        args, kwargs = tree_map(given, (args, kwargs))
+        with torch.no_grad():
+            errors.append(relative_error(ours[0], reference(*args, **kwargs)[0].to(ours[0].device)))
+        return ours
+
+    denoiser.forward = called
+    return errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trtconvert.errors import UserError
-from trtconvert.files import sha256
+from trtconvert.files import PARTIAL, link_files, sha256
 from trtconvert.recipe import Recipe
 
 FORMAT = 1
@@ -68,13 +69,14 @@ class NativeSite(_Record):
     Attributes:
         name: the site; query_tokens, key_tokens: its lengths at the opt shape of the first profile.
         native_us, plugin_us: device time of one call in microseconds, each attention alone, summed over the profiles' opt
-            shapes. The plugin's is the mean over the site's timestep bins, quantisation included.
+            shapes. The plugin's is the mean over the site's timestep bins, quantisation included. None where TensorRT had no
+            engine of its own attention alone.
     """
 
     name: str
     query_tokens: int
     key_tokens: int
-    native_us: float
+    native_us: float | None
     plugin_us: float
 
 
@@ -93,8 +95,9 @@ class EngineRecord(_Record):
         plugin_us, native_us: device time of one call in microseconds, summed over the profiles' opt shapes, of the whole engine
             with the plugin at the other sites (the mean over the timestep bins) and with native attention at every site. The
             faster is the one that was kept. None where they were not compared.
-        refittable: weights can be replaced. version_compatible: later TensorRT versions load it. hardware_compatible: any GPU
-            from sm80 on runs it. weight_streaming: weights may stay in host memory.
+        refittable: weights can be replaced; weights: their shapes by name, of those with more than one dimension.
+        version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
+        weight_streaming: weights may stay in host memory.
     """
 
     backend: Literal["tensorrt", "tensorrt_rtx"]
@@ -109,19 +112,24 @@ class EngineRecord(_Record):
     plugin_us: float | None = None
     native_us: float | None = None
     refittable: bool = False
+    weights: dict[str, list[int]] = Field(default_factory=dict)
     version_compatible: bool = False
     hardware_compatible: bool = False
     weight_streaming: bool = False
 
     @staticmethod
-    def of(component: str, backend: Literal["tensorrt", "tensorrt_rtx"], library: str, target: str) -> EngineRecord:
-        """The record of a component's engine, its file where every bundle keeps it."""
+    def of(
+        component: str, backend: Literal["tensorrt", "tensorrt_rtx"], library: str, target: str, gpu: str = ""
+    ) -> EngineRecord:
+        """The record of a component's engine, its file where every bundle keeps it: one for each GPU that it was built on."""
+        name = "-".join([component, backend, target, *re.findall(r"[a-z0-9]+", gpu.lower())])
         return EngineRecord(
             backend=backend,
             library=library,
             target=target,
             attention="plugin" if backend == "tensorrt" else "native",
-            file=f"engines/{component}-{backend}-{target}.plan",
+            file=f"engines/{name}.plan",
+            gpu=gpu,
         )
 
 
@@ -232,9 +240,9 @@ class Manifest(_Record):
     """What a bundle holds.
 
     Attributes:
-        backend: the one that the build chose; backend_reason: why.
+        backend: the one that the build chose, or `trtconvert compile` added; backend_reason: why.
         pipeline: folder with what a diffusers pipeline needs beside the components; empty where the denoiser stands alone.
-        files: every file beside the manifest, by its path in the bundle.
+        files: every file of the bundle beside the manifest, by its path; not what users put beside them.
         digest: SHA-256 of the other fields; empty until the manifest is written.
     """
 
@@ -252,16 +260,41 @@ class Manifest(_Record):
     files: dict[str, FileRecord] = Field(default_factory=dict)
     digest: str = ""
 
+    @field_validator("components")
+    @classmethod
+    def _named(cls, components: dict[str, ComponentRecord]) -> dict[str, ComponentRecord]:
+        """Files are named after components."""
+        if bad := [name for name in components if not re.fullmatch(r"[A-Za-z]\w*", name)]:
+            raise ValueError(f"names of letters, digits and _, not {', '.join(map(repr, bad))}")
+        return components
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        if bad := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"paths in the bundle, not {', '.join(map(repr, bad))}")
+        return files
+
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Hash all files of the folder, then the manifest itself, into the manifest and write it."""
     files = {
-        str(path.relative_to(folder)): FileRecord(size=path.stat().st_size, sha256=sha256(path))
+        str(path.relative_to(folder)): file_record(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MANIFEST
     }
-    content = manifest.model_copy(update={"files": files}).model_dump(mode="json")
-    (folder / MANIFEST).write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
+    write_sealed(folder / MANIFEST, manifest.model_copy(update={"files": files}))
+
+
+def file_record(path: Path) -> FileRecord:
+    """What a manifest says of a file."""
+    return FileRecord(size=path.stat().st_size, sha256=sha256(path))
+
+
+def write_sealed(path: Path, manifest: Manifest) -> None:
+    """Hash the manifest itself into the manifest and write it, with the files as they are in it."""
+    content = manifest.model_dump(mode="json")
+    path.write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -312,6 +345,23 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
         got=got,
         remedy="copy the bundle again, or build it again",
     )
+
+
+def keep_others(old: Path, new: Path) -> None:
+    """Take along what users have put into a bundle that another one replaces, such as a report.
+
+    The new bundle's own files come first. They are no part of its manifest: users may change and remove them.
+
+    Raises:
+        UserError: the old folder is no bundle.
+    """
+    own = {MANIFEST, *read_manifest(old).files}
+    names = {
+        str(path.relative_to(old))
+        for path in old.rglob("*")
+        if PARTIAL not in str(path.relative_to(old)) and (path.is_symlink() or not path.is_dir())
+    }
+    link_files(sorted(name for name in names - own if not os.path.lexists(new / name)), old, new)
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

@@ -12,15 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtconvert.errors import UserError
 from trtconvert.files import sha256, whole_folder
 
 _INDEX = "stage.json"
 
 
 def default_folder() -> Path:
-    """The user's cache folder, as the XDG base directory specification places it."""
+    """The user's cache folder, as the XDG base directory specification places it.
+
+    Raises:
+        UserError: this user has no home folder. Another place would not do: engines hold code, and others could write it.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trtconvert"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "trtconvert"
+    except RuntimeError as error:
+        raise UserError(
+            "there is no place for the build cache",
+            expected="a home folder, or XDG_CACHE_HOME",
+            got=str(error),
+            remedy="set XDG_CACHE_HOME or HOME to a folder that only this user writes, or give --cache or --no-cache",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Cache:
         folder = self.folder / f"{name}-{key[:32]}"
         if _is_whole(folder):
             return Stage(key, folder, reused=True)
-        with whole_folder(folder) as partial:
+        with whole_folder(folder, "give another folder with --cache") as partial:
             make(partial)
             hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
             (partial / _INDEX).write_text(json.dumps(hashes, indent=1))

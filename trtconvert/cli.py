@@ -124,23 +124,40 @@ def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
 
     if disabled:
         with temporary_folder() as name:
-            yield Cache(name)
+            yield Cache(name / "cache")  # the folder itself is locked while it is in use, and the cache locks its own
     else:
         yield Cache(folder or default_folder())
 
 
 @main.command("compile")
 @click.argument("bundle", type=click.Path(path_type=Path))
-def compile_command(bundle: Path) -> None:
-    """Build the TensorRT engine of this machine's GPU into BUNDLE, with no model code and no calibration."""
+@click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder of the build cache.")
+@click.option("--no-cache", is_flag=True, help="Build every engine again, and keep none elsewhere.")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="engine.FIELD=VALUE",
+    help="Instead of what the bundle's recipe says, as engine.attention=native; several times for several fields. The bundle "
+    "keeps it.",
+)
+def compile_command(bundle: Path, cache_folder: Path | None, no_cache: bool, changes: tuple[str, ...]) -> None:
+    """Build the TensorRT engine of this machine's GPU into BUNDLE, with no model code and no calibration.
+
+    Engines that an earlier call has finished are taken from the cache. Where one cannot be built, as for want of memory, --set
+    changes what the recipe asks for: engine.attention, engine.workspace_mb, engine.shapes and others.
+    """
     from rich.console import Console
 
     from trtconvert import summary
     from trtconvert.compile import compile_bundle
+    from trtconvert.files import settled
     from trtconvert.progress import Reporter
 
     report = Reporter(Console(highlight=False), main.was_stopped)
-    manifest = compile_bundle(bundle, report)
+    bundle = settled(bundle)
+    with _cache(cache_folder, no_cache) as cache:
+        manifest = compile_bundle(bundle, report, cache, changes)
     summary.print_manifest(report.console, manifest, bundle)
 
 
@@ -194,7 +211,7 @@ def run(
     first = seed % max(1, len(prompts))
     draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first])
     samples = samples or len(prompts) or 16
-    with whole_file(output) as partial:
+    with whole_file(output, "give another file with -o") as partial:
         started = time.perf_counter()
         images = draw(loaded["denoiser"], range(seed, seed + samples), steps=steps, solver=solver)
         seconds = time.perf_counter() - started
@@ -257,7 +274,7 @@ def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> N
             bundle, evaluation.Request(**request), work or default_folder() / "evaluate", ranks, Reporter(console)
         )
     if found is not None:
-        with whole_file(output) as partial:
+        with whole_file(output, "give another file with -o") as partial:
             partial.write_text(found.model_dump_json(indent=1))
         print_evaluation(console, found)
         say(console, f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")
@@ -360,7 +377,7 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
             remedy="give another file with -o",
         )
     report = Reporter(Console(highlight=False), main.was_stopped)
-    with whole_file(output) as partial, report.live(), report.stage("record") as bar:
+    with whole_file(output, "give another file with -o") as partial, report.live(), report.stage("record") as bar:
         model = models.load(chosen.model)
         rows = recording.record(model, chosen.calibration, per_run, identity(chosen.model), partial, bar)
     click.echo(f"{rows} inputs of {model.name} written to {output}")
@@ -390,7 +407,7 @@ def measure(output: Path) -> None:
     from trtconvert.progress import Reporter
 
     reporter = Reporter(Console(highlight=False), main.was_stopped)
-    with whole_file(output) as partial, reporter.live(), reporter.stage("measure") as bar:
+    with whole_file(output, "give another file with -o") as partial, reporter.live(), reporter.stage("measure") as bar:
         bar.total(len(SHAPES) * len(Mode))
         write_kernel_cost(partial, bar.step)
     click.echo(f"written to {output}")

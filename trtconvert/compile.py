@@ -2,84 +2,262 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trtconvert.bundle import MANIFEST, Manifest, check_files, read_manifest, write_manifest
+from pydantic import ValidationError
+
+from trtconvert.bundle import (
+    MANIFEST,
+    EngineRecord,
+    FileRecord,
+    Manifest,
+    check_files,
+    file_record,
+    read_manifest,
+    write_sealed,
+)
+from trtconvert.cache import Cache, Stage, default_folder
 from trtconvert.engine import tensorrt
-from trtconvert.files import whole_folder
+from trtconvert.errors import UserError
+from trtconvert.files import is_open_file, locked, require_writable, settled, whole_file
 from trtconvert.progress import Reporter, say
+from trtconvert.recipe import EngineSection
+from trtconvert.stages import ENGINE, engine_stages, narrowed
+
+_INSTEAD = "copy the bundle to another place"
+
+_CHANGEABLE = (
+    "attention",
+    "workspace_mb",
+    "optimization_level",
+    "shapes",
+    "profiles",
+    "refittable",
+    "version_compatible",
+    "hardware_compatible",
+    "weight_streaming",
+)
+"""Fields of a recipe's engine section that the machine with the GPU may decide."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""What network file systems answer that have no locks; the last one NFS, for files that cannot be opened for writing."""
 
 
-def compile_bundle(folder: Path, report: Reporter) -> Manifest:
+def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, changes: Sequence[str] = ()) -> Manifest:
     """Build a TensorRT engine for this machine's GPU from each component's ONNX, into the bundle.
 
-    The bundle is replaced once it is whole; until then, and after a failure, the old one stands. Of several that compile one
+    The engines are built in the cache, where a later call finds them, whatever ends this one. Then they are put beside what is in
+    the bundle, and a new manifest takes the old one's place: until then, the bundle is what it was. Of several that compile one
     bundle at a time, each waits for the others and keeps their engines.
 
+    Args:
+        cache: the user's own by default.
+        changes: of the engine section of the bundle's recipe, as "engine.attention=native"; the bundle keeps them.
     Returns:
         The new manifest.
     Raises:
-        UserError: not a bundle, or an altered one.
+        UserError: not a bundle, an altered one, or one that is replaced while its engines are built; it cannot be written; or a
+            change does not fit.
         BackendUnavailable: no GPU, no TensorRT, or no plugin library here.
         TrtconvertError: the engine cannot be built.
     """
     tensorrt.load()
-    with _alone(folder, lambda: say(report.console, f"another process compiles {folder}: waiting for it")):
+    folder, backend, cache = settled(folder), tensorrt.status(), cache or Cache(default_folder())
+    with _alone(folder, lambda text: say(report.console, text)) as unchanged:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
-        components = {}
-        with whole_folder(folder) as partial, report.live():
-            shutil.copytree(folder, partial, dirs_exist_ok=True, copy_function=_link_or_copy)
+        manifest = _changed(manifest, changes)
+        gpu = str(tensorrt.device_architecture()), tensorrt.device_name()
+        for name in manifest.components:  # nobody wants to hear it after the build
+            require_writable(folder / EngineRecord.of(name, "tensorrt", "", *gpu).file, _INSTEAD)
+        options, built = manifest.recipe.engine, dict[str, list[tuple[EngineRecord, Stage]]]()
+
+        def finish(path: Path) -> None:
+            if not unchanged():
+                raise _replaced(folder)
+            write_sealed(path, _with_engines(folder, manifest, built))
+
+        with whole_file(folder / MANIFEST, _INSTEAD, finish), report.live():
             for name, component in manifest.components.items():
-                with report.stage(f"engine {name}") as bar:
-                    engine = tensorrt.build_engine(
-                        name, component, partial / component.onnx, manifest.recipe.engine, bar
-                    )
-                place = partial / engine.record.file
-                place.parent.mkdir(exist_ok=True)
-                place.unlink(missing_ok=True)  # a link: writing to it would change the old bundle
-                place.write_bytes(engine.plan)
-                others = [other for other in component.engines if other.file != engine.record.file]
-                components[name] = component.model_copy(update={"engines": [*others, engine.record]})
-            (partial / MANIFEST).unlink()
-            write_manifest(partial, manifest.model_copy(update={"components": components}))
-        return read_manifest(folder)
+                read = _as_stage(folder, manifest, name)
+
+                def refuse_another(name: str = name, read: Stage = read) -> None:
+                    now = _changed(read_manifest(folder), changes)
+                    if name not in now.components or _as_stage(folder, now, name).key != read.key:
+                        raise _replaced(folder)
+
+                built[name] = engine_stages(name, component, read, options, backend, cache, report, refuse_another)
+    with locked(folder):
+        new = read_manifest(folder)
+        for name in manifest.files.keys() - new.files.keys():  # engines that others have replaced
+            (folder / name).unlink(missing_ok=True)
+    return new
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """A second name for a file, which costs no space; a copy where the file system has no such thing."""
+def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
+    """The manifest of a bundle whose recipe says something else of engines.
+
+    Raises:
+        UserError: a change is none of the engine section, does not fit, or asks for shapes that the ONNX does not have.
+    """
+    given = dict(_parsed(change) for change in changes)
+    of_shapes = given.keys() & {"shapes", "profiles"}
+    if len(of_shapes) == 1:  # one takes the place of the other
+        given |= {"profiles": []} if "shapes" in given else {"shapes": {}}
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+        engine = EngineSection.model_validate(manifest.recipe.engine.model_dump() | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            "the bundle's recipe and the command line do not fit together",
+            expected=f"{'.'.join(map(str, ('engine', *first['loc'])))}: {first['msg'].removeprefix('Value error, ')}",
+            got=", ".join(f"--set {change}" for change in changes),
+            remedy="correct the option; `trtconvert schema` describes every field",
+        ) from error
+    components = dict(manifest.components)
+    for name, component in components.items():
+        if of_shapes and component.is_denoiser:  # the others keep their models' own shapes, as in `trtconvert build`
+            profiles = [narrowed(ranges, component.dims, name) for ranges in engine.ranges()]
+            components[name] = component.model_copy(update={"profiles": profiles})
+    recipe = manifest.recipe.model_copy(update={"engine": engine})
+    return manifest.model_copy(update={"recipe": recipe, "components": components})
+
+
+def _parsed(change: str) -> tuple[str, Any]:
+    """Field and value of "engine.FIELD=VALUE", whose value is YAML."""
+    from ruamel.yaml import YAML, YAMLError
+
+    name, equals, text = change.partition("=")
+    section, _, field = name.partition(".")
+    if section != "engine" or field not in _CHANGEABLE or not equals:
+        near = difflib.get_close_matches(field or name, _CHANGEABLE, n=1, cutoff=0.5)
+        raise UserError(
+            f"--set {change} is nothing that can be changed in a bundle",
+            expected=f"engine.FIELD=VALUE; the fields are {', '.join(_CHANGEABLE)}",
+            got=change,
+            remedy=f"did you mean 'engine.{near[0]}=…'?" if near else "change the recipe, and build the bundle again",
+        )
+    try:
+        return field, YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        return field, text  # which does not fit either
+
+
+def _replaced(folder: Path) -> UserError:
+    return UserError(
+        f"the bundle {folder} was replaced while its engines were built",
+        expected="the bundle as it was when the command began",
+        got="another one, as `trtconvert build` leaves it" if (folder / MANIFEST).exists() else "no bundle",
+        remedy="run the command again; it takes from the cache what fits",
+    )
+
+
+def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
+    """A component of a bundle as what the build of its engines reads: its files, and what the manifest says of it."""
+    component = manifest.components[name]
+    files = {file: record.sha256 for file, record in manifest.files.items() if file.startswith(component.onnx)}
+    reads = [files, component.model_dump(mode="json", exclude={"engines"})]
+    return Stage(hashlib.sha256(json.dumps(reads, sort_keys=True).encode()).hexdigest(), folder, reused=True)
+
+
+def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, list[tuple[EngineRecord, Stage]]]) -> Manifest:
+    """Copy the engines into the bundle, beside those that they replace, and describe what the bundle holds then.
+
+    Args:
+        built: by component, the engine and where it is.
+    """
+    components, files, gpu, versions = {}, dict(manifest.files), "", dict(manifest.versions)
+    for name, component in manifest.components.items():
+        ((engine, stage),) = built[name]
+        content = file_record(stage.folder / ENGINE)
+        usual = Path(engine.file)
+        file = str(usual)
+        if (folder / usual).exists() and not _holds(folder / usual, content):
+            # The old manifest still names what stands there.
+            file = str(usual.with_stem(f"{usual.stem}-{content.sha256[:8]}"))
+        if not _holds(folder / file, content):
+            with whole_file(folder / file, _INSTEAD) as path:
+                shutil.copyfile(stage.folder / ENGINE, path)
+        replaced = [old for old in component.engines if _serves_the_same(old, engine)]
+        for old in replaced:
+            files.pop(old.file, None)
+        files[file] = content
+        others = [other for other in component.engines if other not in replaced]
+        engines = [*others, engine.model_copy(update={"file": file})]
+        components[name] = component.model_copy(update={"engines": engines})
+        gpu, versions["tensorrt"] = engine.gpu or engine.target, engine.library
+    changed = {
+        "components": components,
+        "files": files,
+        "backend": "tensorrt",
+        "backend_reason": f"`trtconvert compile` on {gpu}",
+        "versions": versions,
+    }
+    return manifest.model_copy(update=changed)
+
+
+def _serves_the_same(old: EngineRecord, new: EngineRecord) -> bool:
+    """Whether two engines are of one kind of GPU, whatever their files are called."""
+    return (old.backend, old.target, old.gpu) == (new.backend, new.target, new.gpu)
+
+
+def _holds(path: Path, content: FileRecord) -> bool:
+    return path.is_file() and file_record(path) == content
 
 
 @contextmanager
-def _alone(folder: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock of a bundle, its manifest's; `wait` is called where another process has it.
+def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Holds the lock of a bundle, its manifest's. What it gives tells whether the manifest is still there, as it was.
 
-    That process leaves another folder in the bundle's place, with a lock of its own, so the lock is taken again until it is
-    that of the folder which is there.
+    Whoever had the lock leaves another manifest, with a lock of its own, so the lock is taken again until it is that of the
+    manifest which is there. Where the file system has no locks, of several that compile the bundle all but one are refused in
+    the end.
+
+    Args:
+        say: told where another process has the lock, and where there is none.
     """
     waiting = False
     while True:
-        read_manifest(folder)  # refuses what is no bundle
-        handle = os.open(folder / MANIFEST, os.O_RDONLY)
+        read_manifest(folder)  # refuses what is no bundle, or none any more
+        try:
+            handle = _opened(folder / MANIFEST)
+        except FileNotFoundError:
+            continue
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not waiting:
-                    wait()
+                    say(f"another process compiles {folder}: waiting for it")
                 waiting = True
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(handle), os.stat(folder / MANIFEST)):
-                yield
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                say(f"notice: {folder} cannot be locked ({error.strerror}): compile it on one machine at a time")
+            if is_open_file(handle, folder / MANIFEST):
+                yield partial(is_open_file, handle, folder / MANIFEST)
                 return
         finally:
             os.close(handle)
+
+
+def _opened(path: Path) -> int:
+    """A handle to lock a file with. NFS locks for writing only what is open for writing."""
+    try:
+        return os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return os.open(path, os.O_RDONLY)

@@ -13,7 +13,7 @@ from rich.table import Table
 from trtconvert.cache import default_folder
 from trtconvert.engine import backend_statuses
 from trtconvert.engine.tensorrt import device_architecture, device_name
-from trtconvert.errors import BackendUnavailable
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.files import free_space
 from trtconvert.library import compiled_architectures, library_path, serves
 
@@ -46,17 +46,7 @@ def examine() -> list[Finding]:
         what = f"backend {status.name}"
         detail = f"{status.detail}; attention: {status.attention}"
         findings.append(Finding(what, status.available, detail, "" if status.available else status.remedy))
-    folder = default_folder()
-    free = free_space(folder)
-    findings.append(
-        Finding(
-            "cache",
-            free >= WANTED_FREE,
-            f"{folder}, {free / 2**30:.0f} GiB free",
-            "" if free >= WANTED_FREE else "free disk space",
-        )
-    )
-    return findings
+    return [*findings, _cache()]
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
@@ -69,6 +59,16 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
         remedy = f"\nremedy: {finding.remedy}" if finding.remedy else ""
         table.add_row(finding.what, sign, escape(finding.detail + remedy))
     console.print(table)
+
+
+def _cache() -> Finding:
+    try:
+        folder = default_folder()
+    except UserError as error:
+        return Finding("cache", False, f"{error.problem}: {error.got}", error.remedy)
+    free = free_space(folder)
+    detail = f"{folder}, {free / 2**30:.0f} GiB free"
+    return Finding("cache", free >= WANTED_FREE, detail, "" if free >= WANTED_FREE else "free disk space")
 
 
 def _kernels(gpu: str | None) -> Finding:

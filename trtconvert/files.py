@@ -10,13 +10,18 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from trtconvert.errors import UserError
 
-_PARTIAL, _OLD = ".partial-", "-old"
+PARTIAL = ".partial-"
+"""What the names of temporary folders hold that become folders or files, between a dot with the name and a random ending."""
+
+_OLD = "-old"
+
+_INSTEAD = "give another place"
 
 _UNWRITABLE = (
     errno.EACCES,
@@ -29,6 +34,11 @@ _UNWRITABLE = (
     errno.ENAMETOOLONG,
 )
 
+_IMMOVABLE = (
+    errno.EBUSY,  # something is mounted there
+    errno.EXDEV,  # of a lower layer of overlayfs, as in an image of a container
+)
+
 
 def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file."""
@@ -37,34 +47,75 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None) -> Iterator[Path]:
     """A temporary folder that becomes `target` when the block ends well, and vanishes when it does not.
 
-    What stood at `target` stays until the new folder is whole. Remains of builds that were killed are swept first.
+    What stood at `target` stays until the new folder is whole. Remains of builds that were killed are swept first. What cannot
+    be replaced is refused before the block.
 
+    Args:
+        instead: for messages, what the user can do to have another place.
+        ready: called with the new folder right before it takes its place, while no other process of this program changes what
+            is there. What it raises keeps the old one.
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
-    with _explained(target):
+    with _explained(target, instead):
         target = target.resolve()  # a link keeps pointing where it did, and "." has a name
         with _partial_folder(target) as partial:
             partial.chmod(0o755)  # mkdtemp makes folders that only their owner reads
+            _try_to_move(target, partial)
             yield partial
-            _replace_folder(partial, target)
+            with locked(target.parent), locked(target) if target.is_dir() else nullcontext():
+                if ready is not None:
+                    ready(partial)
+                _replace_folder(partial, target)
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[Path]:
+def whole_file(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None) -> Iterator[Path]:
     """As `whole_folder`, for one file; the temporary file has the same name in a folder beside.
 
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
-    with _explained(target):
+    with _explained(target, instead):
         target = target.resolve()
         with _partial_folder(target) as folder:
             yield folder / target.name
-            (folder / target.name).replace(target)
+            with locked(target.parent):
+                if ready is not None:
+                    ready(folder / target.name)
+                (folder / target.name).replace(target)
+
+
+def require_writable(target: Path, instead: str = _INSTEAD) -> None:
+    """
+    Raises:
+        UserError: `whole_file` and `whole_folder` cannot write at a place.
+    """
+    with _explained(target, instead), _partial_folder(target):
+        pass
+
+
+def settled(folder: Path) -> Path:
+    """A name of a folder that still leads to it when another one takes its place; "." does not.
+
+    Raises:
+        UserError: it is a relative one, and the current folder has gone.
+    """
+    try:
+        whole = folder.resolve()
+        return whole if Path.cwd().is_relative_to(whole) else folder
+    except FileNotFoundError as error:
+        if folder.is_absolute():
+            return folder
+        raise UserError(
+            f"there is no current folder that {folder} could be in",
+            expected="a current folder",
+            got="one that has been removed, or replaced, as bundles are when they are built again",
+            remedy='enter it again, as with `cd "$PWD"`',
+        ) from error
 
 
 @contextmanager
@@ -72,9 +123,37 @@ def temporary_folder() -> Iterator[Path]:
     """A folder in the system's temporary folder, which only its owner reads, until the block ends.
 
     Remains of processes of this user that were killed are swept first: they may hold a model's weights.
+
+    Raises:
+        UserError: there is no such folder, or it cannot be written.
     """
-    with _partial_folder(Path(tempfile.gettempdir()) / f"trtconvert-{os.getuid()}") as folder:
+    with ExitStack() as stack:
+        try:
+            place = Path(tempfile.gettempdir()) / f"trtconvert-{os.getuid()}"
+            folder = stack.enter_context(_partial_folder(place))
+        except OSError as error:
+            raise UserError(
+                "no temporary folder can be used",
+                expected="a folder that this user may write, with free space",
+                got=str(error),
+                remedy="set TMPDIR to one",
+            ) from error
         yield folder
+
+
+def link_files(names: Iterable[str], source: Path, target: Path) -> None:
+    """Give files of a folder a second name in another, which costs no space; copies where the file system has no such thing.
+
+    Args:
+        names: paths in both folders.
+    """
+    for name in names:
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, place, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source / name, place, follow_symlinks=False)
 
 
 @contextmanager
@@ -87,15 +166,9 @@ def one_at_a_time(work: Path) -> Iterator[None]:
         UserError: the place cannot be written.
     """
     path = work.with_name(work.name + ".lock")
-    with _explained(work):
+    with _explained(work, _INSTEAD):
         path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            # The one before may have removed the file after this process had opened it.
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-                break
-            os.close(handle)
+        handle = _lock_file(path)
     try:
         yield
     finally:
@@ -103,20 +176,44 @@ def one_at_a_time(work: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _lock_file(path: Path) -> int:
+    """A handle of a file that this process has locked, and that is there. It is made where there is none."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # The one before may have removed the file after this process had opened it.
+            there = is_open_file(handle, path)
+        except BaseException:
+            os.close(handle)
+            raise
+        if there:
+            return handle
+        os.close(handle)
+
+
+def is_open_file(handle: int, path: Path) -> bool:
+    """Whether an open file is the one that has a path now, and neither removed nor replaced."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target`, for its owner alone. Its lock, which ends with the process, tells a build from its remains."""
     made = not target.parent.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent):
+    with locked(target.parent):
         _sweep(target)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{_PARTIAL}", dir=target.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{PARTIAL}", dir=target.parent))
         lock = os.open(partial, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield partial
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         os.close(lock)
         if made:
             with contextlib.suppress(OSError):  # something is in it
@@ -124,8 +221,8 @@ def _partial_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it."""
+def locked(folder: Path) -> Iterator[None]:
+    """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it, or replaces it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -134,20 +231,49 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _replace_folder(partial: Path, target: Path) -> None:
-    """Move `partial` to `target`. What was there is left at `partial`, where the caller removes it."""
-    with _locked(target.parent):
+def _remove(folder: Path) -> None:
+    """Remove a folder of this program's, and what is in it, also where it is the copy of one that nobody may write."""
+    with contextlib.suppress(OSError):  # another user's
+        folder.chmod(0o700)
+        for place, names, _ in os.walk(folder):
+            for path in (Path(place, name) for name in names):
+                if not path.is_symlink():
+                    path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _try_to_move(target: Path, partial: Path) -> None:
+    """Find out whether a folder can be moved, by a rename that never succeeds: to a folder that something is in.
+
+    Raises:
+        OSError: it cannot.
+    """
+    with locked(target.parent):
+        if not target.exists():
+            return
+        (partial / "something").mkdir()
         try:
-            partial.rename(target)
+            target.rename(partial)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            if not _exchange(partial, target):
-                # The old folder steps aside; if this process dies between the renames, the next sweep puts it back.
-                old = partial.with_name(partial.name + _OLD)
-                target.rename(old)
-                partial.rename(target)
-                old.rename(partial)
+        finally:
+            (partial / "something").rmdir()
+
+
+def _replace_folder(partial: Path, target: Path) -> None:
+    """Move `partial` to `target`. What was there is left at `partial`, where the caller removes it."""
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not _exchange(partial, target):
+            # The old folder steps aside; if this process dies between the renames, the next sweep puts it back.
+            old = partial.with_name(partial.name + _OLD)
+            target.rename(old)
+            partial.rename(target)
+            old.rename(partial)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -170,13 +296,13 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _sweep(target: Path) -> None:
     """Remove what killed processes left; put back a folder that one of them had moved aside."""
-    prefix = f".{target.name}{_PARTIAL}"
+    prefix = f".{target.name}{PARTIAL}"
     for left in sorted(p for p in target.parent.iterdir() if p.name.startswith(prefix)):
         if not _in_use(left):
             if left.name.endswith(_OLD) and not target.exists():
                 left.rename(target)
             else:
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
 
 
 def _in_use(partial: Path) -> bool:
@@ -194,7 +320,7 @@ def _in_use(partial: Path) -> bool:
 
 
 @contextmanager
-def _explained(target: Path) -> Iterator[None]:
+def _explained(target: Path, instead: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -203,14 +329,23 @@ def _explained(target: Path) -> Iterator[None]:
                 f"the disk is full while writing {target}",
                 expected="free space",
                 got=f"{error.strerror or error}, {free_space(target) / 2**20:.0f} MiB free",
-                remedy="free some space or give another folder; nothing half-written was left",
+                remedy=f"free some space, or {instead}; nothing half-written was left",
             ) from error
-        if error.errno in _UNWRITABLE and _concerns(error, target):
+        if not _concerns(error, target):
+            raise
+        if error.errno in _IMMOVABLE:
+            raise UserError(
+                f"{target} cannot be replaced",
+                expected="a folder that can be renamed",
+                got="a mount point" if target.is_mount() else f"{error.strerror}: {error.filename}",
+                remedy=f"{instead}; one inside of it will do",
+            ) from error
+        if error.errno in _UNWRITABLE:
             raise UserError(
                 f"cannot write {target}",
                 expected="a place that this user may write",
-                got=f"{error.strerror}: {error.filename}" if error.filename else error.strerror or "",
-                remedy="give another one with -o (or --cache, for the build cache), or change its permissions",
+                got=f"{error.strerror}: {error.filename}",
+                remedy=f"{instead}, or change its permissions",
             ) from error
         raise
 
@@ -218,7 +353,7 @@ def _explained(target: Path) -> Iterator[None]:
 def _concerns(error: OSError, target: Path) -> bool:
     """Whether an error is about a target or what is beside or above it, rather than some other file that a block read."""
     if not isinstance(error.filename, (str, bytes)):
-        return True
+        return False
     place, target = Path(os.fsdecode(error.filename)).absolute(), target.absolute()
     return place in (target, *target.parents) or target.parent in place.parents
 
@@ -236,4 +371,8 @@ def free_space(path: Path) -> int:
 
 
 def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.absolute().parent)
+    try:
+        there = path.exists()
+    except OSError:  # in a folder that this user may not enter
+        there = False
+    return path if there else _existing(path.absolute().parent)

@@ -47,6 +47,16 @@ def load_library() -> ctypes.CDLL:
         ) from error
 
 
+def outdated(missing: AttributeError) -> BackendUnavailable:
+    """The error of a library that lacks a function."""
+    return BackendUnavailable(
+        "the kernel library is older than the program that loads it",
+        expected="the libtrtconvert.so that was built with this version",
+        got=str(missing),
+        remedy="install with 'pip install .', which builds it",
+    )
+
+
 def library_version() -> str:
     """Version of the library. Raises BackendUnavailable where there is none."""
     return _text("trtconvert_version")
@@ -67,6 +77,9 @@ def serves(architecture: str, compiled: Iterable[str]) -> bool:
 
 
 def _text(function: str) -> str:
-    call = getattr(load_library(), function)
+    try:
+        call = getattr(load_library(), function)
+    except AttributeError as error:
+        raise outdated(error) from error
     call.restype = ctypes.c_char_p
     return call().decode()

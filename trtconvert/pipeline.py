@@ -28,7 +28,7 @@ from trtconvert.calib.identity import search_reads
 from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.errors import UserError
 from trtconvert.evaluate.optional import require_installed
-from trtconvert.files import whole_folder
+from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.models.saved import copy_without_models, is_saved_pipeline
 from trtconvert.progress import Reporter
@@ -74,10 +74,16 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
         UserError: the recipe asks for something that the model or this machine does not have.
         GateError: the quality gates are missed; no bundle is left.
     """
+    output = settled(output)
     refuse_foreign(output)
     backend, reason = choose_backend(recipe.engine.backend)
     weights = identity(recipe.model)
     _refuse_missing_packages(recipe)
+
+    def take_along(new: Path) -> None:
+        refuse_foreign(output)  # it may have come meanwhile
+        if (output / bundle.MANIFEST).exists():
+            bundle.keep_others(output, new)
 
     @functools.cache
     def model() -> DiffusionModel:
@@ -85,13 +91,16 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
 
         return models.load(recipe.model)
 
-    with whole_folder(output) as folder, report.live():
+    with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
         others = component_stages(recipe, weights, model, cache, report)
         calibration = calibrate_stage(recipe, weights, model, cache, report, skip_bad)
         plan = plan_stage(recipe, calibration, model, cache, report)
         exported = export_stage(recipe, calibration, plan, model, cache, report)
         components = {COMPONENT: exported} | others
-        engines = {name: engine_stages(recipe, name, of, backend, cache, report) for name, of in components.items()}
+        engines = {
+            name: engine_stages(name, component_of(of), of, recipe.engine, backend, cache, report)
+            for name, of in components.items()
+        }
         verified = verify_stage(recipe, calibration, plan, exported, model, cache, report)
         with report.stage("bundle"):
             stages = (calibration, plan, verified)
@@ -104,17 +113,20 @@ def refuse_foreign(output: Path) -> None:
     Raises:
         UserError: something that is not a bundle stands where the bundle should go.
     """
-    if (
-        output.exists()
-        and not (output / bundle.MANIFEST).is_file()
-        and not (output.is_dir() and not any(output.iterdir()))
-    ):
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    try:
+        bundle.read_manifest(output)
+    except UserError as error:
+        got = "a folder with other files" if output.is_dir() else "a file"
+        if (output / bundle.MANIFEST).exists():
+            got += f", and a {bundle.MANIFEST} that is not a bundle's, or damaged"
         raise UserError(
             f"{output} exists and is not a bundle",
             expected="a new folder, an empty one, or a bundle to replace",
-            got="a folder with other files" if output.is_dir() else "a file",
-            remedy="give another folder with -o",
-        )
+            got=got,
+            remedy="give another folder with -o, or remove this one",
+        ) from error
 
 
 def _refuse_missing_packages(recipe: Recipe) -> None:

@@ -35,9 +35,10 @@ class Reporter:
         self.reused: set[str] = set()
         self._bars = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            # Names of layers have brackets, which are no markup of rich's.
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             TimeElapsedColumn(),
             console=console,
         )

@@ -27,7 +27,7 @@ from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, sha256
 from trtconvert.library import library_path
 from trtconvert.progress import Bar, Reporter
-from trtconvert.recipe import ComponentSection, Range, Recipe
+from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe
 
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
@@ -279,12 +279,24 @@ def export_stage(
 
 
 def engine_stages(
-    recipe: Recipe, name: str, exported: Stage, backend: BackendStatus, cache: Cache, report: Reporter
+    name: str,
+    component: ComponentRecord,
+    exported: Stage,
+    options: EngineSection,
+    backend: BackendStatus,
+    cache: Cache,
+    report: Reporter,
+    recheck: Callable[[], None] | None = None,
 ) -> list[tuple[EngineRecord, Stage]]:
-    """One serialized engine of a component per target of the chosen backend; none for ONNX Runtime, which builds nothing."""
+    """One serialized engine of a component per target of the chosen backend; none for ONNX Runtime, which builds nothing.
+
+    Args:
+        exported: a folder with the component's ONNX, and the hash of what decides it.
+        recheck: called when an engine is built, where the folder may change meanwhile. What it raises keeps the engine out of the
+            cache.
+    """
     from trtconvert.engine import tensorrt, tensorrt_rtx
 
-    component, options = component_of(exported), recipe.engine
     chosen = options.model_dump(mode="json", exclude={"backend", "targets"})
     reads = {"onnx": exported.key, "engine": chosen, "library": backend.detail}
     if backend.name == "tensorrt":  # what is measured and built depends on the GPU and on the kernels in the plugin
@@ -300,6 +312,8 @@ def engine_stages(
                 engine = tensorrt_rtx.build_engine(name, component, onnx, options, target, bar)
             else:
                 engine = tensorrt.build_engine(name, component, exported.folder / component.onnx, options, bar)
+            if recheck is not None:
+                recheck()
             (folder / ENGINE).write_bytes(engine.plan)
             (folder / RECORD).write_text(engine.record.model_dump_json(indent=1))
 
@@ -429,28 +443,33 @@ def _ranges(recipe: Recipe) -> list[dict[str, Any]]:
 
 def _profiles(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
     """The model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
-    return [_narrowed(wanted, model) for wanted in recipe.engine.ranges()]
+    return [narrowed(wanted, model.dims, model.name) for wanted in recipe.engine.ranges()]
 
 
-def _narrowed(ranges: Mapping[str, Range], model: DiffusionModel) -> Dims:
-    dims = dict(model.dims)
-    for name, wanted in ranges.items():
-        if name not in dims:
+def narrowed(ranges: Mapping[str, Range], available: Mapping[str, tuple[int, int, int]], name: str) -> Dims:
+    """The dimensions of a model of some name, with the ranges of an engine section instead of its own.
+
+    Raises:
+        UserError: a range is none of the model's, or exceeds the model's own.
+    """
+    dims = dict(available)
+    for dim, wanted in ranges.items():
+        if dim not in dims:
             raise UserError(
-                f"the recipe's engine section names the dimension '{name}', which {model.name} does not have",
+                f"the recipe's engine section names the dimension '{dim}', which {name} does not have",
                 expected=", ".join(dims),
-                got=name,
-                remedy="correct engine.shapes or engine.profiles in the recipe",
+                got=dim,
+                remedy="correct engine.shapes or engine.profiles",
             )
-        low, _, high = dims[name]
+        low, _, high = dims[dim]
         if wanted.min < low or wanted.max > high:
             raise UserError(
-                f"the recipe's engine section asks for more of '{name}' than {model.name} supports",
+                f"the recipe's engine section asks for more of '{dim}' than {name} supports",
                 expected=f"{low} to {high}",
                 got=f"{wanted.min} to {wanted.max}",
-                remedy="narrow engine.shapes or engine.profiles in the recipe",
+                remedy="narrow engine.shapes or engine.profiles",
             )
-        dims[name] = (wanted.min, wanted.opt, wanted.max)
+        dims[dim] = (wanted.min, wanted.opt, wanted.max)
     return dims
 
 

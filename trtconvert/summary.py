@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest
@@ -27,8 +27,8 @@ def print_build(outcome: Outcome, report: Reporter) -> None:
     table = _table(f"built {outcome.folder}")
     _manifest_rows(table, outcome.manifest, outcome.folder)
     for stage, seconds in report.seconds.items():
-        table.add_row(f"time, {stage}", "from the cache" if stage in report.reused else f"{seconds:.1f} s")
-    table.add_row("time, all", f"{sum(report.seconds.values()):.1f} s")
+        _row(table, f"time, {stage}", "from the cache" if stage in report.reused else f"{seconds:.1f} s")
+    _row(table, "time, all", f"{sum(report.seconds.values()):.1f} s")
     report.console.print(table)
     say(report.console, f"look at {outcome.folder / 'samples.png'}: the same seeds in full precision and in INT8")
 
@@ -37,62 +37,66 @@ def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
     """The table of `trtconvert inspect`."""
     table = _table(str(folder))
     _manifest_rows(table, manifest, folder)
-    table.add_row("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
-    table.add_row("weights", manifest.weights[:16] + "…")
-    table.add_row(
-        "files", f"{len(manifest.files)}, {_size(sum(f.size for f in manifest.files.values()))}, all as built"
-    )
+    _row(table, "made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    _row(table, "weights", manifest.weights[:16] + "…")
+    _row(table, "files", f"{len(manifest.files)}, {_size(sum(f.size for f in manifest.files.values()))}, all as built")
     console.print(table)
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     return table
 
 
+def _row(table: Table, label: str, value: str) -> None:
+    """Names and paths may have brackets, which are no markup of rich's."""
+    table.add_row(Text(label), Text(value))
+
+
 def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
-    table.add_row("model", manifest.model)
+    _row(table, "model", manifest.model)
     for name, component in manifest.components.items():
         signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
-        table.add_row(name, escape(signature))
-        table.add_row("", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
+        _row(table, name, signature)
+        _row(table, "", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
         if component.is_denoiser:
-            table.add_row("attention sites", _sites(component))
+            _row(table, "attention sites", _sites(component))
         for modes, sites in _plans(component).items():
-            table.add_row("modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
-    table.add_row("calibration", escape(_calibration(read_provenance(folder / manifest.calibration))))
+            _row(table, "modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
+    _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))
     quality = manifest.quality
     db, site, index = quality.worst_site()
     drawn = f"{quality.samples} samples, {quality.sampler} {quality.steps} steps"
-    table.add_row(
+    _row(
+        table,
         "PSNR against FP32",
         f"{quality.psnr:.1f} dB over {drawn}; worst {quality.psnr_worst:.1f} dB, seed {quality.psnr_worst_seed}",
     )
-    table.add_row("worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
-    table.add_row("exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
+    _row(table, "worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
+    _row(table, "exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
     if quality.component_errors:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in quality.component_errors.items())
-        table.add_row("components", f"relative error against float32: {errors}")
+        _row(table, "components", f"relative error against float32: {errors}")
     if manifest.pipeline:
-        table.add_row("pipeline", f'in {manifest.pipeline}/: `trtconvert run {escape(str(folder))} -p "…"`')
-    table.add_row("backend", f"{manifest.backend}: {manifest.backend_reason}")
+        _row(table, "pipeline", f'in {manifest.pipeline}/: `trtconvert run {folder} -p "…"`')
+    _row(table, "backend", f"{manifest.backend}: {manifest.backend_reason}")
     for name, component in manifest.components.items():
         of = "" if component.is_denoiser else f", {name}"
         for (backend, library, attention), engines in groupby(
             component.engines, key=lambda e: (e.backend, e.library, e.attention)
         ):
             sizes = ", ".join(f"{e.target} {_size(manifest.files[e.file].size)}" for e in engines)
-            table.add_row(f"engines{of}", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
+            _row(table, f"engines{of}", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
         for engine in component.engines:
             for line in _engine_lines(engine):
-                table.add_row("", f"{engine.target}: {line}")
+                _row(table, "", f"{engine.target}: {line}")
         size = _size(sum(f.size for file, f in manifest.files.items() if file.startswith(component.onnx)))
         attention = (
             "INT8, the op's function body (exact numerics, slow)" if component.is_denoiser else "its own precision"
         )
-        table.add_row(f"ONNX{of}", f"{size}, any ONNX Runtime, attention: {attention}")
+        _row(table, f"ONNX{of}", f"{size}, any ONNX Runtime, attention: {attention}")
 
 
 def _engine_lines(engine: EngineRecord) -> Iterator[str]:
@@ -105,14 +109,15 @@ def _engine_lines(engine: EngineRecord) -> Iterator[str]:
     names = ("refittable", "version_compatible", "hardware_compatible", "weight_streaming")
     if options := [name.replace("_", " ") for name in names if getattr(engine, name)]:
         yield ", ".join(options)
-    same: dict[tuple[int, int, float, float], int] = {}
+    same: dict[tuple[int, int, float | None, float], int] = {}
     for site in engine.native_sites:
         key = (site.query_tokens, site.key_tokens, site.native_us, site.plugin_us)
         same[key] = same.get(key, 0) + 1
     for (queries, keys, native, plugin), count in same.items():
         sites = "1 site stays" if count == 1 else f"{count} sites stay"
-        why = "" if native < plugin else " alone, but the whole engine is faster so"
-        yield f"{sites} native: {queries} × {keys} tokens, {_microseconds(native)} against {_microseconds(plugin)}{why}"
+        alone = "not timed alone" if native is None else f"{_microseconds(native)} against {_microseconds(plugin)}"
+        why = "" if native is not None and native < plugin else " alone, but the whole engine is faster so"
+        yield f"{sites} native: {queries} × {keys} tokens, {alone}{why}"
     if engine.plugin_us is not None and engine.native_us is not None:
         yield (
             f"a call takes {_microseconds(engine.plugin_us)} with the plugin, {_microseconds(engine.native_us)} with native "

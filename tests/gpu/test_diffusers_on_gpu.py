@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from tolerances import INT8_IMAGES_PSNR
+from tolerances import INT8_CALL, INT8_IMAGES_PSNR
 
 from trtconvert import runtime
 from trtconvert.cache import Cache
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().availabl
 
 @pytest.mark.parametrize("name", ["flux", "stable_diffusion_xl"])
 def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
-    """In FP16 throughout, twenty steps: what the engine draws is what torch draws, from a CUDA graph but for two calls."""
+    """In FP16 throughout, twenty steps: each call, and what the engine draws, is torch's, from a CUDA graph but for two calls."""
     make, options = tiny_pipelines.PIPELINES[name]
     make().save_pretrained(tmp_path / "pipeline")
     recipe = {
@@ -61,10 +61,13 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
 
     full = images()
     with runtime.load(tmp_path / "bundle", backend="tensorrt") as bundle:
-        setattr(pipe, bundle.manifest.components["denoiser"].diffusers.component, bundle.as_diffusers())
+        component, dropped_in = bundle.manifest.components["denoiser"].diffusers.component, bundle.as_diffusers()
+        errors = tiny_pipelines.errors_beside(dropped_in, getattr(pipe, component))
+        setattr(pipe, component, dropped_in)
         assert pipe.device.type == "cuda"
         drawn = images()
         assert bundle["denoiser"].graphs_recorded == 1
+    assert len(errors) == 20 and max(errors) <= INT8_CALL
     assert drawn.device.type == "cuda" and psnr(drawn.float(), full.float()).min() >= INT8_IMAGES_PSNR
 
 
@@ -103,8 +106,10 @@ def test_engines_alone_draw_a_prompt(tmp_path):
 
     with runtime.load(tmp_path / "bundle", backend="tensorrt") as bundle:
         pipe = bundle.pipeline()
+        errors = tiny_pipelines.errors_beside(pipe.transformer, torch_pipe.transformer)
         assert pipe.device.type == "cuda"
         drawn = images(pipe)
         encoded = pipe.vae.encode(drawn * 2 - 1).latent_dist.mode()
     assert encoded.device.type == "cuda" and encoded.isfinite().all()
+    assert len(errors) == 20 and max(errors) <= INT8_CALL
     assert psnr(drawn.float(), images(torch_pipe).float()).min() >= INT8_IMAGES_PSNR

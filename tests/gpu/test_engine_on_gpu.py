@@ -20,6 +20,7 @@ from tolerances import HALF_DENOISER
 from trtconvert import runtime
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import MANIFEST, TensorRecord, check_files, read_manifest, write_manifest
+from trtconvert.cache import Cache
 from trtconvert.compile import compile_bundle
 from trtconvert.engine import tensorrt, timing_cache
 from trtconvert.engine.attention_choice import AttentionCase, Choice, one_node_model, site_plans
@@ -299,7 +300,7 @@ def test_compile_finishes_a_bundle(bundle, tmp_path, attention):
     """What is computed is what ONNX Runtime computes: the INT8 arithmetic with the plugin, exact attention without."""
     folder = shutil.copytree(bundle, tmp_path / "bundle")
     _with_attention(folder, attention)
-    manifest = compile_bundle(folder, Reporter(Console(quiet=True)))
+    manifest = compile_bundle(folder, Reporter(Console(quiet=True)), Cache(tmp_path / "cache"))
     check_files(folder, manifest)
     component = manifest.components["denoiser"]
     (record,) = component.engines
@@ -326,7 +327,7 @@ def test_the_faster_of_two_whole_engines_goes_into_the_bundle(bundle, tmp_path, 
     monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice([], []))
     folder = shutil.copytree(bundle, tmp_path / "bundle")
     _with_attention(folder, "auto")
-    manifest = compile_bundle(folder, Reporter(Console(quiet=True)))
+    manifest = compile_bundle(folder, Reporter(Console(quiet=True)), Cache(tmp_path / "cache"))
     (record,) = manifest.components["denoiser"].engines
     assert min(record.plugin_us, record.native_us) > 1
     assert record.attention == ("plugin" if record.plugin_us <= record.native_us else "native")

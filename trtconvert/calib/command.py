@@ -47,7 +47,7 @@ def calibrate_recipe(
     work = observations_folder(cache, calibration_reads(recipe, weights) | {"device": device})
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
-    target = whole_file(output) if ranks.rank == 0 else contextlib.nullcontext()
+    target = whole_file(output, "give another file with -o") if ranks.rank == 0 else contextlib.nullcontext()
     with alone:
         with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself

@@ -8,6 +8,7 @@ runs there; TensorRT's own attention with heads first, since a whole network com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,8 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class CaseTimes:
-    """Device time of one call in microseconds: with TensorRT's own attention, and with the plugin in each mode."""
+    """Device time of one call in microseconds: with TensorRT's own attention (infinite where it has none), and with the plugin in
+    each mode."""
 
     native: float
     plugin: Mapping[Mode, float]
@@ -171,13 +173,14 @@ def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, fr
             name=name,
             query_tokens=lengths[0],
             key_tokens=lengths[1],
-            native_us=round(native_us, 2),
+            native_us=round(native_us, 2) if math.isfinite(native_us) else None,
             plugin_us=round(plugin_us, 2),
         )
         (native if native_us < plugin_us else plugin.setdefault(lengths, [])).append(site)
 
     def saved(group: list[NativeSite]) -> float:
-        return sum(site.native_us - site.plugin_us for site in group) / len(group)
+        of_each = (math.inf if site.native_us is None else site.native_us - site.plugin_us for site in group)
+        return sum(of_each) / len(group)
 
     return Choice(native, sorted(plugin.values(), key=saved, reverse=True))
 

@@ -59,7 +59,7 @@ class AttentionTimer:
         try:
             plan = self._build(model)
         except TrtconvertError as error:
-            self._notice(f"TensorRT has no attention of its own for {case.q} and {case.k}: {error.got}")
+            self._notice(f"TensorRT's own attention for {case.q} and {case.k} cannot be timed alone: {error.got}")
             return float("inf")
         # The feeds are random numbers, of which any order serves.
         shapes = {"q": case.q, "k": case.k, "v": case.k}

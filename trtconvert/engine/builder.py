@@ -5,15 +5,13 @@ Both are used through their Python bindings, which are alike; the module is pass
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from trtconvert.bundle import Dims, TensorRecord
 from trtconvert.engine import BuildWatcher
+from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError
 
@@ -45,26 +43,31 @@ def build_plan(
         timing_cache: file that keeps the kernels' timings from build to build.
     Raises:
         TrtconvertError: the parser or the builder refuses; the message carries what the library logged last.
-        KeyboardInterrupt: Ctrl-C while building, after the builder has let go.
+        KeyboardInterrupt: Ctrl-C, after the parser or the builder has let go.
     """
     log = make_log(trt)
-    builder = trt.Builder(log)
-    # From TensorRT 11 and in TensorRT-RTX every network is strongly typed and the flag is gone.
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    network = builder.create_network(0 if flag is None else 1 << int(flag))
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse(model, str(path)) or network.num_outputs == 0:  # nothing parses as an empty model
-        raise _parser_refusal(parser, log, path, title)
-    config = builder.create_builder_config()
-    for dims in profiles:
-        config.add_optimization_profile(_profile(builder, inputs, dims))
-    configure(config)
-    if timing_cache is not None:
-        load_timings(config, timing_cache, watch.notice)
-    with _DeferredSignals() as signals:
+    with DeferredSignals() as signals:
+        try:
+            builder = trt.Builder(log)
+        except TypeError as error:  # the bindings' word for a null pointer
+            raise _builder_refusal(log, title) from error
+        # From TensorRT 11 and in TensorRT-RTX every network is strongly typed and the flag is gone.
+        flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+        network = builder.create_network(0 if flag is None else 1 << int(flag))
+        parser = trt.OnnxParser(network, log)
+        if not parser.parse(model, str(path)) or network.num_outputs == 0:  # nothing parses as an empty model
+            raise _parser_refusal(parser, log, path, title)
+        config = builder.create_builder_config()
+        for dims in profiles:
+            config.add_optimization_profile(_profile(builder, inputs, dims))
+        configure(config)
+        if timing_cache is not None:
+            load_timings(config, timing_cache, watch.notice)
         monitor = _monitor(trt, watch, signals)
         config.progress_monitor = monitor
-        plan = builder.build_serialized_network(network, config)
+        plan = builder.build_serialized_network(network, config) if signals.caught is None else None
+    if signals.caught is not None:  # by a handler that raises nothing
+        raise KeyboardInterrupt
     if monitor.failure is not None:
         raise monitor.failure
     if plan is None:
@@ -107,14 +110,19 @@ def _parser_refusal(parser: Any, log: Any, path: Path, title: str) -> Trtconvert
     )
 
 
+def lacks_memory(text: str) -> bool:
+    """Whether what a library logged is about memory that ran out."""
+    return any(word in text.lower() for word in _MEMORY_WORDS)
+
+
 def _builder_refusal(log: Any, title: str) -> TrtconvertError:
-    if any(word in log.text().lower() for word in _MEMORY_WORDS):
+    if lacks_memory(log.text()):
         return TrtconvertError(
             f"{title}: memory ran out while the engine was built",
             expected="device and host memory for the weights, the largest shapes and the kernels that are tried",
             got=log.last(),
-            remedy="end other programs on the GPU, set engine.workspace_mb, lower engine.optimization_level, or narrow "
-            "engine.shapes",
+            remedy="end other programs on the GPU, set engine.workspace_mb or a lower engine.optimization_level in the recipe or "
+            "by `trtconvert compile --set`, or narrow engine.shapes in the recipe",
         )
     return TrtconvertError(
         f"{title}: the engine cannot be built",
@@ -124,8 +132,12 @@ def _builder_refusal(log: Any, title: str) -> TrtconvertError:
     )
 
 
+_KEPT_ERRORS = 100
+"""The latest of a log: an engine that runs for weeks may see many."""
+
+
 def make_log(trt: Any) -> Any:
-    """A logger of the library that keeps its errors; `last()` gives the latest ones, `text()` all."""
+    """A logger of the library that keeps its errors; `last()` gives the latest two, `text()` all that are kept."""
 
     class Log(trt.ILogger):
         """Keeps errors for the message to the user instead of printing them."""
@@ -137,6 +149,7 @@ def make_log(trt: Any) -> Any:
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
+                del self.errors[:-_KEPT_ERRORS]
 
         def last(self) -> str:
             return "; ".join(self.errors[-2:]) or "no reason was logged"
@@ -147,37 +160,7 @@ def make_log(trt: Any) -> Any:
     return Log()
 
 
-class _DeferredSignals:
-    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done. What the process ignores,
-    as jobs in the background ignore Ctrl-C, stays ignored.
-
-    An exception that is raised in one of the library's callbacks crosses C++ code, which ends the process.
-    """
-
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self.caught: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def _keep(self, number: int, _frame: FrameType | None) -> None:
-        self.caught = number
-
-    def __enter__(self) -> _DeferredSignals:
-        # Python refuses it in other threads, and sends signals to this one only.
-        if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in self._NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._keep) for number in heeded}
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self.caught is not None:
-            signal.raise_signal(self.caught)
-
-
-def _monitor(trt: Any, watch: BuildWatcher, signals: _DeferredSignals) -> Any:
+def _monitor(trt: Any, watch: BuildWatcher, signals: DeferredSignals) -> Any:
     class Monitor(trt.IProgressMonitor):
         """Progress of the outermost phases; a false step ends the build."""
 

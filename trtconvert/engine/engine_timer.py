@@ -20,7 +20,10 @@ from trtconvert.errors import TrtconvertError
 ROTATION = 4
 """Sets of inputs that take turns, so that none is read twice in a row."""
 
-_REMEDY = "end other programs on the GPU, or set engine.attention to plugin or native, which needs no timing"
+_REMEDY = (
+    "end other programs on the GPU, or set engine.attention to plugin or native, which needs no timing, in the recipe or by "
+    "`trtconvert compile --set`"
+)
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def timing_failures(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+    except RuntimeError as error:  # torch's word for what CUDA refuses, and the class of its other errors
         raise TrtconvertError(
             f"{what} could not be timed",
             expected=f"room on the GPU for {ROTATION} sets of inputs, and an engine that a CUDA graph can record",
@@ -70,7 +73,7 @@ class EngineRunner:
             profile: index of the optimisation profile that holds their shapes.
         Raises:
             TrtconvertError: the engine does not take them, or does not run.
-            torch.OutOfMemoryError, torch.AcceleratorError: see `timing_failures`.
+            RuntimeError: see `timing_failures`.
         """
         context = self._context
         taken = [context.set_optimization_profile_async(profile, torch.cuda.current_stream().cuda_stream)]

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from trtconvert.engine.signals import DeferredSignals
+
 
 def load_engine(trt: Any, log: Any, plan: bytes) -> tuple[Any, Any | None]:
     """Load a plan onto the current device, and wait until it is there.
@@ -20,8 +22,9 @@ def load_engine(trt: Any, log: Any, plan: bytes) -> tuple[Any, Any | None]:
         TensorRT's runtime, which has to outlive the engine, and the engine; None where TensorRT refuses the plan, and the log
         says why.
     """
-    runtime = trt.Runtime(log)
-    runtime.engine_host_code_allowed = True  # the plan carries our plugin library
-    engine = runtime.deserialize_cuda_engine(plan)
-    torch.cuda.synchronize()
+    with DeferredSignals():
+        runtime = trt.Runtime(log)
+        runtime.engine_host_code_allowed = True  # the plan carries our plugin library
+        engine = runtime.deserialize_cuda_engine(plan)
+        torch.cuda.synchronize()
     return runtime, engine

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,27 +43,57 @@ def status() -> BackendStatus:
 
     if device_architecture() is None:
         return missing("no NVIDIA GPU", "build on the machine that the engine is for")
-    module = next((name for name in _PACKAGES if importlib.util.find_spec(name)), None)
-    if module is None:
-        return missing("TensorRT's Python package is not installed", _REMEDY)
-    try:
-        trt = importlib.import_module(module)
-    except (ImportError, OSError) as error:
-        return missing(
-            f"{module} cannot be loaded: {error}", f"{_REMEDY}; bindings and libraries need the same version"
-        )
+    trt, failure = _imported()
+    if trt is None:
+        if not failure:
+            return missing("TensorRT's Python package is not installed", _REMEDY)
+        return missing(failure, f"{_REMEDY}; bindings and libraries need the same version")
     if mismatch := version_mismatch(trt):
         return missing(mismatch, "install both of one version, and take others out of LD_LIBRARY_PATH")
     if library_path() is None:
         return missing(
             "libtrtconvert.so, the plugin library, is not installed", "pip install trtconvert, with a C++ compiler"
         )
+    if problem := cuda_problem():
+        return missing(
+            f"torch cannot use the GPU: {problem}",
+            "update the NVIDIA driver, or install torch and TensorRT for the CUDA version that it has",
+        )
     return BackendStatus("tensorrt", _ATTENTION, True, trt.__version__)
+
+
+def _imported() -> tuple[Any | None, str]:
+    """TensorRT's Python module, or why none of those that are installed can be loaded; empty where none is installed."""
+    failures = []
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name is no package
+            continue
+        try:
+            return importlib.import_module(name), ""
+        except (ImportError, OSError) as error:
+            failures.append(f"{name} cannot be loaded: {error}")
+    return None, "; ".join(failures)
+
+
+def cuda_problem() -> str:
+    """Why the GPU cannot be used here, as with a driver older than CUDA; empty where it can.
+
+    TensorRT must not find out: its Runtime then ends the process.
+    """
+    import torch
+
+    try:
+        torch.cuda.init()
+        torch.cuda.synchronize()
+    except (RuntimeError, AssertionError) as error:  # an assertion, where torch was built without CUDA
+        return str(error).strip().splitlines()[0]
+    return ""
 
 
 def version_mismatch(trt: Any) -> str:
     """How the versions of the bindings and of the library that they loaded differ; empty where they do not."""
-    bindings_version = tuple(int(part) for part in trt.__version__.split(".")[:3])
+    bindings_version = tuple(int(number) for number in re.findall(r"\d+", trt.__version__)[:3])
     loaded = ctypes.CDLL(f"libnvinfer.so.{bindings_version[0]}").getInferLibVersion()
     library_version = (loaded // 10_000, loaded // 100 % 100, loaded % 100)
     if library_version == bindings_version:
@@ -121,7 +152,7 @@ def bindings() -> Any:
             got=state.detail,
             remedy=state.remedy,
         )
-    return importlib.import_module(next(name for name in _PACKAGES if importlib.util.find_spec(name)))
+    return _imported()[0]
 
 
 def load() -> Any:
@@ -183,22 +214,28 @@ def build_engine(
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
-    record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture())).model_copy(
+    record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
             "plugin": library_version() if engine.with_plugin else "",
-            "gpu": device_name(),
             "profiles": profiles,
             "native_sites": engine.native_sites,
             "plugin_us": engine.times.plugin if engine.times else None,
             "native_us": engine.times.native if engine.times else None,
             "refittable": options.refittable,
+            "weights": _shapes(model) if options.refittable else {},
             "version_compatible": options.version_compatible,
             "hardware_compatible": options.hardware_compatible,
             "weight_streaming": options.weight_streaming,
         }
     )
     return BuiltEngine(engine.plan, record)
+
+
+def _shapes(model: ir.Model) -> dict[str, list[int]]:
+    """Shapes of the weights of more than one dimension, by name."""
+    weights = {name: value.shape for name, value in model.graph.initializers.items()}
+    return {name: list(shape.numpy()) for name, shape in weights.items() if shape is not None and len(shape) > 1}
 
 
 def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["auto", "plugin", "native"]:

@@ -5,6 +5,7 @@ It hosts no plugins, so its attention is the `native` lowering in the model's ow
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,18 +18,28 @@ from trtconvert.engine.builder import build_plan
 from trtconvert.recipe import EngineSection
 
 _REMEDY = "pip install 'trtconvert[rtx]'"
+_ATTENTION = "native: the model's precision"
 
 
 def status() -> BackendStatus:
-    """Whether both wheels are installed."""
-    attention = "native: the model's precision"
-    for module, package in (
-        ("tensorrt_rtx_bindings", "tensorrt_rtx_cu13_bindings"),
-        ("tensorrt_rtx_libs", "tensorrt_rtx_cu13_libs"),
-    ):
+    """Whether both wheels are installed, are of one version, and load."""
+
+    def missing(detail: str) -> BackendStatus:
+        return BackendStatus("tensorrt_rtx", _ATTENTION, False, detail, _REMEDY)
+
+    modules = {"tensorrt_rtx_bindings": "tensorrt_rtx_cu13_bindings", "tensorrt_rtx_libs": "tensorrt_rtx_cu13_libs"}
+    for module, package in modules.items():
         if importlib.util.find_spec(module) is None:
-            return BackendStatus("tensorrt_rtx", attention, False, f"{package} is not installed", _REMEDY)
-    return BackendStatus("tensorrt_rtx", attention, True, importlib.metadata.version("tensorrt_rtx_cu13_libs"))
+            return missing(f"{package} is not installed")
+    try:
+        version = str(importlib.import_module("tensorrt_rtx_bindings").__version__)
+    except (ImportError, OSError, AttributeError) as error:
+        return missing(f"tensorrt_rtx_bindings cannot be loaded: {error}")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # packages of other names hold the modules
+        libraries = importlib.metadata.version(modules["tensorrt_rtx_libs"])
+        if libraries != version:
+            return missing(f"the Python bindings are of TensorRT-RTX {version}, the libraries {libraries}")
+    return BackendStatus("tensorrt_rtx", _ATTENTION, True, version)
 
 
 def build_engine(

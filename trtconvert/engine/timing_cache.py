@@ -15,10 +15,13 @@ from trtconvert.files import one_at_a_time, whole_file
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def timing_cache_path(gpu: str, version: str) -> Path:
-    """Where the timings of one kind of GPU and one version of TensorRT are kept."""
+def timing_cache_path(gpu: str, version: str) -> Path | None:
+    """Where the timings of one kind of GPU and one version of TensorRT are kept; None for a user without a cache folder."""
     name = re.sub(r"[^\w.]+", "-", f"{gpu} tensorrt {version}").strip("-").lower()
-    return default_folder() / "timing" / f"{name}.cache"
+    try:
+        return default_folder() / "timing" / f"{name}.cache"
+    except UserError:
+        return None
 
 
 def load_timings(config: Any, path: Path, notice: Callable[[str], None]) -> None:

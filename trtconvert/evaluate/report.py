@@ -80,7 +80,7 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
             remedy=f"run `trtconvert evaluate {folder}`",
         )
     html = render(folder, manifest, found)
-    with whole_file(output) as partial:
+    with whole_file(output, "give another file with -o") as partial:
         partial.write_text(html, encoding="utf-8")
 
 

@@ -67,14 +67,12 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
     if manifest.pipeline:
         from trtconvert.models.diffusers import pipeline_sampler
 
-        return pipeline_sampler(bundle.pipeline(), manifest.components["denoiser"], section.options, prompts)
+        sampler = pipeline_sampler(bundle.pipeline(), manifest.components["denoiser"], section.options, prompts)
+        if prompts and not sampler.caller.has_text_encoder:  # it would draw embeddings of its own
+            raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
+        return sampler
     if prompts:
-        raise UserError(
-            f"{bundle.folder} does not turn prompts into images",
-            expected="a bundle of a diffusers pipeline with its text encoders: components: {all: {}} in the recipe",
-            got=f"a bundle of {section.source} without components",
-            remedy="leave the prompts out, or build it with components",
-        )
+        raise _no_prompts(bundle, f"a bundle of {section.source} without components")
     if section.source == DIGITS:
         from trtconvert.models.digits import draw_digits
 
@@ -87,6 +85,15 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
             remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
         )
     return load(section).sample
+
+
+def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:
+    return UserError(
+        f"{bundle.folder} does not turn prompts into images",
+        expected="a bundle of a diffusers pipeline with its text encoders: components: {all: {}} in the recipe",
+        got=got,
+        remedy="leave the prompts out, or build it of a pipeline with text encoders, with components",
+    )
 
 
 def _from_function(section: ModelSection) -> DiffusionModel:

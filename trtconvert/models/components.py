@@ -20,11 +20,9 @@ from trtconvert.models.base import InputSpec, ModelComponent
 from trtconvert.models.pipelines import Observed, PipelineCaller, observe_sizes, plain_config, replaced
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
+from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
-
-_SIZE_ONLY = {"shape", "ndim", "dtype", "device", "dim", "size", "numel", "is_floating_point", "requires_grad"}
-"""Attributes and methods of a tensor that do not look into it."""
 
 _SMALL = 1024
 """Elements up to which a tensor among a model's attributes is a setting, like LTX's latents_mean, and travels in the manifest."""
@@ -228,8 +226,7 @@ class _Watch(TorchFunctionMode):
             self._paused = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
-        if not self._paused and getattr(named, "__name__", "") not in _SIZE_ONLY:
+        if not self._paused and looks_into(func):
             self.look((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

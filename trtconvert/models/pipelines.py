@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trtconvert.errors import BackendUnavailable, UserError
@@ -95,7 +96,7 @@ def load_pipeline(folder: Path) -> Any:
             if isinstance(part, nn.Module) and part.dtype != torch.float32:
                 part.to(torch.float32)
         return loaded
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise UserError(
             f"the pipeline in {folder} cannot be loaded",
             expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",

@@ -73,8 +73,9 @@ class LoadedBundle:
 
     def close(self) -> None:
         """Wait for what is running, and let go of the engines and their memory. Further calls are refused."""
-        for component in self.components.values():
-            component.close()
+        with ExitStack() as closing:  # all of them, whatever one says
+            for component in self.components.values():
+                closing.callback(component.close)
 
     def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
         """A component for a diffusers pipeline, in the place of its `unet` or `transformer`, of a text encoder, or of its `vae`.
@@ -117,9 +118,10 @@ class LoadedBundle:
 
         Args:
             parts: models that the bundle does not have, and others instead of the pipeline's own, by the pipeline's names:
-                `vae=…`, `scheduler=…`.
+                `vae=…`, `scheduler=…`; None to go without.
         Raises:
-            UserError: the bundle was built without components, or lacks one that the pipeline needs.
+            UserError: the bundle was built without components, lacks a model that the pipeline was saved with, or the pipeline
+                takes no such part.
             BackendUnavailable: the installed diffusers or transformers has no such pipeline.
         """
         from trtconvert.runtime.pipeline import make_pipeline
@@ -184,6 +186,13 @@ def load(
                 got=str(value),
                 remedy=f"correct the argument {name}",
             )
+    if backend not in ("auto", "tensorrt", "onnxruntime"):
+        raise UserError(
+            f"there is no backend '{backend}'",
+            expected="auto, tensorrt or onnxruntime",
+            got=str(backend),
+            remedy="correct the argument backend",
+        )
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_files(folder, manifest)
@@ -214,7 +223,7 @@ def _on_gpu(
 
     version = builder.bindings().__version__
     major, minor = torch.cuda.get_device_capability(device)
-    machine = Machine(f"sm{major}{minor}", version, library_version())
+    machine = Machine(f"sm{major}{minor}", version, library_version(), torch.cuda.get_device_name(device), device.index)
     without = [name for name, records in engines.items() if not records]
     if without:
         raise BackendUnavailable(
@@ -259,13 +268,16 @@ def _gpu(device: str | int | torch.device | None) -> torch.device:
             got="none",
             remedy="install a torch for CUDA and the driver, or load the bundle with backend='onnxruntime'",
         )
-    given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    try:
+        given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    except RuntimeError:  # torch knows no such device
+        given = torch.device("cpu")
     index = torch.cuda.current_device() if given.index is None else given.index
-    if given.type != "cuda" or index >= torch.cuda.device_count():
+    if given.type != "cuda" or not 0 <= index < torch.cuda.device_count():
         raise BackendUnavailable(
-            f"there is no GPU '{given}'",
+            f"there is no GPU '{device}'",
             expected=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}",
-            got=str(given),
+            got=str(device),
             remedy="give one of those as device",
         )
     return torch.device("cuda", index)

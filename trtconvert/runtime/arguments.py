@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -106,9 +107,7 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
                 raise _different(name, f"{len(node['list'])} values", value)
             for index, item in enumerate(node["list"]):
                 match(f"{name}.{index}", item, value[index])
-        elif not (_nothing(value) and _nothing(node["value"])) and (
-            isinstance(value, Tensor) or value != node["value"]
-        ):
+        elif not (_nothing(value) and _nothing(node["value"])) and not (_plain(value) and value == node["value"]):
             raise _different(name, repr(node["value"]), value)
 
     for name in {**structure, **arguments}:
@@ -120,10 +119,17 @@ def _nothing(value: Any) -> bool:
     return value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
 
 
+def _plain(value: Any) -> bool:
+    """Whether it is a number, numpy's among them, or text. Arrays compare element by element."""
+    return isinstance(value, (Number, str))
+
+
 def _different(name: str, expected: str, value: Any) -> UserError:
+    shape = None if _plain(value) else getattr(value, "shape", None)
+    kind = "a tensor" if isinstance(value, Tensor) else "an array"
     return UserError(
         f"the model was converted for another '{name}'",
         expected=expected,
-        got=f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value),
+        got=repr(value) if shape is None else f"{kind} of shape {list(shape)}",
         remedy="call the pipeline as it was called for the conversion, or convert it for this call (model.options in the recipe)",
     )

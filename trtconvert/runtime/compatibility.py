@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,15 +16,21 @@ _PORTABLE_SINCE = 80
 
 @dataclass(frozen=True)
 class Machine:
-    """What an engine would run on: the GPU's architecture like "sm90", TensorRT's version, the plugin library's version."""
+    """What an engine would run on: the GPU's architecture like "sm90", the versions of TensorRT and the plugin library, and the
+    GPU's name and index."""
 
     architecture: str
     tensorrt: str
     plugin: str
+    gpu: str = ""
+    index: int = 0
 
 
 def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine) -> EngineRecord:
-    """The first of a component's TensorRT engines that runs here.
+    """That of a component's TensorRT engines which runs here, the first of several; sooner one that was built on such a GPU.
+
+    Warns where it was built on another GPU of the same architecture: TensorRT chose its kernels, and we the attention, by the
+    times on that one.
 
     Args:
         name: of the component.
@@ -32,16 +39,27 @@ def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine)
         BackendUnavailable: none does; says what each needs.
     """
     obstacles = [_obstacle(record, machine) for record in records]
-    for record, obstacle in zip(records, obstacles, strict=True):
-        if not obstacle:
-            return record
+    fitting = [record for record, obstacle in zip(records, obstacles, strict=True) if not obstacle]
+    compile_here = (
+        f"run `{f'CUDA_VISIBLE_DEVICES={machine.index} ' if machine.index else ''}trtconvert compile` on this machine"
+    )
+    if fitting:
+        best = next((record for record in fitting if record.gpu == machine.gpu), fitting[0])
+        if best.gpu and machine.gpu and best.gpu != machine.gpu and not best.hardware_compatible:
+            warnings.warn(
+                f"{best.file} was built and timed on {best.gpu}, this is {machine.gpu}: it computes the same, and may be slower "
+                f"than one that was built here; {compile_here}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return best
     raise BackendUnavailable(
         f"the bundle's TensorRT engines of '{name}' are for another machine",
         expected="; or ".join(
             f"{obstacle} ({record.file})" for record, obstacle in zip(records, obstacles, strict=True)
         ),
         got=f"{machine.architecture}, TensorRT {machine.tensorrt}, plugin library {machine.plugin}",
-        remedy="run `trtconvert compile` on this machine, or load the bundle with backend='onnxruntime' to check it",
+        remedy=f"{compile_here}, or load the bundle with backend='onnxruntime' to check it",
     )
 
 

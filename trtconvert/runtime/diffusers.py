@@ -21,6 +21,7 @@ from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.signature import shape_of
+from trtconvert.runtime.unused import UnusedResult
 
 PACKING = ("return_dict", "generator")
 """Parameters that change no arithmetic: how results are packed, and randomness that a text encoder or a VAE does not draw."""
@@ -29,7 +30,7 @@ PACKING = ("return_dict", "generator")
 class _DropIn(nn.Module):
     """What a pipeline needs of any of its models: `config`, `dtype`, `device`.
 
-    It has no parameters, so a pipeline's `to()` leaves it where it is.
+    It has no weights, so a pipeline's `to()` leaves it where it is.
 
     Args:
         record: how the pipeline calls the model.
@@ -52,13 +53,17 @@ class _DropIn(nn.Module):
         self.dtype, self.device = dtype, device
         self._record = record
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """One without elements: pipelines, and accelerate's hooks, read a model's type and device off the first."""
+        yield nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), requires_grad=False)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             raise AttributeError(
-                f"the converted {self._record.model} has no '{name}': what changes a model (LoRA, adapters, attention "
-                "processors) is done before `trtconvert build`"
+                f"the converted {self._record.model} has no '{name}': it runs as it was converted, with what pipelines need "
+                "of it; what changes a model, such as LoRA, is done and saved before `trtconvert build`"
             ) from None
 
 
@@ -142,7 +147,15 @@ class DiffusersDenoiser(_DropIn):
         named = tensors_of(self._record.arguments, arguments)
         sample = next(x for name, x in named.items() if name != self._timestep)
         timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
-        named[self._timestep] = timestep.reshape(-1).expand(sample.shape[0])
+        batch = sample.shape[0] if sample.dim() else 1
+        if timestep.numel() not in (1, batch):
+            raise UserError(
+                f"the converted {self._record.model} cannot take these values of '{self._timestep}'",
+                expected=f"one for all samples, or one for each of {batch}",
+                got=f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}",
+                remedy="denoise every sample as a whole: use a pipeline without timesteps of each token or frame",
+            )
+        named[self._timestep] = timestep.reshape(-1).expand(batch)
         output = self._denoiser(**_whole_numbers(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)
 
@@ -173,7 +186,7 @@ class DiffusersDenoiser(_DropIn):
 
 class DiffusersTextEncoder(_DropIn):
     """A pipeline's text encoder: forward with the model's parameters. What the pipeline did not look into when it was converted
-    comes back as tensors of the meta device, which have a shape and nothing in them.
+    comes back as `UnusedResult`.
 
     Args:
         component: takes named tensors; signature: of it.
@@ -234,6 +247,8 @@ class _Method:
         """
         arguments = self.parameters.bound(args, kwargs)
         return_dict, _ = (arguments.pop(name, True) for name in PACKING)
+        if self._record.method == "forward":  # transformers takes None as yes, diffusers as no
+            return_dict = return_dict is None or return_dict
         named = _whole_numbers(tensors_of(self._record.arguments, arguments))
         outputs = self._component(**named)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -245,14 +260,14 @@ class _Method:
             if isinstance(dim, str)
         }
 
-        def value(node: dict[str, Any]) -> Any:
+        def value(name: str, node: dict[str, Any]) -> Any:
             if "tensor" in node:
                 return found[node["tensor"]]
             if "unused" in node:
-                return torch.empty(shape_of(node["unused"], sizes), device="meta")
-            return tuple(value(item) for item in node["list"])
+                return UnusedResult.of(self._record.component, name, shape_of(node["unused"], sizes))
+            return tuple(value(f"{name}.{index}", item) for index, item in enumerate(node["list"]))
 
-        results = {name: value(node) for name, node in self._record.results.items()}
+        results = {name: value(name, node) for name, node in self._record.results.items()}
         if "latent_dist" in results:
             from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 

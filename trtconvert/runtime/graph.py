@@ -16,7 +16,7 @@ from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAc
 from torch import Tensor
 
 from trtconvert.errors import BackendUnavailable
-from trtconvert.library import load_library
+from trtconvert.library import load_library, outdated
 
 REMEDY = "free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message"
 """Where the device refuses work that it took before."""
@@ -106,12 +106,7 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
     try:
         return library.trtconvert_record_copies, library.trtconvert_launch_copies
     except AttributeError as error:
-        raise BackendUnavailable(
-            "the kernel library is older than the program that loads it",
-            expected="the libtrtconvert.so that was built with this version",
-            got=str(error),
-            remedy="install with 'pip install .', which builds it",
-        ) from error
+        raise outdated(error) from error
 
 
 def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:

@@ -1,12 +1,12 @@
 """One engine on one stream: its execution contexts, and the CUDA graphs recorded from them.
 
-A lane is used under its lock, by one host thread at a time. Work on one stream runs in order anyway; concurrency comes from
-several streams, each of which has a lane of its own.
+A lane is used under its lock, by one host thread at a time; lanes of other engines on the stream have the same lock. Work on one
+stream runs in order anyway; concurrency comes from several streams, each of which has a lane of its own.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 import warnings
 import weakref
@@ -16,14 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAccessIssue]  # no stubs
 from torch import Tensor
 
-from trtconvert.errors import BackendUnavailable
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.graph import REMEDY, CopyingGraph
-from trtconvert.runtime.scratch import Scratch
+from trtconvert.runtime.scratch import Room, Scratch
 
 _ALIGNMENT = 256
 """Bytes at multiples of which TensorRT wants tensors to begin (`IExecutionContext::setTensorAddress`)."""
+
+_REST = 1000
+"""Calls that run plainly after one for whose recording there was no memory: asking for it costs far more than a graph spares."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,11 @@ class Plan:
             for shape, dtype in zip(call.outputs, self.output_dtypes, strict=True)
         ]
 
+    def bytes_of(self, call: Call) -> int:
+        """Of a call's inputs and outputs."""
+        shapes, dtypes = call.inputs + call.outputs, self.input_dtypes + self.output_dtypes
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+
     def failure(self, problem: str) -> BackendUnavailable:
         """The error of a TensorRT call that failed, with what TensorRT logged."""
         return BackendUnavailable(
@@ -95,6 +104,10 @@ class _Context:
         self._names = plan.inputs + plan.outputs
         self._addresses = [0] * len(self._names)
 
+    def has_shapes_of(self, call: Call) -> bool:
+        """Whether it was told the call's shapes last."""
+        return self._shapes == call.inputs
+
     def enqueue(self, call: Call, addresses: Sequence[int], stream: int) -> None:
         """Run on a stream, given by its handle.
 
@@ -103,6 +116,7 @@ class _Context:
         """
         context, plan = self._context, self._plan
         if call.inputs is not self._shapes:
+            self._shapes = None  # until all of them are set: of a call that is refused here, some are
             for name, shape in zip(plan.inputs, call.inputs, strict=True):
                 if not context.set_input_shape(name, shape):
                     raise plan.failure(f"TensorRT does not take '{name}' of shape {list(shape)}")
@@ -125,19 +139,18 @@ class _Context:
 class _Graph:
     """A recorded call on one stream.
 
-    It has an execution context to itself: shapes that a context is told later may reach what was recorded from it.
+    It has its execution context to itself: shapes that a context is told later may reach what was recorded from it.
 
     Raises:
         BackendUnavailable, RuntimeError: the call cannot be recorded.
     """
 
-    def __init__(self, plan: Plan, call: Call, scratch: Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, plan: Plan, call: Call, context: _Context, stream: torch.cuda.Stream) -> None:
         inputs = [
             torch.zeros(shape, dtype=dtype, device=plan.device)
             for shape, dtype in zip(call.inputs, plan.input_dtypes, strict=True)
         ]
         outputs = plan.empty_outputs(call)
-        context = _Context(plan, call.profile, scratch, stream)
         addresses = [x.data_ptr() for x in (*inputs, *outputs)]
         # TensorRT finishes what a change of shapes entails in an ordinary call, and may wait for the device meanwhile,
         # which a recording must not.
@@ -170,19 +183,21 @@ class Lane:
         graphs: how many CUDA graphs are kept, the least recently used one goes first; 0 for none.
 
     Attributes:
-        lock: held by the caller during `run` and `close`.
+        lock: held by the caller during `run` and `close`. That of the memory which all engines share on the stream.
         used: time of the last `run`, for the choice of a lane to close.
         closed: `run` must not be called any more.
         recorded: CUDA graphs recorded so far.
     """
 
     def __init__(self, plan: Plan, stream: torch.cuda.Stream, graphs: int) -> None:
-        self.lock = threading.Lock()
+        room = plan.scratch.on(stream)
+        self.lock = room.lock
         self.used, self.closed, self.recorded = time.monotonic(), False, 0
-        self._plan, self._stream, self._limit = plan, stream, graphs
+        self._plan, self._stream, self._limit, self._rest = plan, stream, graphs, 0
         self._handle = stream.cuda_stream
-        self._scratch = plan.scratch.on(stream)
-        self._contexts: dict[int, _Context] = {}
+        self._room: Room | None = room
+        self._contexts: dict[int, _Context] = {}  # by profile
+        self._callers: dict[Call, _Context] = {}  # what recordings of the caller's refer to
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
 
@@ -195,56 +210,93 @@ class Lane:
             Fresh tensors on the engine's device, ready in the stream's order.
         Raises:
             BackendUnavailable: TensorRT or the device refuses.
+            UserError: the caller records a graph of its own, and nothing is ready for this call.
+            torch.OutOfMemoryError: there is no room for tensors of the call.
         """
         self.used = time.monotonic()
         # What is gathered here goes when it is enqueued: torch's allocator reuses memory in the stream's order.
         tensors = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
+        # A recording of the caller's takes plain calls: a launch in it would be recorded with the addresses of now.
+        if torch.cuda.is_current_stream_capturing():
+            return self._enqueue(call, tensors, self._callers_context(call))
         graph = self._graphs.get(call)
         if graph is None and self._limit and call in self._seen:
             graph = self._record(call)
-        if graph is None:
-            self._seen.add(call)
-        # A recording of the caller's takes the plain calls: a launch in it would be recorded with the addresses of now.
-        elif not torch.cuda.is_current_stream_capturing():
+        if graph is not None:
             self._graphs.move_to_end(call)
             return graph(tensors)
-        return self._enqueue(call, tensors)
+        self._seen.add(call)
+        context = self._contexts.get(call.profile)
+        if context is None:
+            context = self._contexts[call.profile] = self._new_context(call)
+        return self._enqueue(call, tensors, context)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a recording of the caller's refers to it, or goes on now on its stream, for which nobody may wait."""
+        if self._callers:
+            return True
+        status, capturing = cudart.cudaStreamIsCapturing(self._handle)
+        return not status and capturing != cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
 
     def forget_graphs(self) -> None:
-        """Drop what was recorded, once the stream is done with it."""
+        """Drop what was recorded, once the stream is done with it. Recordings of the caller's stay."""
         self._stream.synchronize()
         self._graphs.clear()
         self._seen.clear()
 
     def close(self) -> None:
-        """Wait for the stream, and let go of contexts, graphs and memory."""
-        self.forget_graphs()
-        self._contexts.clear()
-        self.closed = True
-        del self._scratch
+        """Wait for the stream, and let go of contexts, graphs and memory. If the wait fails, as on a stream that its owner has
+        destroyed, they go all the same."""
+        try:
+            self._stream.synchronize()
+        finally:
+            self.closed = True
+            self._graphs.clear()
+            self._seen.clear()
+            self._contexts.clear()
+            self._callers.clear()
+            self._room = None
 
-    def _enqueue(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _new_context(self, call: Call) -> _Context:
+        assert self._room is not None  # not closed
+        return _Context(self._plan, call.profile, self._room.memory, self._stream)
+
+    def _callers_context(self, call: Call) -> _Context:
+        """A context that the call has to itself, for a recording of the caller's: shapes that a context is told later may reach
+        what was recorded from it. It is that of the last plain call, since telling shapes may wait for the device.
+
+        Raises:
+            UserError: the last plain call had other shapes.
+        """
+        if call not in self._callers:
+            context = self._contexts.get(call.profile)
+            if context is None or not context.has_shapes_of(call):
+                self._graphs.pop(call, None)  # the next call is a plain one, then
+                self._seen.discard(call)
+                raise unready("other shapes in the last call on this stream that no graph of ours ran")
+            self._callers[call] = self._contexts.pop(call.profile)
+        return self._callers[call]
+
+    def _enqueue(self, call: Call, tensors: Sequence[Tensor], context: _Context) -> list[Tensor]:
         plan = self._plan
         tensors = [x.detach().clone() if x.data_ptr() % _ALIGNMENT else x for x in tensors]
         outputs = plan.empty_outputs(call)
-        addresses = [x.data_ptr() for x in (*tensors, *outputs)]
-        context = self._contexts.get(call.profile)
-        if context is None:
-            context = self._contexts[call.profile] = _Context(plan, call.profile, self._scratch, self._stream)
-        context.enqueue(call, addresses, self._handle)
+        context.enqueue(call, [x.data_ptr() for x in (*tensors, *outputs)], self._handle)
         return outputs
 
     def _record(self, call: Call) -> _Graph | None:
-        """A graph of the call in place of the least recently used one; None where the engine cannot be recorded."""
-        if torch.cuda.is_current_stream_capturing():
+        """A graph of the call in place of the least recently used one; None where there is no memory for it now, or the engine
+        cannot be recorded."""
+        if self._rest:
+            self._rest -= 1
             return None
-        if len(self._graphs) >= self._limit:
-            self._stream.synchronize()
-            oldest, _ = self._graphs.popitem(last=False)
-            self._seen.discard(oldest)
         try:
-            graph = _Graph(self._plan, call, self._scratch, self._stream)
-        except (BackendUnavailable, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError too
+            graph = _Graph(self._plan, call, self._new_context(call), self._stream)
+        except torch.OutOfMemoryError:  # a RuntimeError too
+            self._rest = _REST
+            return None
+        except (BackendUnavailable, RuntimeError) as error:
             self._limit = 0
             warnings.warn(
                 f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}",
@@ -252,6 +304,20 @@ class Lane:
                 stacklevel=4,
             )
             return None
+        if len(self._graphs) >= self._limit:
+            self._stream.synchronize()
+            oldest, _ = self._graphs.popitem(last=False)
+            self._seen.discard(oldest)
         self.recorded += 1
         self._graphs[call] = graph
         return graph
+
+
+def unready(got: str) -> UserError:
+    """The error of a call that the caller records, and for which nothing is ready: that takes work that cannot be recorded."""
+    return UserError(
+        "the component is not ready to be recorded into a CUDA graph",
+        expected="a call with the same shapes on the same stream just before the recording",
+        got=got,
+        remedy="call it with these shapes on that stream once more, outside of a recording, and record again",
+    )

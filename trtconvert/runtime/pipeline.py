@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ from trtconvert.runtime.libraries import library_class
 
 INDEX = "model_index.json"
 
+_CHANGES_NO_IMAGE = ("safety_checker",)
+"""Models that pipelines do without: they judge images, and make none."""
+
 
 def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
     """The pipeline of a `save_pretrained` folder whose weights are elsewhere.
@@ -21,15 +25,25 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
 
     Args:
         folder: with the index, and a folder for each tokenizer, scheduler and processor.
-        parts: models, and whatever else should not come from the folder, by the pipeline's names.
+        parts: models, and whatever else should not come from the folder, by the pipeline's names; None to go without.
     Raises:
-        UserError: the pipeline needs a model that is not among the parts, or a file of the folder cannot be read.
+        UserError: the pipeline was saved with a model that is not among the parts, it takes no such part, or a file of the
+            folder cannot be read.
         BackendUnavailable: the installed diffusers has no such pipeline, or lacks a class of it.
     """
     index: dict[str, Any] = json.loads((folder / INDEX).read_text())
     title = str(index["_class_name"])
     kind = library_class("diffusers", title)
     parameters = inspect.signature(kind.__init__).parameters
+    if unknown := [name for name in parts if name not in parameters]:
+        names = [name for name in parameters if name != "self"]
+        near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
+        raise UserError(
+            f"{title} has no part '{unknown[0]}'",
+            expected="some of " + ", ".join(names),
+            got=", ".join(unknown),
+            remedy=f"did you mean '{near[0]}'?" if near else "leave it out",
+        )
     given: dict[str, Any] = {}
     missing: list[str] = []
     for name in parameters:
@@ -40,16 +54,18 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
             given |= {name: entry} if name in index else {}
         elif (folder / name).is_dir():
             given[name] = _loaded(folder / name, entry)
-        elif None in entry or name in kind._optional_components:
+        elif None in entry or name in _CHANGES_NO_IMAGE:
             given[name] = None
         else:
             missing.append(name)
     if missing:
         raise UserError(
             f"the bundle has no {', '.join(missing)} for {title}",
-            expected="each model of the pipeline among the bundle's components",
+            expected="each model that the pipeline was saved with among the bundle's components",
             got=", ".join(sorted(parts)),
-            remedy="add them to components in the recipe, or pass them: " + ", ".join(f"{name}=…" for name in missing),
+            remedy="add them to components in the recipe, or pass them: "
+            + ", ".join(f"{name}=…" for name in missing)
+            + ", or None to go without",
         )
     if given.get("safety_checker") is None and "requires_safety_checker" in parameters:
         given["requires_safety_checker"] = False

@@ -7,7 +7,7 @@ called `NAME.T`, and TensorRT keeps the names of the ONNX model. That is the who
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from trtconvert.errors import UserError
 from trtconvert.runtime.lane import Plan
 
 
-def refit(plan: Plan, weights: Mapping[str, Tensor] | Path) -> int:
+def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str, Sequence[int]]) -> int:
     """Replace weights of an engine in place. Nothing may be running on it.
 
     Args:
         plan: a refittable engine.
         weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
+        shapes: of the engine's weights of more than one dimension, by TensorRT's names. TensorRT itself only counts elements.
     Returns:
         How many of the engine's weights were replaced.
     Raises:
@@ -50,7 +51,7 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path) -> int:
                 remedy="give the state dict of the module that was converted; leave out what its forward does not use",
             )
         for target in targets:
-            kept.append(_set(trt, refitter, target, name, tensor))
+            kept.append(_set(trt, refitter, target, name, tensor, shapes.get(target)))
     if missing := refitter.get_missing_weights():
         raise UserError(
             "the weights to replace are not enough",
@@ -65,7 +66,7 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path) -> int:
     return len(kept)
 
 
-def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor) -> Tensor:
+def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
     transposed = target != name
     prototype = refitter.get_weights_prototype(target)
     dtype = {
@@ -82,14 +83,17 @@ def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor) -> Ten
             got="NaN, Inf or too large a number",
             remedy="correct the weights",
         )
-    if prototype.size != tensor.numel() or (transposed and tensor.dim() != 2):
+    fits = prototype.size == tensor.numel() and (tensor.dim() == 2 or not transposed)
+    value = tensor.detach().T if transposed and fits else tensor.detach()
+    if not fits or (shape is not None and list(value.shape) != list(shape)):
+        wanted = None if shape is None else list(reversed(shape) if transposed else shape)
         raise UserError(
             f"the new weight '{name}' does not fit",
-            expected=f"{prototype.size} elements",
+            expected=f"{prototype.size} elements" if wanted is None else f"shape {wanted}",
             got=str(list(tensor.shape)),
             remedy="give the state dict of the module that was converted",
         )
-    value = (tensor.detach().T if transposed else tensor.detach()).to("cpu", dtype).contiguous()
+    value = value.to("cpu", dtype).contiguous()
     if not refitter.set_named_weights(target, trt.Weights(prototype.dtype, value.data_ptr(), value.numel())):
         raise UserError(
             f"TensorRT does not take the new weight '{name}'",

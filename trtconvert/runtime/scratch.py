@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -12,45 +13,60 @@ from trtconvert.errors import BackendUnavailable
 MIB = 2**20
 
 
-class Scratch:
-    """One buffer per stream, as large as the largest engine needs.
+class Room:
+    """The memory that engines compute in on one stream.
 
-    What is enqueued on one stream runs in order, so engines that take turns on it compute in the same memory. A buffer
-    lives as long as somebody holds it.
+    Attributes:
+        memory: UINT8.
+        lock: of the host thread that enqueues a call: a call is many kernels, and those of another one between them would write
+            over what they keep in the memory.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.lock = memory, threading.Lock()
+
+
+class Scratch:
+    """One room per stream, as large as the largest engine needs.
+
+    What is enqueued on one stream runs in order, so engines that take turns on it compute in the same memory. A room lives as
+    long as somebody holds it.
 
     Attributes:
         device: the GPU.
-        size: bytes of one buffer.
+        size: bytes of one room.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.size = device, 0
-        self._buffers: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._rooms: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
 
     def reserve(self, size: int) -> None:
-        """Make room for an engine that needs so many bytes. Buffers that are out already stay as they are."""
+        """Make room for an engine that needs so many bytes. Rooms that are out already stay as they are."""
         self.size = max(self.size, size)
 
-    def on(self, stream: torch.cuda.Stream) -> Tensor:
-        """The buffer of a stream, [size] UINT8, given back to torch's allocator in the stream's order.
+    def on(self, stream: torch.cuda.Stream) -> Room:
+        """The room of a stream, whose memory goes back to torch's allocator in the stream's order.
 
         Raises:
             BackendUnavailable: the GPU has no such memory left.
         """
-        buffer = self._buffers.get(stream.cuda_stream)
-        if buffer is None or buffer.numel() < self.size:
-            try:
-                with torch.cuda.stream(stream), torch.inference_mode(False):
-                    buffer = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory("the engine's execution context", self.size, self.device) from error
-            self._buffers[stream.cuda_stream] = buffer
-        return buffer
+        with self._lock:
+            room = self._rooms.get(stream.cuda_stream)
+            if room is None or room.memory.numel() < self.size:
+                try:
+                    with torch.cuda.stream(stream), torch.inference_mode(False):
+                        room = Room(torch.empty(self.size, dtype=torch.uint8, device=self.device))
+                except torch.OutOfMemoryError as error:
+                    raise out_of_memory("the engine's execution context", self.size, self.device) from error
+                self._rooms[stream.cuda_stream] = room
+            return room
 
     @property
     def allocated(self) -> int:
-        """Bytes of all buffers that are out."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
+        """Bytes of all rooms that are out."""
+        return sum(room.memory.numel() for room in list(self._rooms.values()))
 
 
 def out_of_memory(what: str, needed: int, device: torch.device) -> BackendUnavailable:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
-from trtconvert.errors import BackendUnavailable
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.signature import Signature
 
@@ -55,15 +55,25 @@ class OnnxRuntimeComponent:
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """
         Raises:
-            UserError: an input is missing, unknown, or of a type or shape outside the signature.
+            UserError: an input is missing, unknown, of a type or shape outside the signature, or of a value that the model does
+                not take.
         """
-        if self._session is None:
+        session = self._session  # another thread may close the component meanwhile
+        if session is None:
             raise was_closed()
         tensors = self.signature.ordered(inputs, named)
         self.signature.check(tensors)
         typed = self.signature.typed(tensors)
         feeds = {name: x.cpu().numpy() for name, x in zip(self.signature.names, typed, strict=True)}
-        outputs = tuple(map(torch.from_numpy, self._session.run(self._outputs, feeds)))
+        try:
+            outputs = tuple(map(torch.from_numpy, session.run(self._outputs, feeds)))
+        except Exception as error:  # see above
+            raise UserError(
+                "ONNX Runtime cannot run the component on these inputs",
+                expected="values that the model takes, such as indices within its tables",
+                got=str(error).splitlines()[0],
+                remedy="correct the inputs; if the original model takes them, report the message",
+            ) from error
         return outputs[0] if len(outputs) == 1 else outputs
 
     def close(self) -> None:

@@ -27,7 +27,9 @@ class Signature:
     def __init__(self, component: ComponentRecord, profiles: Sequence[Ranges] = ()) -> None:
         self.component = component
         self.names = [spec.name for spec in component.inputs]
-        self._sizes = "engine.shapes" if component.is_denoiser else "the sizes in model.options"
+        # Of diffusers' models, engine.shapes can only narrow what model.options gave.
+        of_options = component.diffusers is not None or not component.is_denoiser
+        self._sizes = "the sizes in model.options" if of_options else "engine.shapes"
         # A profile may leave out dimensions that it takes as the component does.
         self.profiles = [dict(component.dims) | dict(profile) for profile in profiles] or [dict(component.dims)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from torch import Tensor
 from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import was_closed
-from trtconvert.runtime.lane import Call, Lane, Plan
+from trtconvert.runtime.lane import Call, Lane, Plan, unready
 from trtconvert.runtime.refit import refit
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
+
+_PER_THREAD = 2
+"""Handle of cudaStreamPerThread."""
 
 _KNOWN_CALLS = 256
 """Combinations of shapes, types and devices whose checks are remembered."""
@@ -48,8 +52,10 @@ class TensorRTComponent:
 
     The first call of a shape on a stream runs plainly, the second records a CUDA graph, and further ones launch it: what is
     computed is the same, and the host is done sooner. A graph copies inputs and outputs, on the device. Safe from several
-    threads; calls on different streams run concurrently, each stream with execution contexts of its own. To record a call
-    into a CUDA graph of one's own, call it once on that stream before.
+    threads; calls on different streams run concurrently, each stream with execution contexts of its own.
+
+    To record a call into a CUDA graph of one's own, call it with the same shapes on that stream just before. Such a stream keeps
+    its memory, and the recording is good until `close` or `refit`.
 
     Args:
         path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
@@ -81,7 +87,7 @@ class TensorRTComponent:
         streams: int = 4,
         weight_budget: int | None = None,
     ) -> None:
-        from trtconvert.engine.builder import make_log
+        from trtconvert.engine.builder import lacks_memory, make_log
         from trtconvert.engine.loading import load_engine
         from trtconvert.engine.tensorrt import bindings
 
@@ -103,7 +109,7 @@ class TensorRTComponent:
             self._runtime, engine = load_engine(trt, log, plan)
             if engine is None:
                 size, why = len(plan), log.last()
-                if "memory" in why.lower():
+                if lacks_memory(why):
                     raise out_of_memory(f"{path.name}: {why}", size, device)
                 raise BackendUnavailable(
                     f"TensorRT cannot load {path.name}",
@@ -179,29 +185,35 @@ class TensorRTComponent:
                 got="one that was not",
                 remedy="set engine.refittable in the recipe, and build or compile the bundle again",
             )
-        with self._lock:
-            lanes = list(self._lanes.values())
-            for lane in lanes:
-                lane.lock.acquire()
-            try:
-                for lane in lanes:
+        try:
+            with self._lock, ExitStack() as held:
+                # Other engines of the bundle take the same locks: in one order, so that none waits for the other.
+                for lane in sorted(self._lanes.values(), key=lambda lane: id(lane.lock)):
+                    held.enter_context(lane.lock)
                     lane.forget_graphs()
                 with torch.cuda.device(self.device):
-                    return refit(plan, Path(weights) if isinstance(weights, str) else weights)
-            finally:
-                for lane in lanes:
-                    lane.lock.release()
+                    return refit(plan, Path(weights) if isinstance(weights, str) else weights, self.record.weights)
+        except BackendUnavailable:
+            self.close()  # some weights may be new and others old: nobody shall see what they compute
+            raise
 
     def close(self) -> None:
         """Wait for what is running, and let go of the engine and its memory. Further calls are refused."""
         with self._lock:
-            for lane in self._lanes.values():
-                with lane.lock:
-                    lane.close()
-            self._lanes.clear()
-            # The engine goes before the runtime that made it.
-            self._plan = None
-            self._runtime = None
+            try:
+                with ExitStack() as closing:  # all of them, whatever one says
+                    while self._lanes:
+                        closing.callback(self._close_lane, self._lanes.popitem()[1])
+            finally:
+                # The engine goes before the runtime that made it.
+                self._plan = None
+                self._runtime = None
+                self.weights_memory = 0
+
+    @staticmethod
+    def _close_lane(lane: Lane) -> None:
+        with lane.lock:
+            lane.close()
 
     def _opened(self) -> Plan:
         if self._plan is None:
@@ -213,17 +225,20 @@ class TensorRTComponent:
             known = self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])]
         except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
             known = self._learn(tensors)
-        if not known.as_is:
-            dtypes = self._opened().input_dtypes
-            tensors = tuple([x.detach().to(self.device, dtype) for x, dtype in zip(tensors, dtypes, strict=True)])
-        # The handle alone takes a tenth of the time of torch.cuda.current_stream(). Torch's own launchers take it too.
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        while True:
-            lane = self._lanes.get(stream) or self._open_lane()
-            with lane.lock:
-                if not lane.closed:
-                    outputs = lane.run(known.call, tensors)
-                    break
+        try:
+            if not known.as_is:
+                dtypes = self._opened().input_dtypes
+                tensors = tuple([x.detach().to(self.device, dtype) for x, dtype in zip(tensors, dtypes, strict=True)])
+            # The handle alone takes a tenth of the time of torch.cuda.current_stream(). Torch's own launchers take it too.
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            while True:
+                lane = self._lanes.get(stream) or self._open_lane()
+                with lane.lock:
+                    if not lane.closed:
+                        outputs = lane.run(known.call, tensors)
+                        break
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory("the tensors of a call", self._opened().bytes_of(known.call), self.device) from error
         if known.origin is not None:
             outputs = [x.to(known.origin) for x in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -252,24 +267,24 @@ class TensorRTComponent:
         """The current stream's lane, a new one in place of the least recently used where there are too many.
 
         Raises:
-            UserError: the denoiser was closed, or the stream is being recorded.
+            UserError: the component was closed, the stream is being recorded, or it stands for another one in each thread.
         """
         stream = torch.cuda.current_stream()
+        if stream.cuda_stream == _PER_THREAD:
+            raise UserError(
+                "a component cannot be called on CUDA's per-thread default stream",
+                expected="a stream that is the same for every thread: torch's default stream, or a torch.cuda.Stream",
+                got="cudaStreamPerThread",
+                remedy="with torch.cuda.stream(torch.cuda.Stream()): …",
+            )
         with self._lock:
             plan = self._opened()
             if lane := self._lanes.get(stream.cuda_stream):
                 return lane
             if torch.cuda.is_current_stream_capturing():
-                raise UserError(
-                    "the denoiser was first called on a stream while a CUDA graph was recorded there",
-                    expected="a call before the recording, which makes room for the engine's work",
-                    got="none on this stream",
-                    remedy="call it once with the same shapes on the stream that is recorded",
-                )
-            if len(self._lanes) >= self._streams:
-                handle, oldest = min(self._lanes.items(), key=lambda item: item[1].used)
-                with oldest.lock:
-                    oldest.close()
-                del self._lanes[handle]
+                raise unready("no call on this stream so far")
+            idle = [handle for handle, lane in self._lanes.items() if not lane.is_needed]
+            if len(self._lanes) >= self._streams and idle:
+                self._close_lane(self._lanes.pop(min(idle, key=lambda handle: self._lanes[handle].used)))
             lane = self._lanes[stream.cuda_stream] = Lane(plan, stream, self._graphs)
             return lane

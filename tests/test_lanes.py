@@ -1,0 +1,577 @@
+"""Engines on streams, and the CUDA graphs of their calls, tried on the host: what CUDA and TensorRT are told, and when."""
+
+import contextlib
+import ctypes
+import threading
+import time
+import warnings
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+
+import pytest
+import torch
+from cuda.bindings import runtime as cudart
+
+from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
+from trtconvert.engine import builder, loading, tensorrt
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.runtime import graph as graphs
+from trtconvert.runtime import lane as _lane
+from trtconvert.runtime.graph import CopyingGraph
+from trtconvert.runtime.lane import Call, Lane, Plan
+from trtconvert.runtime.scratch import Scratch
+from trtconvert.runtime.tensorrt import TensorRTComponent
+
+# CUDA graphs -----------------------------------------------------------------------------------------------------------
+
+
+class HostRuntime:
+    """CUDA's runtime and our library as far as graphs of copies need them: addresses are the host's, a launch runs at once.
+
+    Attributes:
+        recording: nodes so far, or None. Copies are a number, work is a function.
+        instances: graphs that were instantiated.
+        launched: how many launches there were.
+        streams, graphs: how many there are.
+        recordable: whether recordings succeed; status: what other calls return.
+        pause: seconds between the kernels of an engine.
+    """
+
+    def __init__(self) -> None:
+        self.recording, self.instances, self.recordable = None, [], True
+        self.launched = self.streams = self.graphs = self.pause = 0
+        self.status = cudart.cudaError_t.cudaSuccess
+
+    def __getattr__(self, name):
+        return getattr(cudart, name)
+
+    def run(self, work):
+        """What a kernel's launch does."""
+        work() if self.recording is None else self.recording.append(work)
+
+    def cudaStreamCreateWithFlags(self, flags):
+        self.streams += 1
+        return self.status, 7
+
+    def cudaStreamDestroy(self, stream):
+        self.streams -= 1
+        return (self.status,)
+
+    def cudaStreamBeginCapture(self, stream, mode):
+        self.recording = []
+        return (self.status,)
+
+    def cudaStreamEndCapture(self, stream):
+        graph, self.recording = self.recording, None
+        if not self.recordable:
+            return cudart.cudaError_t.cudaErrorStreamCaptureUnsupported, None
+        self.graphs += 1
+        return self.status, graph
+
+    def cudaGraphDestroy(self, graph):
+        self.graphs -= 1
+        return (self.status,)
+
+    def cudaGraphInstantiate(self, graph, flags):
+        self.instances.append(graph)
+        return self.status, len(self.instances)
+
+    def cudaGraphExecDestroy(self, instance):
+        return (self.status,)
+
+    def trtconvert_record_copies(self, stream, node):
+        node._obj.node = len(self.recording) + 1
+        self.recording.append(node._obj.node)
+        return int(self.status)
+
+    def trtconvert_launch_copies(self, given):
+        graph = given._obj
+        if self.status == cudart.cudaError_t.cudaSuccess:
+            self.launched += 1
+            nodes = {node.node: node for node in (graphs._Node * graph.num_nodes).from_address(graph.nodes)}
+            count = sum(node.count for node in nodes.values())
+            moved = iter((ctypes.c_uint64 * count).from_address(graph.addresses))
+            outer = {number: [next(moved) for _ in range(node.count)] for number, node in nodes.items()}
+            for node in self.instances[graph.exec - 1]:
+                if not isinstance(node, int):
+                    node()
+                    continue
+                for copy, address in zip(nodes[node].copies, outer[node], strict=False):
+                    ends = (address, copy.buffer) if nodes[node].outwards else (copy.buffer, address)
+                    ctypes.memmove(*ends, copy.bytes)
+        return int(self.status)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    host = HostRuntime()
+    monkeypatch.setattr(graphs, "cudart", host)
+    monkeypatch.setattr(graphs, "load_library", lambda: host)
+    return host
+
+
+@pytest.fixture
+def doubling(cuda):
+    """A graph of y = 2 · a + b for vectors of four."""
+    a, b, nothing, y = torch.ones(4), torch.ones(4), torch.ones(0), torch.ones(4)
+
+    def work(stream):
+        cuda.run(lambda: torch.add(b, a, alpha=2, out=y))
+
+    yield CopyingGraph(work, [a, b, nothing], [y], 0)  # the buffers live until the test is over
+
+
+def addresses(*tensors):
+    return [x.data_ptr() for x in tensors]
+
+
+def test_a_graph_reads_and_writes_where_it_is_aimed(cuda, doubling):
+    none = torch.ones(0)
+    for _ in range(3):
+        a, b, first, second = torch.randn(4, 4)
+        doubling.launch(addresses(a, b, none, first))
+        assert torch.equal(first, 2 * a + b)
+        kept = first.clone()
+        doubling.launch(addresses(b, b, none, second))
+        assert torch.equal(second, 3 * b) and torch.equal(first, kept)
+
+
+def test_more_tensors_than_a_node_copies(cuda):
+    inputs, outputs = ([torch.empty(1 + i % 3) for i in range(count)] for count in (69, 33))
+    graph = CopyingGraph(
+        lambda stream: cuda.run(lambda: [y.copy_(x) for x, y in zip(inputs[36:], outputs, strict=True)]),
+        inputs,
+        outputs,
+        0,
+    )
+    given, results = [torch.randn_like(x) for x in inputs], [torch.empty_like(x) for x in outputs]
+    graph.launch(addresses(*given, *results))
+    assert [node if isinstance(node, int) else 0 for node in cuda.instances[0]] == [1, 2, 3, 0, 5, 6]
+    assert all(torch.equal(*pair) for pair in zip(given[36:], results, strict=True))
+
+
+def test_a_launch_that_fails_says_what_cuda_says(cuda, doubling):
+    cuda.status = cudart.cudaError_t.cudaErrorIllegalAddress
+    with pytest.raises(BackendUnavailable, match=r"(?s)launch.*got: cudaErrorIllegalAddress: an illegal.*remedy: "):
+        doubling.launch(addresses(*torch.ones(4, 4)))
+
+
+def test_a_recording_that_fails_leaves_nothing_behind(cuda):
+    def work(stream):
+        raise BackendUnavailable("no")
+
+    with pytest.raises(BackendUnavailable):
+        CopyingGraph(work, [torch.ones(4)], [], 0)
+    assert cuda.streams == cuda.graphs == 0 and cuda.recording is None
+
+
+def test_a_library_of_an_older_version_is_named(monkeypatch):
+    older = ctypes.CDLL(None)  # what the process has, without our functions
+    monkeypatch.setattr(graphs, "load_library", lambda: older)
+    with pytest.raises(BackendUnavailable, match=r"(?s)older than.*got: .*trtconvert_record_copies.*remedy: "):
+        CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
+
+
+def test_what_cuda_keeps_goes_with_the_graph(cuda):
+    graph = CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
+    assert cuda.graphs == 1 and cuda.streams == 0
+    del graph
+    assert cuda.graphs == 0
+
+
+# Engines ---------------------------------------------------------------------------------------------------------------
+
+
+class HostContext:
+    """TensorRT's execution context as far as lanes need it, of an engine for y = 2 · a + b in two kernels.
+
+    The first leaves 2 · a in the context's memory. Between the two, other threads may run.
+
+    Attributes:
+        told: shapes in the order in which they were set, and whether the caller was recording then.
+    """
+
+    def __init__(self, cuda) -> None:
+        self.cuda, self.at, self.shape, self.told, self.memory = cuda, {}, (), [], 0
+
+    def set_optimization_profile_async(self, profile, stream):
+        return True
+
+    def set_device_memory(self, address, size):
+        self.memory = address
+
+    def set_input_shape(self, name, shape):
+        self.shape = shape
+        self.told.append((shape, torch.cuda.is_current_stream_capturing()))
+        return True
+
+    def get_tensor_shape(self, name):
+        return (7,) if self.shape == (REFUSED,) else self.shape
+
+    def set_tensor_address(self, name, address):
+        self.at[name] = address
+        return True
+
+    def execute_async_v3(self, stream):
+        doubled = self.vector(self.memory)
+        a, b, y = (self.vector(self.at[name]) for name in "aby")
+        self.cuda.run(lambda: torch.mul(a, 2, out=doubled))
+        if self.cuda.recording is None:
+            time.sleep(self.cuda.pause)
+        self.cuda.run(lambda: torch.add(doubled, b, out=y))
+        return True
+
+    def vector(self, address):
+        (length,) = self.shape
+        return torch.frombuffer((ctypes.c_float * length).from_address(address), dtype=torch.float32)
+
+
+REFUSED = 10
+"""A length for which the engine gives outputs of another."""
+
+LOG = SimpleNamespace(last=lambda: "what TensorRT logged")
+
+
+class HostEngine:
+    """TensorRT's engine of `HostContext`. Attributes: contexts: those that were made."""
+
+    num_io_tensors, device_memory_size_v2 = 3, 4096
+
+    def __init__(self, cuda) -> None:
+        self.cuda, self.contexts = cuda, []
+
+    def get_tensor_name(self, index):
+        return "aby"[index]
+
+    def create_execution_context(self, strategy):
+        self.contexts.append(HostContext(self.cuda))
+        return self.contexts[-1]
+
+
+@dataclass
+class Machine:
+    """Streams of a GPU that is not there.
+
+    Attributes:
+        current: handle of the current stream; recording: whether the caller records it into a graph.
+        destroyed: handles of streams that their owner destroyed.
+        memory: whether there is any for tensors of a call.
+    """
+
+    current: int = 7
+    recording: bool = False
+    memory: bool = True
+    destroyed: set[int] = field(default_factory=set)
+
+    def stream(self, handle):
+        def synchronize():
+            if handle in self.destroyed:
+                raise RuntimeError("CUDA error: invalid resource handle")
+
+        return SimpleNamespace(cuda_stream=handle, synchronize=synchronize)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    found = Machine()
+    empty = torch.empty
+
+    def allocated(*arguments, **options):
+        if not found.memory:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.recording)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found.stream(found.current))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 2**31))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
+    for place in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, place, lambda _: contextlib.nullcontext())
+    return found
+
+
+TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+
+
+@pytest.fixture
+def open_lane(cuda, machine):
+    """Makes lanes with room for so many graphs, on one stream and in one memory."""
+    scratch, types = Scratch(torch.device("cpu")), (torch.float32, torch.float32)
+    scratch.reserve(HostEngine.device_memory_size_v2)
+
+    def make(graphs):
+        plan = Plan(TRT, HostEngine(cuda), LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
+        return Lane(plan, machine.stream(7), graphs)
+
+    return make
+
+
+CALLS = {length: Call(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8, REFUSED)}
+
+
+def right(lane, length):
+    """Whether a call with new inputs, one of them not contiguous, gives what it should."""
+    a, b = torch.randn(length, 2)[:, 0], torch.randn(length)
+    (y,) = lane.run(CALLS[length], (a, b))
+    return torch.equal(y, 2 * a + b)
+
+
+def test_the_second_call_of_a_shape_is_recorded_and_the_least_recently_used_graph_goes(cuda, open_lane):
+    lane, recorded = open_lane(2), []
+    for length in (4, 4, 6, 6, 4, 8, 8, 4, 6, 6):
+        assert right(lane, length)
+        recorded.append(lane.recorded)
+    assert recorded == [0, 1, 1, 2, 2, 2, 3, 3, 3, 4] and cuda.launched == 6
+    assert cuda.graphs == 2
+    lane.close()
+    assert cuda.graphs == 0
+
+
+def test_an_engine_that_cannot_be_recorded_runs_plainly(cuda, open_lane):
+    lane = open_lane(4)
+    assert right(lane, 4)
+    cuda.recordable = False
+    with pytest.warns(RuntimeWarning, match=r"(?s)without CUDA graphs.*cudaErrorStreamCaptureUnsupported"):
+        assert right(lane, 4)
+    with warnings.catch_warnings(action="error"):  # said once
+        assert right(lane, 4) and right(lane, 6) and right(lane, 6)
+    assert cuda.launched == lane.recorded == 0
+
+
+def test_a_graph_without_memory_is_recorded_later(cuda, open_lane, monkeypatch):
+    lane, zeros = open_lane(2), torch.zeros
+    monkeypatch.setattr(_lane, "_REST", 3)
+
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert right(lane, 4) and right(lane, 4) and lane.recorded == 1
+    with warnings.catch_warnings(action="error"):
+        monkeypatch.setattr(torch, "zeros", full)
+        assert right(lane, 6) and right(lane, 6)
+        monkeypatch.setattr(torch, "zeros", zeros)
+        recorded = []
+        for _ in range(5):
+            assert right(lane, 6)
+            recorded.append(lane.recorded)
+    assert recorded == [1, 1, 1, 2, 2]
+    assert right(lane, 4) and cuda.graphs == 2  # nothing was given up for the graph that did not come to be
+
+
+def test_a_call_that_is_refused_leaves_no_shapes_behind(open_lane):
+    lane = open_lane(0)
+    assert right(lane, 4)
+    with pytest.raises(BackendUnavailable, match=r"the engine's 'y' is \[7\], the manifest says \[10\]"):
+        right(lane, REFUSED)
+    assert right(lane, 4) and contexts_of(lane)[0].shape == (4,)
+
+
+def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
+    """From two threads: each call is two kernels, with what lies between them in the memory of both."""
+    cuda.pause, wrong, lanes = 0.0005, [], [open_lane(0), open_lane(0)]
+
+    def work(lane):
+        for _ in range(50):
+            with lane.lock:
+                if not right(lane, 8):
+                    wrong.append(lane)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def contexts_of(lane):
+    return lane._plan.engine.contexts
+
+
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_a_recording_of_the_callers_has_a_context_to_itself(cuda, machine, open_lane, graphs):
+    lane = open_lane(graphs)
+    for _ in range(3):
+        assert right(lane, 4)
+    launched, made = cuda.launched, len(contexts_of(lane))
+    machine.recording = True
+    assert right(lane, 4) and right(lane, 4)
+    machine.recording = False
+    assert cuda.launched == launched and len(contexts_of(lane)) == made  # plain calls, on what was there
+    recorded = contexts_of(lane)[0]
+    before = list(recorded.told)
+    for length in (6, 4, 8, 4):
+        assert right(lane, length)
+    assert recorded.told == before and not any(recording for _, recording in before)
+
+
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, open_lane, graphs):
+    lane = open_lane(graphs)
+    for length in (4, 4, 6, 6):
+        assert right(lane, length)
+    machine.recording = True
+    for length in (4, 8):
+        with pytest.raises(UserError, match=r"(?s)not ready to be recorded.*same shapes.*got: other shapes.*remedy: "):
+            right(lane, length)
+        # What the message asks for.
+        machine.recording = False
+        assert right(lane, length)
+        machine.recording = True
+        assert right(lane, length)
+    assert not any(recording for context in contexts_of(lane) for _, recording in context.told)
+
+
+@pytest.fixture
+def component(cuda, machine, monkeypatch):
+    """Makes a `TensorRTComponent` of the engine, and the scratch that it computes in."""
+    engine = HostEngine(cuda)
+    monkeypatch.setattr(tensorrt, "bindings", lambda: TRT)
+    monkeypatch.setattr(builder, "make_log", lambda trt: LOG)
+    monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, engine))
+    vectors = [TensorRecord(name=name, dtype="float32", shape=["length"]) for name in "aby"]
+    lengths = {"length": (1, 4, 16)}
+    component = ComponentRecord(
+        onnx="x.onnx",
+        inputs=vectors[:2],
+        outputs=vectors[2:],
+        timestep_input="a",
+        timestep_max=1,
+        dims=lengths,
+        engines=[],
+    )
+    record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90")
+
+    def make(path, **options):
+        path.write_bytes(b"plan")
+        fields = {name: options.pop(name) for name in ("refittable", "weights") if name in options}
+        scratch = Scratch(torch.device("cpu"))
+        made = TensorRTComponent(
+            path, record.model_copy(update=fields), component, device=torch.device("cpu", 0), scratch=scratch, **options
+        )
+        return made, scratch
+
+    return make
+
+
+def computes(made, length=4):
+    a, b = torch.randn(length), torch.randn(length)
+    return torch.equal(made(a, b), 2 * a + b)
+
+
+def test_of_more_streams_the_one_that_was_idle_longest_gives_its_memory_back(machine, component, tmp_path):
+    made, scratch = component(tmp_path / "x.plan", streams=2)
+    for machine.current in (11, 12, 11, 13):
+        assert computes(made)
+    assert set(made._lanes) == {11, 13} and scratch.allocated == 2 * scratch.size
+
+
+def test_a_stream_that_the_caller_recorded_keeps_its_memory(machine, component, tmp_path):
+    made, scratch = component(tmp_path / "x.plan", streams=1)
+    machine.current = 11
+    assert computes(made)
+    machine.recording = True
+    assert computes(made)
+    machine.current = 12
+    with pytest.raises(UserError, match=r"(?s)not ready to be recorded.*got: no call on this stream"):
+        computes(made)
+    machine.recording = False
+    for machine.current in (12, 13, 12):
+        assert computes(made)
+    assert set(made._lanes) == {11, 12} and scratch.allocated == 2 * scratch.size
+
+
+def test_a_stream_that_its_owner_destroyed_holds_up_nothing(machine, component, tmp_path):
+    made, scratch = component(tmp_path / "x.plan", streams=2)
+    for machine.current in (11, 12):
+        assert computes(made)
+    machine.destroyed = {11}
+    machine.current = 13
+    with pytest.raises(RuntimeError, match="invalid resource handle"):
+        computes(made)  # said once
+    assert computes(made)
+    machine.destroyed = {13}
+    with pytest.raises(RuntimeError, match="invalid resource handle"):
+        made.close()
+    assert scratch.allocated == 0
+    with pytest.raises(UserError, match="was closed"):
+        computes(made)
+    made.close()
+
+
+def test_the_stream_that_differs_from_thread_to_thread_is_refused(machine, component, tmp_path):
+    made, _ = component(tmp_path / "x.plan")
+    machine.current = 2
+    with pytest.raises(UserError, match=r"(?s)per-thread default stream.*remedy: "):
+        computes(made)
+
+
+def test_a_call_without_memory_for_its_tensors_says_how_much_it_needs(machine, component, tmp_path):
+    made, _ = component(tmp_path / "x.plan")
+    assert computes(made)
+    machine.memory = False
+    with pytest.raises(BackendUnavailable, match=r"(?s)no memory left for the tensors of a call.*remedy: "):
+        computes(made)
+    machine.memory = True
+    assert computes(made)
+
+
+# New weights -----------------------------------------------------------------------------------------------------------
+
+
+class Refitter:
+    """TensorRT's, of an engine with a weight [4, 6] and one [6] that was made by transposing."""
+
+    SIZES = MappingProxyType({"w": 24, "turned.T": 24, "b": 6})
+    works, given = True, ()
+
+    def __init__(self, engine, log) -> None:
+        Refitter.given = []
+
+    def get_all_weights(self):
+        return list(self.SIZES)
+
+    def get_weights_prototype(self, name):
+        return SimpleNamespace(dtype="float", size=self.SIZES[name])
+
+    def set_named_weights(self, name, weights):
+        self.given.append(name)
+        return True
+
+    def get_missing_weights(self):
+        return []
+
+    def refit_cuda_engine(self):
+        return self.works
+
+
+@pytest.fixture
+def refittable(component, monkeypatch, tmp_path):
+    types = SimpleNamespace(FLOAT="float", HALF="half", BF16="bf16", INT64="int64", INT32="int32")
+    trt = SimpleNamespace(**vars(TRT), Refitter=Refitter, DataType=types, Weights=lambda *_: None)
+    monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
+    return component(tmp_path / "x.plan", refittable=True, weights={"w": [4, 6], "turned.T": [6, 4]})[0]
+
+
+def test_weights_of_the_right_size_and_another_shape_are_refused(refittable):
+    assert refittable.refit({"w": torch.ones(4, 6), "turned": torch.ones(4, 6), "b": torch.ones(6)}) == 3
+    for name in ("w", "turned"):
+        for shape in ((6, 4), (24,), (2, 12)):
+            with pytest.raises(
+                UserError, match=rf"(?s)'{name}' does not fit.*expected: shape \[4, 6\].*got: .*remedy: "
+            ):
+                refittable.refit({name: torch.ones(shape)})
+            assert Refitter.given == []
+    assert computes(refittable)
+
+
+def test_an_engine_with_old_and_new_weights_is_not_called(refittable, monkeypatch):
+    assert computes(refittable)
+    monkeypatch.setattr(Refitter, "works", False)
+    with pytest.raises(BackendUnavailable, match=r"(?s)some may be new.*load the bundle again"):
+        refittable.refit({"w": torch.ones(4, 6)})
+    with pytest.raises(UserError, match="was closed"):
+        computes(refittable)
