@@ -209,7 +209,8 @@ def test_a_result_with_nothing_in_it_has_a_shape():
     assert (unused.shape, unused.size(1), unused.dim(), unused.numel(), len(unused)) == ((2, 8), 8, 2, 16, 2)
     assert unused.dtype == torch.float32 and unused.is_meta and unused.is_floating_point()
     assert repr(unused) == f"{unused}" == "UnusedResult('hidden_states.1' of text_encoder, shape [2, 8])"
-    for look in (lambda x: x[0], lambda x: torch.cat([x, x]), lambda x: x.data, lambda x: x.to("cpu"), bool):
+    assert unused.to("cpu") is unused.cpu() is unused  # hooks of accelerate move every result
+    for look in (lambda x: x[0], lambda x: torch.cat([x, x]), lambda x: x.data, bool):
         with pytest.raises(UserError, match=r"(?s)'hidden_states\.1' of text_encoder.*remedy: "):
             look(unused)
 

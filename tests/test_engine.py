@@ -40,6 +40,7 @@ from trtconvert.engine.builder import build_plan
 from trtconvert.engine.engine_choice import EngineTimes, distinct_bins, fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.signals import DeferredSignals
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
@@ -318,6 +319,17 @@ def test_a_handler_that_raises_nothing_ends_a_build_all_the_same(at_ctrl_c):
     with pytest.raises(KeyboardInterrupt):
         build(model_of(*LINEAR), watch=watch)
     assert heard == [True] and len(watch.shares) == 3
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, None])
+def test_signals_without_a_handler_in_python_are_left_alone(monkeypatch, handler):
+    """None is one in C, which Python could not put back."""
+    taken = []
+    monkeypatch.setattr(signal, "getsignal", lambda number: handler)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: taken.append(arguments))
+    with DeferredSignals() as signals:
+        pass
+    assert taken == [] and signals.caught is None
 
 
 def test_ctrl_c_that_is_ignored_ends_no_build(at_ctrl_c):

@@ -361,6 +361,18 @@ def test_a_graph_without_memory_is_recorded_later(cuda, open_lane, monkeypatch):
     assert right(lane, 4) and cuda.graphs == 2  # nothing was given up for the graph that did not come to be
 
 
+def test_a_driver_without_memory_for_a_graph_is_asked_later(cuda, open_lane, monkeypatch):
+    lane = open_lane(2)
+    monkeypatch.setattr(_lane, "_REST", 1)
+    assert right(lane, 4)
+    instantiate = cuda.cudaGraphInstantiate
+    cuda.cudaGraphInstantiate = lambda graph, flags: (cudart.cudaError_t.cudaErrorMemoryAllocation, None)
+    with warnings.catch_warnings(action="error"):
+        assert right(lane, 4) and lane.recorded == 0
+        cuda.cudaGraphInstantiate = instantiate
+        assert right(lane, 4) and right(lane, 4) and lane.recorded == 1
+
+
 def test_a_call_that_is_refused_leaves_no_shapes_behind(open_lane):
     lane = open_lane(0)
     assert right(lane, 4)
@@ -422,6 +434,18 @@ def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, o
         assert right(lane, length)
         machine.recording = True
         assert right(lane, length)
+    # Both in one recording, though they share a profile, and whatever was worked out anew meanwhile.
+    assert right(lane, 4) and right(lane, 8)
+    assert not any(recording for context in contexts_of(lane) for _, recording in context.told)
+
+
+def test_a_recording_takes_shapes_that_were_worked_out_anew(machine, open_lane, monkeypatch):
+    """As after many other shapes: what is known of calls is forgotten, and their shapes are equal and not the same."""
+    lane = open_lane(0)
+    assert right(lane, 4)
+    monkeypatch.setitem(CALLS, 4, Call(0, ((4,), (4,)), ((4,),)))
+    machine.recording = True
+    assert right(lane, 4)
     assert not any(recording for context in contexts_of(lane) for _, recording in context.told)
 
 
@@ -467,6 +491,21 @@ def test_of_more_streams_the_one_that_was_idle_longest_gives_its_memory_back(mac
     for machine.current in (11, 12, 11, 13):
         assert computes(made)
     assert set(made._lanes) == {11, 13} and scratch.allocated == 2 * scratch.size
+
+
+def test_whether_a_stream_is_idle_is_asked_while_nobody_else_uses_it(machine, component, tmp_path, monkeypatch):
+    """Else somebody could begin a recording on it before it is closed."""
+    made, _ = component(tmp_path / "x.plan", streams=1)
+    asked = []
+
+    def is_needed(lane):
+        asked.append(lane.lock.locked())
+        return False
+
+    monkeypatch.setattr(Lane, "is_needed", property(is_needed))
+    for machine.current in (11, 12):
+        assert computes(made)
+    assert asked == [True]
 
 
 def test_a_stream_that_the_caller_recorded_keeps_its_memory(machine, component, tmp_path):
@@ -575,3 +614,55 @@ def test_an_engine_with_old_and_new_weights_is_not_called(refittable, monkeypatc
         refittable.refit({"w": torch.ones(4, 6)})
     with pytest.raises(UserError, match="was closed"):
         computes(refittable)
+
+
+def test_calls_that_wait_for_new_weights_get_no_mixed_ones(machine, refittable, monkeypatch):
+    """On several streams, which the closing takes one after the other."""
+    here, results = threading.local(), []
+    here.stream = 7
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: here.stream)
+
+    def current():
+        return SimpleNamespace(cuda_stream=here.stream, synchronize=lambda: time.sleep(0.005))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    for here.stream in (11, 12, 13):
+        assert computes(refittable)
+    inside, go = threading.Event(), threading.Event()
+
+    def fail(refitter):
+        inside.set()
+        return not go.wait(5)
+
+    def call(stream):
+        here.stream = stream
+        try:
+            results.append(computes(refittable))
+        except UserError as error:
+            results.append(error.problem)
+
+    def replace_weights():
+        with pytest.raises(BackendUnavailable):
+            refittable.refit({"w": torch.ones(4, 6)})
+
+    monkeypatch.setattr(Refitter, "refit_cuda_engine", fail)
+    threads = [threading.Thread(target=replace_weights)]
+    threads[0].start()
+    inside.wait(5)
+    threads += [threading.Thread(target=call, args=(stream,)) for stream in (11, 12, 13)]
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.1)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert results == ["the component was closed"] * 3
+
+
+def test_weights_are_replaced_though_the_owner_of_a_stream_destroyed_it(machine, refittable):
+    for machine.current in (11, 12):
+        assert computes(refittable)
+    machine.destroyed = {11}
+    for _ in range(2):
+        assert refittable.refit({"w": torch.ones(4, 6)}) == 1
+    assert set(refittable._lanes) == {12} and computes(refittable)

@@ -180,6 +180,15 @@ def test_a_backend_that_does_not_exist_is_refused(tiny_build, backend):
         runtime.load(tiny_build.bundle, backend=backend)
 
 
+def test_a_bundle_for_the_cpu_asks_nothing_of_a_gpu(tiny_build, monkeypatch):
+    def asked():
+        raise AssertionError("a process that only checks a bundle takes no memory on GPUs")
+
+    monkeypatch.setattr(runtime.builder, "status", asked)
+    with runtime.load(tiny_build.bundle, backend="onnxruntime") as bundle:
+        assert bundle.backend.startswith("ONNX Runtime")
+
+
 @pytest.mark.parametrize("device", ["gpu:0", -1, "cuda:-1", "cuda:1", 1, "cpu", torch.device("cpu")])
 def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -15,7 +15,10 @@ from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError
 
-_MEMORY_WORDS = ("out of memory", "outofmemory", "mem_alloc", "memory allocation", "insufficient memory", "bad_alloc")
+_MEMORY_WORDS = (
+    *("out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory"),
+    "bad_alloc",
+)
 """How the libraries' messages name a lack of memory; there is no code for it."""
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 
 class DeferredSignals:
-    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done. What the process ignores,
-    as jobs in the background ignore Ctrl-C, stays ignored.
+    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done. Where no Python handler is
+    set nothing changes: what the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
 
     An exception that is raised in one of the library's callbacks crosses C++ code. That ends the process, or loses the exception,
     as in TensorRT's loggers.
@@ -31,7 +31,8 @@ class DeferredSignals:
     def __enter__(self) -> DeferredSignals:
         # Python refuses it in other threads, and sends signals to this one only.
         if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in self._NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+            # Others raise nothing: a default ends the process, and None is a handler in C, which could not be put back.
+            heeded = [number for number in self._NUMBERS if callable(signal.getsignal(number))]
             self._before = {number: signal.signal(number, self._keep) for number in heeded}
         return self
 

@@ -77,15 +77,15 @@ def _imported() -> tuple[Any | None, str]:
 
 
 def cuda_problem() -> str:
-    """Why the GPU cannot be used here, as with a driver older than CUDA; empty where it can.
+    """Why GPUs cannot be used here, as with a driver older than CUDA; empty where they can.
 
-    TensorRT must not find out: its Runtime then ends the process.
+    TensorRT must not find out: its Runtime then ends the process. Whether a certain GPU has room is for its user to find out:
+    nothing is done on one here.
     """
     import torch
 
     try:
         torch.cuda.init()
-        torch.cuda.synchronize()
     except (RuntimeError, AssertionError) as error:  # an assertion, where torch was built without CUDA
         return str(error).strip().splitlines()[0]
     return ""

@@ -198,12 +198,12 @@ def load(
     check_files(folder, manifest)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    state = builder.status()
-    if backend == "tensorrt" or (backend == "auto" and all(engines.values()) and state.available):
+    state = builder.status() if backend == "auto" else None
+    if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
     on_cpu = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     words = "ONNX Runtime on the CPU, INT8 attention as the op's function body"
-    if backend == "auto" and any(engines.values()):
+    if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {state.detail}"
     return LoadedBundle(folder, manifest, on_cpu, words)
 

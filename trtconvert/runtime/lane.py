@@ -19,6 +19,7 @@ import torch
 from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAccessIssue]  # no stubs
 from torch import Tensor
 
+from trtconvert.engine.builder import lacks_memory
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.graph import REMEDY, CopyingGraph
 from trtconvert.runtime.scratch import Room, Scratch
@@ -115,7 +116,7 @@ class _Context:
             addresses: of the inputs, then of the outputs.
         """
         context, plan = self._context, self._plan
-        if call.inputs is not self._shapes:
+        if call.inputs is not self._shapes and call.inputs != self._shapes:
             self._shapes = None  # until all of them are set: of a call that is refused here, some are
             for name, shape in zip(plan.inputs, call.inputs, strict=True):
                 if not context.set_input_shape(name, shape):
@@ -200,6 +201,7 @@ class Lane:
         self._callers: dict[Call, _Context] = {}  # what recordings of the caller's refer to
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._wanted: weakref.WeakSet[Call] = weakref.WeakSet()  # calls that a recording of the caller's was refused
 
     def run(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Enqueue a call.
@@ -219,6 +221,11 @@ class Lane:
         # A recording of the caller's takes plain calls: a launch in it would be recorded with the addresses of now.
         if torch.cuda.is_current_stream_capturing():
             return self._enqueue(call, tensors, self._callers_context(call))
+        if self._wanted and call in self._wanted:
+            context = self._callers[call] = self._new_context(call)
+            outputs = self._enqueue(call, tensors, context)
+            self._wanted.discard(call)
+            return outputs
         graph = self._graphs.get(call)
         if graph is None and self._limit and call in self._seen:
             graph = self._record(call)
@@ -256,6 +263,7 @@ class Lane:
             self._seen.clear()
             self._contexts.clear()
             self._callers.clear()
+            self._wanted.clear()
             self._room = None
 
     def _new_context(self, call: Call) -> _Context:
@@ -267,13 +275,12 @@ class Lane:
         what was recorded from it. It is that of the last plain call, since telling shapes may wait for the device.
 
         Raises:
-            UserError: the last plain call had other shapes.
+            UserError: the last plain call had other shapes. The next one of these shapes gets a context to itself.
         """
         if call not in self._callers:
             context = self._contexts.get(call.profile)
             if context is None or not context.has_shapes_of(call):
-                self._graphs.pop(call, None)  # the next call is a plain one, then
-                self._seen.discard(call)
+                self._wanted.add(call)
                 raise unready("other shapes in the last call on this stream that no graph of ours ran")
             self._callers[call] = self._contexts.pop(call.profile)
         return self._callers[call]
@@ -293,10 +300,10 @@ class Lane:
             return None
         try:
             graph = _Graph(self._plan, call, self._new_context(call), self._stream)
-        except torch.OutOfMemoryError:  # a RuntimeError too
-            self._rest = _REST
-            return None
         except (BackendUnavailable, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or lacks_memory(str(error)):
+                self._rest = _REST
+                return None
             self._limit = 0
             warnings.warn(
                 f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,13 +188,25 @@ class TensorRTComponent:
         try:
             with self._lock, ExitStack() as held:
                 # Other engines of the bundle take the same locks: in one order, so that none waits for the other.
-                for lane in sorted(self._lanes.values(), key=lambda lane: id(lane.lock)):
+                for handle, lane in sorted(self._lanes.items(), key=lambda item: id(item[1].lock)):
                     held.enter_context(lane.lock)
-                    lane.forget_graphs()
-                with torch.cuda.device(self.device):
-                    return refit(plan, Path(weights) if isinstance(weights, str) else weights, self.record.weights)
+                    try:
+                        lane.forget_graphs()
+                    except RuntimeError:  # a stream that its owner has destroyed
+                        del self._lanes[handle]
+                        with suppress(RuntimeError):
+                            lane.close()
+                try:
+                    with torch.cuda.device(self.device):
+                        return refit(plan, Path(weights) if isinstance(weights, str) else weights, self.record.weights)
+                except BackendUnavailable:
+                    # Some weights may be new and others old: nobody shall see what they compute, whoever waits for a lane.
+                    self._plan = None
+                    for lane in self._lanes.values():
+                        lane.closed = True
+                    raise
         except BackendUnavailable:
-            self.close()  # some weights may be new and others old: nobody shall see what they compute
+            self.close()
             raise
 
     def close(self) -> None:
@@ -209,6 +221,15 @@ class TensorRTComponent:
                 self._plan = None
                 self._runtime = None
                 self.weights_memory = 0
+
+    def _close_idle_lane(self) -> None:
+        """Take the memory from the stream that was idle longest, if there is one that nobody records or has recorded."""
+        for handle, lane in sorted(self._lanes.items(), key=lambda item: item[1].used):
+            with lane.lock:
+                if not lane.is_needed:
+                    del self._lanes[handle]
+                    lane.close()
+                    return
 
     @staticmethod
     def _close_lane(lane: Lane) -> None:
@@ -237,6 +258,7 @@ class TensorRTComponent:
                     if not lane.closed:
                         outputs = lane.run(known.call, tensors)
                         break
+                self._opened()  # a closed lane goes soon, or the component is closed
         except torch.OutOfMemoryError as error:
             raise out_of_memory("the tensors of a call", self._opened().bytes_of(known.call), self.device) from error
         if known.origin is not None:
@@ -283,8 +305,7 @@ class TensorRTComponent:
                 return lane
             if torch.cuda.is_current_stream_capturing():
                 raise unready("no call on this stream so far")
-            idle = [handle for handle, lane in self._lanes.items() if not lane.is_needed]
-            if len(self._lanes) >= self._streams and idle:
-                self._close_lane(self._lanes.pop(min(idle, key=lambda handle: self._lanes[handle].used)))
+            if len(self._lanes) >= self._streams:
+                self._close_idle_lane()
             lane = self._lanes[stream.cuda_stream] = Lane(plan, stream, self._graphs)
             return lane

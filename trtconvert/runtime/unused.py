@@ -13,9 +13,13 @@ from trtconvert.errors import UserError
 
 _SIZE_ONLY = {
     *("shape", "size", "numel", "dim", "ndim", "ndimension", "__len__"),
-    *("dtype", "is_floating_point", "device", "is_meta", "is_cuda", "requires_grad"),
+    *("dtype", "is_floating_point", "device", "is_meta", "is_cuda", "is_cpu", "requires_grad"),
 }
 """Attributes and methods of a tensor that do not look into it."""
+
+
+_MOVES = {"to", "cpu", "cuda"}
+"""Methods that accelerate's hooks call on every result, and that leave nothing as it is."""
 
 
 def looks_into(function: Callable[..., Any]) -> bool:
@@ -51,6 +55,8 @@ class UnusedResult(Tensor):
         Raises:
             UserError: the function looks into the tensor.
         """
+        if _name(func) in _MOVES:
+            return args[0]
         if not looks_into(func):
             return super().__torch_function__(func, types, args, kwargs)
         unused = next(x for x in tree_leaves((args, kwargs or {})) if isinstance(x, cls))
