@@ -183,6 +183,14 @@ def test_what_users_put_into_a_bundle_moves_to_the_one_that_replaces_it(bundle, 
     assert os.readlink(new / "latest") == "notes"
 
 
+def test_plans_that_a_killed_compile_left_are_no_users_files(bundle, tmp_path):
+    (bundle / "engines").mkdir()
+    for name in ("denoiser-tensorrt-sm90-h200.plan", "mine.plan", "another-tensorrt-sm90.plan"):
+        (bundle / "engines" / name).write_bytes(b"plan")
+    keep_others(bundle, tmp_path / "new")
+    assert contents(tmp_path / "new").keys() == {"engines/mine.plan", "engines/another-tensorrt-sm90.plan"}
+
+
 @pytest.mark.parametrize("place", ["nowhere", "file"])
 def test_what_is_no_bundle_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("")

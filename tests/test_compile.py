@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -21,6 +22,8 @@ import pytest
 from rich.console import Console
 from support import contents, files_of_at_most, partials, refusal, run, tiny_recipe
 
+from trtconvert import compile as compile_module
+from trtconvert import stages
 from trtconvert.bundle import MANIFEST, EngineRecord, NativeSite, check_files, read_manifest, write_manifest
 from trtconvert.cache import Cache
 from trtconvert.compile import compile_bundle
@@ -168,6 +171,17 @@ def test_gpus_of_one_architecture_have_an_engine_each(bundle, builder):
     assert {engine.file for engine in engines} == {str(plan.relative_to(bundle)) for plan in bundle.rglob("*.plan")}
 
 
+def test_an_engine_that_does_not_name_its_gpu_is_replaced(bundle, builder):
+    """As records of before do not."""
+    builder.gpu = ""
+    compiled(bundle)
+    builder.gpu = "NVIDIA H200"
+    manifest = fresh(bundle)
+    check_files(bundle, manifest)
+    assert [engine.gpu for engine in manifest.components["denoiser"].engines] == ["NVIDIA H200"]
+    assert len(list(bundle.rglob("*.plan"))) == 1
+
+
 def test_a_bundle_in_use_keeps_its_files(bundle, builder, tmp_path):
     """Who has opened the old plan, or linked to it, goes on reading the old one."""
     fresh(bundle)
@@ -200,7 +214,7 @@ def test_a_compile_that_is_killed_leaves_the_old_bundle_and_the_next_one_sweeps(
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert contents(bundle) == before and partials(bundle) and partials(cache)
+    assert contents(bundle) == before and partials(cache)
     monkeypatch.setattr(tensorrt, "build_engine", build_engine)
     check_files(bundle, compiled(bundle))
     assert not partials(bundle, bundle.parent, cache)
@@ -288,6 +302,43 @@ def test_the_manifest_says_what_the_bundle_runs_on_now(bundle, builder):
     assert manifest.versions == before.versions | {"tensorrt": "10.6.0"}
 
 
+def test_two_that_want_one_engine_build_it_once_and_have_the_same(bundle, gpu, builder, tmp_path):
+    """Of two copies of a bundle, compiled with one cache."""
+    second = shutil.copytree(bundle, tmp_path / "second")
+    waits = threading.Event()
+
+    def begin_the_second(_):
+        builder.meanwhile = lambda _: waits.set()
+        thread.start()
+        assert not waits.wait(1)  # it would build another engine
+
+    gpu["second"] = "sm90"
+    thread = threading.Thread(name="second", target=compiled, args=(second,))
+    builder.meanwhile = begin_the_second
+    compiled(bundle)
+    thread.join(30)
+    assert builder.names == ["denoiser"]
+    for folder in (bundle, second):
+        check_files(folder, read_manifest(folder))
+    assert (bundle / PLAN).read_bytes() == (second / PLAN).read_bytes()
+
+
+def test_an_engine_that_changes_in_the_cache_while_it_is_copied_is_refused(bundle, builder, monkeypatch):
+    """The manifest would name what the bundle does not hold."""
+    before, copyfile = contents(bundle), shutil.copyfile
+
+    def replaced(source, target):
+        Path(source).write_bytes(b"another's")
+        copyfile(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", replaced)
+    with pytest.raises(UserError, match="replaced or damaged while it was copied"):
+        compiled(bundle)
+    assert contents(bundle) == before and not partials(bundle, bundle / "engines")
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    check_files(bundle, compiled(bundle))
+
+
 # What ends it, and what is kept ---------------------------------------------------------------------------------------
 
 
@@ -306,6 +357,20 @@ def test_finished_engines_are_kept_whatever_ends_the_build_of_the_next(bundle, b
     manifest = compiled(bundle)
     assert builder.names == ["denoiser", VAE]
     check_files(bundle, manifest)
+
+
+def test_an_unchanged_plan_is_read_as_often_as_something_depends_on_it(bundle, builder, cache, monkeypatch):
+    """Plans may have gigabytes: once to check the bundle, once to check the cache, once to compare the two."""
+    compiled(bundle)
+    file_digest, read = hashlib.file_digest, []
+
+    def counted(file, name):
+        read.append(Path(file.name))
+        return file_digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    compiled(bundle)
+    assert [path.is_relative_to(cache) for path in read if path.suffix == ".plan"] == [False, True, False]
 
 
 def test_other_options_and_another_onnx_are_not_answered_by_the_cache(bundle, builder):
@@ -345,8 +410,87 @@ def test_a_full_disk_is_named_and_leaves_the_old_bundle(bundle, builder):
     assert len(builder.built) == 1
 
 
+def test_a_cache_with_little_space_is_named_before_the_build(bundle, builder, monkeypatch):
+    (bundle / "denoiser.onnx.data").write_bytes(b"weights")
+    size = sum(file.stat().st_size for file in bundle.glob("denoiser.onnx*"))
+    notice, options = "the engine may not fit", {"--cache": [], "TMPDIR": ["--no-cache"]}
+    for remedy, given in options.items():
+        monkeypatch.setattr(stages, "free_space", lambda _: size - 1)
+        outcome = run("compile", bundle, *given)
+        assert outcome.exit_code == 0 and notice in outcome.output and remedy in outcome.output
+    assert notice not in run("compile", bundle).output  # it is there
+    monkeypatch.setattr(stages, "free_space", lambda _: size)
+    assert notice not in run("compile", bundle, "--no-cache").output
+
+
+@pytest.mark.parametrize(("given", "remedy"), [((), "--cache"), (("--no-cache",), "set TMPDIR to another folder")])
+def test_a_full_disk_of_the_cache_names_what_places_it(bundle, builder, given, remedy):
+    with files_of_at_most(4000):
+        message = refusal(run("compile", bundle, *given), "the disk is full while writing", remedy)
+    assert ("--cache" in message) == (remedy == "--cache")
+
+
 def without_engines(manifest):
     return {name: of.model_copy(update={"engines": []}) for name, of in manifest.components.items()}
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_half_way(_, target):
+    Path(target).write_bytes(b"half")
+    killed()
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [((shutil, "copyfile"), killed_half_way), ((compile_module, "write_sealed"), killed), ((os, "unlink"), None)],
+    ids=["in the copy", "before the manifest", "after the manifest"],
+)
+def test_what_a_killed_compile_leaves_of_plans_goes_with_the_next(bundle, builder, monkeypatch, where, what):
+    first = contents(bundle)
+    fresh(bundle)
+    (bundle / "engines" / "mine.plan").write_text("a user's")
+    unlink = os.unlink
+
+    def killed_at_a_plan(path, **options):
+        if "tensorrt-" in str(path):
+            killed()
+        unlink(path, **options)
+
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_compile, args=(bundle, *where, what or killed_at_a_plan)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    left = [path for path in (bundle / "engines").rglob("*-tensorrt-*") if path.is_file()]
+    assert len(left) == 2
+    manifest = fresh(bundle)
+    check_files(bundle, manifest)
+    engine = manifest.components["denoiser"].engines[0].file
+    assert contents(bundle).keys() == first.keys() | {engine, "engines/mine.plan"}
+    assert not partials(bundle, bundle / "engines")
+
+
+def killed_compile(folder, module, name, what):
+    setattr(module, name, what)
+    fresh(folder)
+
+
+def test_a_compile_that_fails_as_it_finishes_leaves_no_plans(bundle, builder, monkeypatch):
+    before, copyfile = contents(with_vae(bundle)), shutil.copyfile
+
+    def full(source, target):
+        if VAE in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        copyfile(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        compiled(bundle)
+    assert contents(bundle) == before and not partials(bundle, bundle / "engines")
 
 
 # Others that change the bundle ----------------------------------------------------------------------------------------
@@ -392,6 +536,24 @@ def test_an_engine_of_an_onnx_that_was_replaced_meanwhile_is_not_kept(bundle, bu
     assert len(builder.built) == 2
 
 
+def test_a_bundle_that_goes_while_its_onnx_is_read_is_named(bundle, builder):
+    def remove(_):
+        shutil.rmtree(bundle)
+        (bundle / "denoiser.onnx").read_bytes()
+
+    builder.meanwhile = remove
+    refusal(run("compile", bundle), "was replaced while its engines were built", "got: no bundle")
+    assert not bundle.exists()
+
+
+def test_an_error_of_reading_the_bundle_is_not_one_of_writing_it(bundle, builder):
+    def fail(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(bundle / "denoiser.onnx"))
+
+    builder.meanwhile = fail
+    assert "cannot write" not in refusal(run("compile", bundle), f"cannot read {bundle / 'denoiser.onnx'}")
+
+
 def test_a_bundle_that_goes_while_another_process_has_its_lock_is_named(bundle, builder):
     handle = os.open(bundle / MANIFEST, os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -413,7 +575,7 @@ def flock_of_nfs(handle, operation):
 
 
 def no_flock(handle, operation):
-    if stat.S_ISREG(os.fstat(handle).st_mode):
+    if Path(os.readlink(f"/proc/self/fd/{handle}")).name == MANIFEST:  # the cache is elsewhere
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     return FLOCK(handle, operation)
 
@@ -435,6 +597,35 @@ def test_a_bundle_is_compiled_from_inside_of_it(bundle, builder, monkeypatch):
     for command in ("compile", "inspect"):
         outcome = run(command, ".")
         assert outcome.exit_code == 0, outcome.output
+
+
+def test_a_bundle_of_links_is_compiled_and_what_they_point_to_stays(bundle, builder, tmp_path):
+    """As `cp -rs` makes them, and the snapshots of Hugging Face's cache."""
+    compiled(bundle)
+    before, copy = contents(bundle), tmp_path / "copy"
+    (copy / "engines").mkdir(parents=True)
+    for name in before:
+        (copy / name).symlink_to(bundle / name)
+    manifest = fresh(copy)
+    check_files(copy, manifest)
+    assert contents(bundle) == before
+    check_files(bundle, read_manifest(bundle))
+    assert not (copy / MANIFEST).is_symlink()
+
+
+def test_a_link_that_is_switched_meanwhile_does_not_split_the_engine_from_its_manifest(bundle, builder, tmp_path):
+    other, current = shutil.copytree(bundle, tmp_path / "other"), tmp_path / "current"
+    current.symlink_to(bundle)
+    before = contents(other)
+
+    def switch(_):
+        current.unlink()
+        current.symlink_to(other)
+
+    builder.meanwhile = switch
+    check_files(bundle, compiled(current))
+    assert contents(other) == before
+    assert (bundle / PLAN).is_file()
 
 
 def test_a_mount_point_is_compiled(bundle, builder, tmp_path):
@@ -541,7 +732,10 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
         ("engine.backend=tensorrt", ["engine.FIELD=VALUE"]),
         ("engine.attention=naive", ["engine.attention: ", "'native'", "got: --set engine.attention=naive"]),
         ("engine.workspace_mb=much", ["engine.workspace_mb: "]),
-        ("engine.attention={", ["engine.attention: "]),
+        ("engine.attention={", ["--set engine.attention: not valid YAML", "expected the node content", ": {"]),
+        ("engine.shapes={batch: [1, 2, 4}", ["not valid YAML", "expected ',' or ']', but got '}'"]),
+        ("engine.workspace_mb=2001-02-30", ["not valid YAML"]),
+        pytest.param("engine.shapes=" + "[" * 3000, ["not valid YAML", "too many brackets", "[[[…"], id="deep"),
         ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
         ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),
     ],

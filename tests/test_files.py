@@ -75,6 +75,20 @@ def test_the_current_folder_can_be_the_target(tmp_path, monkeypatch):
     assert contents(tmp_path / "here") == {"a": b"1", "b": b"1"}
 
 
+def test_a_file_is_written_through_a_link_or_takes_its_place(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "real" / "link").symlink_to(tmp_path / "file")
+    with whole_file(tmp_path / "folder" / "link") as path:
+        path.write_text("1")
+    assert (tmp_path / "real" / "link").is_symlink()
+    with whole_file(tmp_path / "folder" / "link", through_link=False) as path:
+        path.write_text("2")
+    assert (tmp_path / "file").read_text() == "1"
+    assert not (tmp_path / "real" / "link").is_symlink() and (tmp_path / "folder").is_symlink()
+    assert contents(tmp_path / "folder") == {"link": b"2"}
+
+
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_block_that_fails_leaves_what_was_there(tmp_path, failure):
     write(tmp_path / "target", "1")
@@ -337,6 +351,17 @@ def test_what_a_killed_process_left_among_temporary_files_is_swept_by_the_next(t
         assert list(folder.iterdir()) == []
         assert list(tmp_path.glob("*/joined.data")) == []
     assert [path.name for path in tmp_path.iterdir()] == ["another's"]
+
+
+def test_unfinished_files_are_swept_whatever_their_names_unless_they_are_in_use(tmp_path):
+    (tmp_path / ".one.partial-killed").mkdir()
+    (tmp_path / ".one.partial-killed" / "one").write_text("half")
+    (tmp_path / ".mine").mkdir()
+    with whole_file(tmp_path / "two") as path:
+        path.write_text("2")
+        files.sweep_files(tmp_path)
+        assert len(partials(tmp_path)) == 1
+    assert contents(tmp_path) == {"two": b"2"} and (tmp_path / ".mine").is_dir()
 
 
 def test_a_folder_that_a_killed_build_moved_aside_is_put_back(tmp_path):

@@ -347,6 +347,17 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
     )
 
 
+def lost_plans(folder: Path, manifest: Manifest) -> list[str]:
+    """Plans of `trtconvert compile` that the manifest does not name: it was killed before it had put them into one, or before it
+    had removed those that it replaced."""
+    return sorted(
+        name
+        for component in manifest.components
+        for path in folder.glob(f"engines/{component}-tensorrt-*.plan")
+        if (name := str(path.relative_to(folder))) not in manifest.files
+    )
+
+
 def keep_others(old: Path, new: Path) -> None:
     """Take along what users have put into a bundle that another one replaces, such as a report.
 
@@ -355,7 +366,8 @@ def keep_others(old: Path, new: Path) -> None:
     Raises:
         UserError: the old folder is no bundle.
     """
-    own = {MANIFEST, *read_manifest(old).files}
+    manifest = read_manifest(old)
+    own = {MANIFEST, *manifest.files, *lost_plans(old, manifest)}
     names = {
         str(path.relative_to(old))
         for path in old.rglob("*")

@@ -8,12 +8,12 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trtconvert.errors import UserError
-from trtconvert.files import sha256, whole_folder
+from trtconvert.files import is_temporary, one_at_a_time, sha256, whole_folder
 
 _INDEX = "stage.json"
 
@@ -44,11 +44,13 @@ class Stage:
         key: the hash they are filed under; what a later stage that reads them hashes in turn.
         folder: where they are.
         reused: whether they were there already.
+        hashes: SHA-256 by name, as it was when the stage was taken.
     """
 
     key: str
     folder: Path
     reused: bool
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,15 @@ class Cache:
 
     folder: Path
 
+    @property
+    def instead(self) -> str:
+        """For messages, what the user can do to have another place."""
+        return "set TMPDIR to another folder" if is_temporary(self.folder) else "give another folder with --cache"
+
     def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path], None]) -> Stage:
         """The stage's files, made by `make` in the folder it is given unless they are here already.
+
+        Of several processes that want one stage, the first makes it, and the others wait for it.
 
         Args:
             reads: everything that decides the outcome, as JSON values.
@@ -70,21 +79,25 @@ class Cache:
         text = json.dumps({"stage": name, "code": code_identity(), "reads": reads}, sort_keys=True, default=str)
         key = hashlib.sha256(text.encode()).hexdigest()
         folder = self.folder / f"{name}-{key[:32]}"
-        if _is_whole(folder):
-            return Stage(key, folder, reused=True)
-        with whole_folder(folder, "give another folder with --cache") as partial:
-            make(partial)
-            hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
-            (partial / _INDEX).write_text(json.dumps(hashes, indent=1))
-        return Stage(key, folder, reused=False)
+        if (hashes := _whole(folder)) is not None:
+            return Stage(key, folder, True, hashes)
+        with one_at_a_time(folder.with_name(f".{folder.name}"), self.instead):  # what has no dot is a finished stage
+            if (hashes := _whole(folder)) is not None:  # another process has made it meanwhile
+                return Stage(key, folder, True, hashes)
+            with whole_folder(folder, self.instead) as partial:
+                make(partial)
+                hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
+                (partial / _INDEX).write_text(json.dumps(hashes, indent=1))
+        return Stage(key, folder, False, hashes)
 
 
-def _is_whole(folder: Path) -> bool:
+def _whole(folder: Path) -> dict[str, str] | None:
+    """The hashes of a stage's files; None where it is not there, or damaged."""
     try:
         hashes = json.loads((folder / _INDEX).read_text())
-        return all(sha256(folder / name) == digest for name, digest in hashes.items())
+        return hashes if all(sha256(folder / name) == digest for name, digest in hashes.items()) else None
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
 
 
 @functools.cache

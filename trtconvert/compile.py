@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import fcntl
@@ -24,13 +25,14 @@ from trtconvert.bundle import (
     Manifest,
     check_files,
     file_record,
+    lost_plans,
     read_manifest,
     write_sealed,
 )
 from trtconvert.cache import Cache, Stage, default_folder
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
-from trtconvert.files import is_open_file, locked, require_writable, settled, whole_file
+from trtconvert.files import is_open_file, locked, require_writable, settled, sweep_files, whole_file
 from trtconvert.progress import Reporter, say
 from trtconvert.recipe import EngineSection
 from trtconvert.stages import ENGINE, engine_stages, narrowed
@@ -49,6 +51,9 @@ _CHANGEABLE = (
     "weight_streaming",
 )
 """Fields of a recipe's engine section that the machine with the GPU may decide."""
+
+_SHOWN = 80
+"""Characters of an option's value that messages repeat."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """What network file systems answer that have no locks; the last one NFS, for files that cannot be opened for writing."""
@@ -73,13 +78,16 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         TrtconvertError: the engine cannot be built.
     """
     tensorrt.load()
-    folder, backend, cache = settled(folder), tensorrt.status(), cache or Cache(default_folder())
+    # Who switches a link to another bundle meanwhile changes what is served, and not which bundle gets the engines.
+    folder = settled(folder).resolve()
+    backend, cache = tensorrt.status(), cache or Cache(default_folder())
     with _alone(folder, lambda text: say(report.console, text)) as unchanged:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         manifest = _changed(manifest, changes)
         gpu = str(tensorrt.device_architecture()), tensorrt.device_name()
-        for name in manifest.components:  # nobody wants to hear it after the build
+        require_writable(folder / MANIFEST, _INSTEAD)  # nobody wants to hear it after the build
+        for name in manifest.components:
             require_writable(folder / EngineRecord.of(name, "tensorrt", "", *gpu).file, _INSTEAD)
         options, built = manifest.recipe.engine, dict[str, list[tuple[EngineRecord, Stage]]]()
 
@@ -88,7 +96,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                 raise _replaced(folder)
             write_sealed(path, _with_engines(folder, manifest, built))
 
-        with whole_file(folder / MANIFEST, _INSTEAD, finish), report.live():
+        with report.live():
             for name, component in manifest.components.items():
                 read = _as_stage(folder, manifest, name)
 
@@ -97,12 +105,40 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                     if name not in now.components or _as_stage(folder, now, name).key != read.key:
                         raise _replaced(folder)
 
-                built[name] = engine_stages(name, component, read, options, backend, cache, report, refuse_another)
-    with locked(folder):
-        new = read_manifest(folder)
-        for name in manifest.files.keys() - new.files.keys():  # engines that others have replaced
-            (folder / name).unlink(missing_ok=True)
-    return new
+                try:
+                    built[name] = engine_stages(name, component, read, options, backend, cache, report, refuse_another)
+                except OSError as error:
+                    if not unchanged():
+                        raise _replaced(folder) from error  # with the files that the build was reading
+                    if not _is_in(folder, error):
+                        raise
+                    raise UserError(
+                        f"cannot read {error.filename}",
+                        expected="the file as it was when the command began",
+                        got=str(error.strerror),
+                        remedy="change its permissions, or copy the bundle again, and run the command again",
+                    ) from error
+        try:
+            with whole_file(folder / MANIFEST, _INSTEAD, finish, through_link=False):
+                pass  # `finish` writes it, under the lock that keeps others from replacing the bundle
+        finally:
+            _remove_plans(folder, manifest)
+    return read_manifest(folder)
+
+
+def _remove_plans(folder: Path, before: Manifest) -> None:
+    """Remove the engines that others have replaced, and what compiles that failed or were killed left of theirs.
+
+    Nothing depends on it: what cannot be removed stays, and fails nothing.
+    """
+    with contextlib.suppress(OSError, UserError):
+        # Under this lock each compile puts its plans into the bundle and into the manifest.
+        with locked(folder):
+            now = read_manifest(folder)
+            engines = {engine.file for component in before.components.values() for engine in component.engines}
+            for name in (engines - now.files.keys()) | {*lost_plans(folder, now)}:
+                (folder / name).unlink(missing_ok=True)
+        sweep_files(folder / "engines")
 
 
 def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
@@ -150,8 +186,19 @@ def _parsed(change: str) -> tuple[str, Any]:
         )
     try:
         return field, YAML(typ="safe", pure=True).load(text)
-    except YAMLError:
-        return field, text  # which does not fit either
+    except (YAMLError, ValueError, RecursionError) as error:  # ValueError: the 30th of February
+        problem = "too many brackets within each other" if isinstance(error, RecursionError) else _line(error)
+        raise UserError(
+            f"--set engine.{field}: not valid YAML",
+            expected="engine.FIELD=VALUE, with a value in YAML",
+            got=f"{problem}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}",
+            remedy="correct the option; a missing bracket, or a missing space after ':' is the usual cause",
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """What a parser has found, without the lines that say where."""
+    return (str(getattr(error, "problem", None) or error).splitlines() or [type(error).__name__])[0]
 
 
 def _replaced(folder: Path) -> UserError:
@@ -161,6 +208,11 @@ def _replaced(folder: Path) -> UserError:
         got="another one, as `trtconvert build` leaves it" if (folder / MANIFEST).exists() else "no bundle",
         remedy="run the command again; it takes from the cache what fits",
     )
+
+
+def _is_in(folder: Path, error: OSError) -> bool:
+    """Whether an error is about a file of the bundle."""
+    return isinstance(error.filename, (str, bytes)) and folder in Path(os.fsdecode(error.filename)).parents
 
 
 def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
@@ -180,15 +232,7 @@ def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, list[tup
     components, files, gpu, versions = {}, dict(manifest.files), "", dict(manifest.versions)
     for name, component in manifest.components.items():
         ((engine, stage),) = built[name]
-        content = file_record(stage.folder / ENGINE)
-        usual = Path(engine.file)
-        file = str(usual)
-        if (folder / usual).exists() and not _holds(folder / usual, content):
-            # The old manifest still names what stands there.
-            file = str(usual.with_stem(f"{usual.stem}-{content.sha256[:8]}"))
-        if not _holds(folder / file, content):
-            with whole_file(folder / file, _INSTEAD) as path:
-                shutil.copyfile(stage.folder / ENGINE, path)
+        file, content = _placed(folder, Path(engine.file), stage)
         replaced = [old for old in component.engines if _serves_the_same(old, engine)]
         for old in replaced:
             files.pop(old.file, None)
@@ -208,12 +252,38 @@ def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, list[tup
 
 
 def _serves_the_same(old: EngineRecord, new: EngineRecord) -> bool:
-    """Whether two engines are of one kind of GPU, whatever their files are called."""
-    return (old.backend, old.target, old.gpu) == (new.backend, new.target, new.gpu)
+    """Whether two engines are of one kind of GPU, whatever their files are called. Records of before do not name the GPU."""
+    return (old.backend, old.target) == (new.backend, new.target) and old.gpu in ("", new.gpu)
 
 
-def _holds(path: Path, content: FileRecord) -> bool:
-    return path.is_file() and file_record(path) == content
+def _placed(folder: Path, usual: Path, stage: Stage) -> tuple[str, FileRecord]:
+    """Copy a stage's plan into the bundle, unless it is there.
+
+    Args:
+        usual: its path in the bundle, where nothing else has it.
+    Returns:
+        The plan's path in the bundle, and what it is there.
+    Raises:
+        UserError: the stage is another one than was taken.
+    """
+    expected = stage.hashes[ENGINE]
+    beside = usual.with_stem(f"{usual.stem}-{expected[:8]}")
+    for file in (usual, beside):
+        if (folder / file).is_file() and (content := file_record(folder / file)).sha256 == expected:
+            return str(file), content
+    # The old manifest still names what stands there.
+    file = beside if (folder / usual).exists() else usual
+    with whole_file(folder / file, _INSTEAD, through_link=False) as path:
+        shutil.copyfile(stage.folder / ENGINE, path)
+        content = file_record(path)
+        if content.sha256 != expected:
+            raise UserError(
+                f"the engine in the build cache was replaced or damaged while it was copied into {folder}",
+                expected=f"SHA-256 {expected[:12]}…",
+                got=f"{content.sha256[:12]}…, from {stage.folder}",
+                remedy="run the command again",
+            )
+    return str(file), content
 
 
 @contextmanager

@@ -73,14 +73,18 @@ def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], 
 
 
 @contextmanager
-def whole_file(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None) -> Iterator[Path]:
+def whole_file(
+    target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None, *, through_link: bool = True
+) -> Iterator[Path]:
     """As `whole_folder`, for one file; the temporary file has the same name in a folder beside.
 
+    Args:
+        through_link: write what a link points to; else the file takes the link's place.
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
     with _explained(target, instead):
-        target = target.resolve()
+        target = target.resolve() if through_link else target.parent.resolve() / target.name
         with _partial_folder(target) as folder:
             yield folder / target.name
             with locked(target.parent):
@@ -129,7 +133,7 @@ def temporary_folder() -> Iterator[Path]:
     """
     with ExitStack() as stack:
         try:
-            place = Path(tempfile.gettempdir()) / f"trtconvert-{os.getuid()}"
+            place = Path(tempfile.gettempdir()) / _temporary_name()
             folder = stack.enter_context(_partial_folder(place))
         except OSError as error:
             raise UserError(
@@ -139,6 +143,15 @@ def temporary_folder() -> Iterator[Path]:
                 remedy="set TMPDIR to one",
             ) from error
         yield folder
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a path is in a `temporary_folder`, so that TMPDIR decides where it is."""
+    return any(parent.name.startswith(f".{_temporary_name()}{PARTIAL}") for parent in path.parents)
+
+
+def _temporary_name() -> str:
+    return f"trtconvert-{os.getuid()}"
 
 
 def link_files(names: Iterable[str], source: Path, target: Path) -> None:
@@ -157,16 +170,17 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
 
 
 @contextmanager
-def one_at_a_time(work: Path) -> Iterator[None]:
+def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
     """Waits until no other process is inside such a block for the same path. The lock ends with the process, however that ends.
 
     Args:
         work: what the processes would share; the lock is a file beside it, which goes in the end.
+        instead: for messages, what the user can do to have another place.
     Raises:
         UserError: the place cannot be written.
     """
     path = work.with_name(work.name + ".lock")
-    with _explained(work, _INSTEAD):
+    with _explained(work, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _lock_file(path)
     try:
@@ -302,6 +316,14 @@ def _sweep(target: Path) -> None:
             if left.name.endswith(_OLD) and not target.exists():
                 left.rename(target)
             else:
+                _remove(left)
+
+
+def sweep_files(folder: Path) -> None:
+    """Remove what killed processes left in a folder of files that they had not finished, whatever the files' names."""
+    with locked(folder):
+        for left in sorted(p for p in folder.iterdir() if p.name.startswith(".") and PARTIAL in p.name):
+            if not _in_use(left):
                 _remove(left)
 
 

@@ -24,9 +24,9 @@ from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.identity import calibration_reads, observations_folder, search_reads
 from trtconvert.engine import BackendStatus
 from trtconvert.errors import UserError
-from trtconvert.files import one_at_a_time, sha256
+from trtconvert.files import free_space, one_at_a_time, sha256
 from trtconvert.library import library_path
-from trtconvert.progress import Bar, Reporter
+from trtconvert.progress import Bar, Reporter, say
 from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe
 
 if TYPE_CHECKING:
@@ -306,6 +306,13 @@ def engine_stages(
     for target in targets[backend.name]:
 
         def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
+            size, free = _size(exported, component), free_space(folder)
+            if free < size:  # the engine is written after hours, perhaps; how large it is nobody knows before
+                say(
+                    report.console,
+                    f"notice: the ONNX of {name} takes {size / 2**20:.0f} MiB, and {cache.folder} has {free / 2**20:.0f} MiB "
+                    f"free: the engine may not fit. If so, it is lost: free some space, or {cache.instead}",
+                )
             if backend.name == "tensorrt_rtx":
                 # A component without attention nodes is what it is.
                 onnx = exported.folder / (NATIVE if component.is_denoiser else component.onnx)
@@ -403,6 +410,11 @@ def _run(name: str, reads: dict[str, Any], make: Callable[[Path, Bar], None], ca
         stage = cache.stage(name.replace(" ", "-"), reads, lambda folder: make(folder, bar))
         bar.reused = stage.reused
     return stage
+
+
+def _size(exported: Stage, component: ComponentRecord) -> int:
+    """Bytes of a component's ONNX, and of its weights where they lie beside it."""
+    return sum(file.stat().st_size for file in exported.folder.glob(f"{component.onnx}*"))
 
 
 def _sites(calibration: Stage) -> list[Site]:
