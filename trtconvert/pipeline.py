@@ -125,7 +125,7 @@ def refuse_foreign(output: Path) -> None:
             f"{output} exists and is not a bundle",
             expected="a new folder, an empty one, or a bundle to replace",
             got=got,
-            remedy="give another folder with -o, or remove this one",
+            remedy="give another folder with -o",
         ) from error
 
 
