@@ -432,9 +432,7 @@ def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tiny_build, 
     for name, text in mine.items():
         (tmp_path / name).write_bytes(text)
     outcome = run("build", tiny_build.recipe, "-o", tmp_path / "mine", "--cache", tiny_build.cache)
-    refusal(
-        outcome, "exists and is not a bundle", "a manifest.json that is not a bundle's, or damaged", "remove this one"
-    )
+    refusal(outcome, "exists and is not a bundle", "a manifest.json that is not a bundle's, or damaged", "-o")
     assert contents(tmp_path) == mine
 
 

@@ -493,6 +493,27 @@ def test_of_more_streams_the_one_that_was_idle_longest_gives_its_memory_back(mac
     assert set(made._lanes) == {11, 13} and scratch.allocated == 2 * scratch.size
 
 
+@pytest.mark.parametrize(
+    ("status", "capturing", "kept"),
+    [
+        ("cudaSuccess", "None", False),
+        ("cudaSuccess", "Active", True),
+        ("cudaSuccess", "Invalidated", True),
+        ("cudaErrorStreamCaptureImplicit", None, True),  # the default stream while another one is recorded
+        ("cudaErrorInvalidResourceHandle", None, False),  # of a stream that was destroyed
+    ],
+)
+def test_nobody_waits_for_a_stream_that_is_recorded(machine, component, tmp_path, monkeypatch, status, capturing, kept):
+    made, _ = component(tmp_path / "x.plan", streams=1)
+    found = capturing and getattr(cudart.cudaStreamCaptureStatus, f"cudaStreamCaptureStatus{capturing}")
+    monkeypatch.setattr(
+        _lane.cudart, "cudaStreamIsCapturing", lambda handle: (getattr(cudart.cudaError_t, status), found)
+    )
+    for machine.current in (11, 12):
+        assert computes(made)
+    assert set(made._lanes) == ({11, 12} if kept else {12})
+
+
 def test_whether_a_stream_is_idle_is_asked_while_nobody_else_uses_it(machine, component, tmp_path, monkeypatch):
     """Else somebody could begin a recording on it before it is closed."""
     made, _ = component(tmp_path / "x.plan", streams=1)

@@ -267,6 +267,8 @@ def test_the_frontier_puts_faster_to_the_right_and_better_up():
     fast, chosen, exact = found.points
     assert exact.x < chosen.x < fast.x and exact.y < chosen.y < found.budget < fast.y
     assert found.chosen == chosen and exact.exact and exact.psnr == "exact"
+    # Labels stay inside: those of points in the right half end there.
+    assert [point.label_anchor for point in (exact, fast)] == ["start", "end"]
     assert charts.frontier(FRONTIER.model_copy(update={"chosen": ""})).chosen is None
 
 

@@ -289,6 +289,7 @@ class Point:
         int8_values: share of sites and steps whose second product is INT8 too.
         kept: whether the plan keeps the budget; allowed: whether the search might choose it; chosen: whether it was built;
             exact: whether its samples are full precision's.
+        label_anchor: SVG's text-anchor for its label, away from the nearer edge.
     """
 
     name: str
@@ -302,6 +303,7 @@ class Point:
     exact: bool
     x: float
     y: float
+    label_anchor: str
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,6 @@ class Frontier:
 
     Attributes:
         points: fastest first; budget: height of the line that a plan must stay above.
-        label_anchor: SVG's text-anchor for the label of the chosen plan, away from the nearer edge.
         further: headings of the figures beside PSNR.
         gpu, date: where and when the kernels' times were measured.
     """
@@ -318,7 +319,6 @@ class Frontier:
     frame: Frame
     points: Sequence[Point]
     chosen: Point | None
-    label_anchor: str
     budget: float
     budget_text: str
     further: Sequence[str]
@@ -363,6 +363,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             point.psnr >= EXACT_DB,
             round(x(point.speed), 1),
             round(y(point.psnr), 1),
+            "end" if x(point.speed) > frame.x(0.5) else "start",
         )
         for point in tried.points
     ]
@@ -372,7 +373,6 @@ def frontier(tried: search.Frontier) -> Frontier:
         xticks=[(x(tick), f"{tick:.3g} ×") for tick in linear_ticks(low_x, high_x)],
         yticks=[(y(tick), f"{tick:g}") for tick in linear_ticks(low_y, high_y)],
     )
-    anchor = "end" if best and best.x > frame.x(0.5) else "start"
     headings = [FIGURES[name] for name in further]
     budget = round(y(min_psnr), 1)
-    return Frontier(ticked, points, best, anchor, budget, f"budget, {min_psnr:g} dB", headings, tried.gpu, tried.date)
+    return Frontier(ticked, points, best, budget, f"budget, {min_psnr:g} dB", headings, tried.gpu, tried.date)

@@ -244,6 +244,10 @@ class Lane:
         if self._callers:
             return True
         status, capturing = cudart.cudaStreamIsCapturing(self._handle)
+        if (
+            status == cudart.cudaError_t.cudaErrorStreamCaptureImplicit
+        ):  # the default stream, and another one is recorded
+            return True
         return not status and capturing != cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
 
     def forget_graphs(self) -> None:
