@@ -174,6 +174,29 @@ def test_arguments_out_of_range_are_refused(tiny_build, argument, value):
         runtime.load(tiny_build.bundle, **{argument: value})
 
 
+def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tmp_path):
+    """Its engine of before goes when the new manifest is there."""
+    bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    (old := bundle / "engines" / "old.plan").parent.mkdir(exist_ok=True)
+    old.write_bytes(b"of before")
+    manifest = read_manifest(bundle)
+    (bundle / MANIFEST).unlink()
+    write_manifest(bundle, manifest)
+    check = runtime.check_files
+
+    def compiled_meanwhile(folder, found):
+        if old.exists():
+            old.unlink()
+            (bundle / MANIFEST).unlink()
+            write_manifest(bundle, manifest)
+        check(folder, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "check_files", compiled_meanwhile)
+        with runtime.load(bundle) as loaded:
+            assert "engines/old.plan" not in loaded.manifest.files
+
+
 @pytest.mark.parametrize("backend", ["TensorRT", "cuda", "", None])
 def test_a_backend_that_does_not_exist_is_refused(tiny_build, backend):
     with pytest.raises(UserError, match=rf"(?s)no backend '{backend}'.*expected: auto, tensorrt or onnxruntime"):

@@ -194,8 +194,7 @@ def load(
             remedy="correct the argument backend",
         )
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    manifest = _checked_manifest(folder)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
     state = builder.status() if backend == "auto" else None
@@ -206,6 +205,24 @@ def load(
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {state.detail}"
     return LoadedBundle(folder, manifest, on_cpu, words)
+
+
+def _checked_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle whose files are what it says.
+
+    Raises:
+        UserError: see `load`.
+    """
+    manifest = read_manifest(folder)
+    while True:
+        try:
+            check_files(folder, manifest)
+            return manifest
+        except UserError:
+            now = read_manifest(folder)
+            if now == manifest:
+                raise
+            manifest = now  # the bundle was compiled or built again meanwhile
 
 
 def _on_gpu(
