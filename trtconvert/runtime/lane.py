@@ -244,9 +244,8 @@ class Lane:
         if self._callers:
             return True
         status, capturing = cudart.cudaStreamIsCapturing(self._handle)
-        if (
-            status == cudart.cudaError_t.cudaErrorStreamCaptureImplicit
-        ):  # the default stream, and another one is recorded
+        # The default stream, and another one is recorded.
+        if status == cudart.cudaError_t.cudaErrorStreamCaptureImplicit:
             return True
         return not status and capturing != cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
 
