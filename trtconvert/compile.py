@@ -32,7 +32,7 @@ from trtconvert.bundle import (
 from trtconvert.cache import Cache, Stage, default_folder
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
-from trtconvert.files import is_open_file, locked, require_writable, settled, sweep_files, whole_file
+from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.progress import Reporter, say
 from trtconvert.recipe import EngineSection
 from trtconvert.stages import ENGINE, engine_stages, narrowed
@@ -110,7 +110,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                 except OSError as error:
                     if not unchanged():
                         raise _replaced(folder) from error  # with the files that the build was reading
-                    if not _is_in(folder, error):
+                    if (path := path_of(error)) is None or folder not in path.parents:
                         raise
                     raise UserError(
                         f"cannot read {error.filename}",
@@ -208,11 +208,6 @@ def _replaced(folder: Path) -> UserError:
         got="another one, as `trtconvert build` leaves it" if (folder / MANIFEST).exists() else "no bundle",
         remedy="run the command again; it takes from the cache what fits",
     )
-
-
-def _is_in(folder: Path, error: OSError) -> bool:
-    """Whether an error is about a file of the bundle."""
-    return isinstance(error.filename, (str, bytes)) and folder in Path(os.fsdecode(error.filename)).parents
 
 
 def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:

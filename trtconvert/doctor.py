@@ -83,13 +83,13 @@ def _kernels(gpu: str | None) -> Finding:
     detail = f"{library.name} for {', '.join(f'sm_{name}' for name in compiled)}"
     if gpu is None or serves(gpu, compiled):
         return Finding(what, True, detail)
-    if int(gpu.removeprefix("sm")) < 80:
-        return Finding(
-            what, False, f"{detail}, not {gpu}", "set engine.attention: native, or use a GPU of sm80 or later"
-        )
-    return Finding(
-        what, False, f"{detail}, not {gpu}", "compile it with TRTCONVERT_CUDA_ARCHITECTURES for this GPU too"
+    too_old = int(gpu.removeprefix("sm")) < 80
+    remedy = (
+        "set engine.attention: native, or use a GPU of sm80 or later"
+        if too_old
+        else "compile it with TRTCONVERT_CUDA_ARCHITECTURES for this GPU too"
     )
+    return Finding(what, False, f"{detail}, not {gpu}", remedy)
 
 
 def _package(name: str) -> Finding:

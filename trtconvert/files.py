@@ -310,21 +310,25 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _sweep(target: Path) -> None:
     """Remove what killed processes left; put back a folder that one of them had moved aside."""
-    prefix = f".{target.name}{PARTIAL}"
-    for left in sorted(p for p in target.parent.iterdir() if p.name.startswith(prefix)):
-        if not _in_use(left):
-            if left.name.endswith(_OLD) and not target.exists():
-                left.rename(target)
-            else:
-                _remove(left)
+    for left in _remains(target.parent, f".{target.name}{PARTIAL}"):
+        if left.name.endswith(_OLD) and not target.exists():
+            left.rename(target)
+        else:
+            _remove(left)
 
 
 def sweep_files(folder: Path) -> None:
     """Remove what killed processes left in a folder of files that they had not finished, whatever the files' names."""
     with locked(folder):
-        for left in sorted(p for p in folder.iterdir() if p.name.startswith(".") and PARTIAL in p.name):
-            if not _in_use(left):
-                _remove(left)
+        for left in _remains(folder, "."):
+            _remove(left)
+
+
+def _remains(folder: Path, prefix: str) -> Iterator[Path]:
+    """Temporary folders whose names begin so, and whose processes are gone."""
+    for left in sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and PARTIAL in p.name):
+        if not _in_use(left):
+            yield left
 
 
 def _in_use(partial: Path) -> bool:
@@ -372,11 +376,16 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
         raise
 
 
+def path_of(error: OSError) -> Path | None:
+    """The absolute path of the file that an error is about; None where it names none."""
+    return Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, (str, bytes)) else None
+
+
 def _concerns(error: OSError, target: Path) -> bool:
     """Whether an error is about a target or what is beside or above it, rather than some other file that a block read."""
-    if not isinstance(error.filename, (str, bytes)):
+    place, target = path_of(error), target.absolute()
+    if place is None:
         return False
-    place, target = Path(os.fsdecode(error.filename)).absolute(), target.absolute()
     return place in (target, *target.parents) or target.parent in place.parents
 
 

@@ -295,16 +295,18 @@ def test_threads_and_streams_do_not_disturb_each_other(folder):
         assert not failures
 
 
-def test_engines_of_a_bundle_share_their_memory(folder):
-    """Two engines on one stream: one buffer, and each computes what it does alone."""
-    manifest = read_manifest(folder)
-    component = manifest.components["denoiser"]
+def two_engines(folder: Path, **options: int) -> tuple[Scratch, list[TensorRTComponent]]:
+    """Of the denoiser, in one scratch memory."""
+    component = read_manifest(folder).components["denoiser"]
     (record,) = component.engines
     scratch = Scratch(torch.device("cuda", 0))
-    engines = [
-        TensorRTComponent(folder / record.file, record, component, device=scratch.device, scratch=scratch)
-        for _ in range(2)
-    ]
+    where = {"device": scratch.device, "scratch": scratch}
+    return scratch, [TensorRTComponent(folder / record.file, record, component, **where, **options) for _ in range(2)]
+
+
+def test_engines_of_a_bundle_share_their_memory(folder):
+    """Two engines on one stream: one buffer, and each computes what it does alone."""
+    scratch, engines = two_engines(folder)
     small, large = make_inputs(1), make_inputs(16)
     expected = [engines[0](*small), engines[0](*large)]
     for _ in range(4):
@@ -318,14 +320,7 @@ def test_engines_of_a_bundle_share_their_memory(folder):
 
 def test_engines_on_one_stream_do_not_mix_their_kernels(folder):
     """From a thread each: they compute in one memory."""
-    manifest = read_manifest(folder)
-    component = manifest.components["denoiser"]
-    (record,) = component.engines
-    scratch = Scratch(torch.device("cuda", 0))
-    engines = [
-        TensorRTComponent(folder / record.file, record, component, device=scratch.device, scratch=scratch, graphs=0)
-        for _ in range(2)
-    ]
+    _, engines = two_engines(folder, graphs=0)
     sets = [make_inputs(batch) for batch in (16, 5)]
     expected = [engines[0](*inputs) for inputs in sets]
     torch.cuda.synchronize()

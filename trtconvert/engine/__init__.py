@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -98,3 +99,8 @@ def _onnxruntime_status() -> BackendStatus:
         return BackendStatus("onnxruntime", attention, True, importlib.metadata.version("onnxruntime"))
     except importlib.metadata.PackageNotFoundError:
         return BackendStatus("onnxruntime", attention, False, "not installed", "pip install onnxruntime")
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Major, minor and patch; "10.6.0.post2" of the bindings is the library's 10.6.0."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

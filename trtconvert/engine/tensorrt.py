@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord
-from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
+from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError
@@ -93,7 +92,7 @@ def cuda_problem() -> str:
 
 def version_mismatch(trt: Any) -> str:
     """How the versions of the bindings and of the library that they loaded differ; empty where they do not."""
-    bindings_version = tuple(int(number) for number in re.findall(r"\d+", trt.__version__)[:3])
+    bindings_version = version_numbers(trt.__version__)
     loaded = ctypes.CDLL(f"libnvinfer.so.{bindings_version[0]}").getInferLibVersion()
     library_version = (loaded // 10_000, loaded // 100 % 100, loaded % 100)
     if library_version == bindings_version:

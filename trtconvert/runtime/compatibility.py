@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtconvert.bundle import EngineRecord
+from trtconvert.engine import version_numbers
 from trtconvert.errors import BackendUnavailable
 
 _PORTABLE_SINCE = 80
@@ -68,18 +68,13 @@ def _obstacle(record: EngineRecord, machine: Machine) -> str:
     portable = record.hardware_compatible and int(machine.architecture.removeprefix("sm")) >= _PORTABLE_SINCE
     if record.target != machine.architecture and not portable:
         return "a GPU of sm80 or newer" if record.hardware_compatible else f"a GPU of {record.target}"
-    built, here = _numbers(record.library), _numbers(machine.tensorrt)
+    built, here = version_numbers(record.library), version_numbers(machine.tensorrt)
     if record.version_compatible:
         if built[:1] != here[:1] or here < built:
             return f"TensorRT {record.library} or newer, {built[0]}.x"
     elif built != here:
         return f"TensorRT {record.library}"
     # The plan brings its plugin along. What reads the bundle must be at least as new.
-    if record.plugin and _numbers(machine.plugin) < _numbers(record.plugin):
+    if record.plugin and version_numbers(machine.plugin) < version_numbers(record.plugin):
         return f"the plugin library {record.plugin} or newer"
     return ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major, minor and patch; "10.6.0.post2" of the bindings is the library's 10.6.0."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -201,7 +201,7 @@ class Lane:
         self._callers: dict[Call, _Context] = {}  # what recordings of the caller's refer to
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._wanted: weakref.WeakSet[Call] = weakref.WeakSet()  # calls that a recording of the caller's was refused
+        self._wanted: set[Call] = set()  # calls that a recording of the caller's was refused
 
     def run(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Enqueue a call.
@@ -221,7 +221,7 @@ class Lane:
         # A recording of the caller's takes plain calls: a launch in it would be recorded with the addresses of now.
         if torch.cuda.is_current_stream_capturing():
             return self._enqueue(call, tensors, self._callers_context(call))
-        if self._wanted and call in self._wanted:
+        if call in self._wanted:
             context = self._callers[call] = self._new_context(call)
             outputs = self._enqueue(call, tensors, context)
             self._wanted.discard(call)
