@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from support import refusal, run
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -353,6 +354,14 @@ def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, na
     assert make_pipeline(tmp_path / "kept", others | dict.fromkeys(optional)).text_encoder is None
 
 
+def test_folders_that_are_no_part_of_the_pipeline_are_left(saved, tmp_path):
+    shutil.copytree(saved / "pipeline", tmp_path / "pipeline")
+    (tmp_path / "pipeline" / "media").mkdir()
+    (tmp_path / "pipeline" / "media" / "demonstration.mp4").touch()
+    copy_without_models(tmp_path / "pipeline", tmp_path / "kept")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [INDEX, "scheduler", "tokenizer"]
+
+
 def test_the_safety_checker_is_not_missed(tmp_path):
     pipe = tiny_pipelines.with_text("stable_diffusion")
     pipe.save_pretrained(tmp_path / "saved")
@@ -463,6 +472,34 @@ def test_damaged_weights_are_refused(saved, tmp_path, part, size):
     weights.write_bytes(weights.read_bytes()[:size])
     with pytest.raises(UserError, match=r"(?s)cannot be loaded.*expected: a whole folder.*got: .*remedy: "):
         diffusers_model(tmp_path / "pipeline", **options("stable_diffusion"))
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "unet", "vae"])
+def test_weights_that_a_file_lacks_are_not_made_up(saved, tmp_path, part):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (file,) = (tmp_path / "pipeline" / part).glob("*.safetensors")
+    weights = load_file(file)
+    lost = min(weights)
+    save_file({name: x for name, x in weights.items() if name != lost}, file, {"format": "pt"})
+    with pytest.raises(
+        UserError, match=rf"(?s)weights of {part} in .* are incomplete.*got: 1 missing, .*{lost}.*remedy: "
+    ):
+        diffusers_model(tmp_path / "pipeline", **options("stable_diffusion"))
+
+
+def test_shapes_that_depend_on_values_are_refused(saved, monkeypatch):
+    """As those of text encoders and denoisers that cut prompts to their lengths, and loop over them."""
+
+    def forward(self, input_ids, **_):
+        return {"last_hidden_state": input_ids[:, : int(input_ids.max())]}
+
+    model = diffusers_model(saved / "pipeline", **options("stable_diffusion"))
+    assert model.components is not None
+    monkeypatch.setattr("transformers.CLIPTextModel.forward", forward)
+    with pytest.raises(
+        UserError, match=r"(?s)CLIPTextModel.forward cannot be.*got: .*values.*remedy: take the component out"
+    ):
+        model.components("text_encoder")
 
 
 def test_a_pipeline_of_its_denoiser_alone_has_no_components(tmp_path):

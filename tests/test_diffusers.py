@@ -29,9 +29,10 @@ from trtconvert.errors import UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr  # noqa: E402
 from trtconvert.models.base import DiffusionModel, intercepted  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
+from trtconvert.models.identity import identity  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
-from trtconvert.recipe import load_recipe  # noqa: E402
+from trtconvert.recipe import ModelSection, load_recipe  # noqa: E402
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersDenoiser  # noqa: E402
 
@@ -324,6 +325,34 @@ def test_images_become_latents(saved):
     assert encoded.shape == (2, 4, 8, 8)
 
 
+def test_latents_of_a_vae_that_centres_its_channels_are_those_that_its_decoder_takes(tmp_path):
+    pipe = tiny_pipelines.stable_diffusion_xl()
+    mean, std = [0.5, -1.0, 2.0, 0.0], [2.0, 3.0, 0.5, 1.0]
+    pipe.vae.register_to_config(latents_mean=mean, latents_std=std)
+    pipe.save_pretrained(tmp_path)
+    model, images = diffusers_model(tmp_path, tokens=8, height=32, width=32), torch.rand(2, 3, 32, 32)
+    assert model.encoder is not None
+    with torch.no_grad():
+        latents = pipe.vae.encode(images * 2 - 1).latent_dist.mode()
+    mean, std = (torch.tensor(numbers).view(1, 4, 1, 1) for numbers in (mean, std))
+    again = model.encoder.encode(images) * std / pipe.vae.config.scaling_factor + mean  # as the pipeline does to decode
+    torch.testing.assert_close(again, latents)
+
+
+def test_a_model_behind_a_link_counts_for_what_is_cached(tmp_path):
+    """A pipeline's folder, one of whose models is a link to another folder; and a link back, which leads in a circle."""
+    pipeline, finetuned = tmp_path / "pipeline", tmp_path / "finetuned"
+    for folder in (pipeline, finetuned):
+        folder.mkdir()
+    (pipeline / "unet").symlink_to(finetuned)
+    (finetuned / "pipeline").symlink_to(pipeline)
+    identities = []
+    for weights in (b"before", b"after"):
+        (finetuned / "model.safetensors").write_bytes(weights)
+        identities.append(identity(ModelSection(source="diffusers", weights=pipeline)))
+    assert identities[0] != identities[1]
+
+
 def test_a_sample_depends_on_its_seed_alone(saved):
     model = diffusers_model(saved, height=32, width=32, batch=[1, 2, 2], prompts=["a cat", "a dog"])
     together = model.sample(model.denoiser, [3, 4, 5], steps=3, solver="ddim")  # in two calls of the pipeline
@@ -344,6 +373,36 @@ def test_symbolic_dimensions_follow_the_sizes(tmp_path):
     # Guidance doubles the batch; without guidance the smallest is 1.
     assert dict(model.dims) == {"batch": (1, 4, 8), "height": (8, 12, 16)}
     assert model.output.shape == ("batch", 16, "height", 8)
+
+
+def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path):
+    """QwenImage tells its model the shape of each image, and keeps rotations of one call for the next, which may be none that
+    was made to find out shapes alone."""
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=tiny_pipelines.WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    autoencoder = diffusers.AutoencoderKLQwenImage(
+        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=autoencoder,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=tiny_pipelines.randomised(transformer),
+    ).save_pretrained(tmp_path)
+    sizes = {"tokens": 8, "height": 32, "width": 32}
+    with pytest.raises(UserError, match=r"(?s)'img_shapes' as a number.*give model\.options\.batch as one number"):
+        diffusers_model(tmp_path, **sizes)
+    model = diffusers_model(tmp_path, **sizes, batch=1)
+    assert model.dims == {"batch": (1, 1, 1)}
+    assert model.denoiser(**model.example(0, {"batch": 1})).isfinite().all()
 
 
 def test_sites_and_weights_are_called_as_in_the_pipeline(flux):
@@ -375,7 +434,11 @@ def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
         ("ltx", {"height": [32, 32, 64]}, ["'height' as a number", "expected: one height", "a bundle for each"]),
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
         ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
+        ("flux", {"height": 32.0}, ["model.options.height is no size", "got: 32.0"]),
         ("flux", {"call": {"no_such": 1}}, ["FluxPipeline cannot be called", "no_such", "`call`"]),
+        ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
+        ("flux", {"prompts": "a cat"}, ["options.prompts is no list of prompts", "got: 'a cat'"]),
+        ("flux", {"prompts": []}, ["options.prompts is no list of prompts", "got: []"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):
@@ -392,9 +455,10 @@ def test_a_folder_without_a_whole_pipeline_is_refused(tmp_path, saved):
         diffusers_model(tmp_path)
     with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: a single component"):
         diffusers_model(saved / "unet")
-    (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
-    with pytest.raises(UserError, match=r"(?s)cannot be loaded.*NoSuchPipeline.*remedy: "):
-        diffusers_model(tmp_path)
+    for index, got in (('{"_class_name": "NoSuchPipeline"}', "NoSuchPipeline"), ("[]", "list indices")):
+        (tmp_path / "model_index.json").write_text(index)
+        with pytest.raises(UserError, match=rf"(?s)cannot be loaded.*got: .*{got}.*remedy: "):
+            diffusers_model(tmp_path)
 
 
 def test_another_solver_is_refused(saved):

@@ -9,9 +9,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import tiny_models
 import tolerances
 import torch
 from onnx import TensorProto, helper
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
@@ -277,6 +281,115 @@ def test_a_denoiser_may_be_in_half_precision_already(digits, traced):
     )
     assert {x.dtype for name, x in kept.items() if name in digits.denoiser.state_dict()} == {np.dtype(np.float16)}
     np.testing.assert_equal(kept, converted)
+
+
+def test_no_second_copy_in_full_precision_is_made_on_the_way_to_half(digits, traced):
+    chosen, _ = traced
+    largest = max(p.numel() for p in digits.denoiser.parameters())
+    copied = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.clone.default and args[0].dtype == torch.float32:
+                copied.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        trace(digits, chosen, SiteOptions(1000.0, "calibrated", True), dims=digits.dims, dtype=torch.float16)
+    assert max(copied, default=0) < largest
+
+
+class Scaled(nn.Module):
+    """Attention to tokens of one head, times a number."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        """x [B, N, D] → [B, N, D]."""
+        heads = self.scale * x[:, None]
+        return scaled_dot_product_attention(heads, heads, x[:, None])[:, 0]
+
+
+class Blocks(nn.Module):
+    """What is common to the denoisers below: tokens of 32 channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Linear(1, 32), nn.Linear(32, 1)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, x, timestep):
+        """x [B, 1, 4, 4], timestep [B] → [B, 1, 4, 4]."""
+        tokens = self.embed(x.flatten(2).transpose(1, 2)) + timestep[:, None, None] / 1000
+        return self.out(self.blocks(tokens)).transpose(1, 2).reshape(x.shape)
+
+
+class NamesAlike(Blocks):
+    """Sites, and a weight, whose names differ only in what stands between their parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.attn_2 = Scaled(0.1), Scaled(3.0)
+        self.attn_modes = nn.Parameter(torch.tensor([2.0]))
+
+    def blocks(self, x):
+        return self.attn_2(x + self.attn(x + self.attn(x))) * self.attn_modes  # attn, attn#2, attn_2
+
+
+class ThreeAxes(Blocks):
+    """Attention with a mask and without, of tensors that have no axis of heads, beside one that has."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Scaled(1.0)
+
+    def blocks(self, x):
+        x = x + scaled_dot_product_attention(x, x[:, :5], value=x[:, :5], attn_mask=x[..., :5] > 0, scale=0.3)
+        return self.attn(x + scaled_dot_product_attention(x, x, x, None, 0.0, True))
+
+
+class CountsImages(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.attn = Scaled(1.0)
+
+    def blocks(self, x):
+        return self.attn(x) + torch.tensor([1.0] * x.shape[0])[:, None, None]
+
+
+@pytest.mark.parametrize("denoiser", [NamesAlike(), ThreeAxes()], ids=lambda x: type(x).__name__)
+def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
+    model = replace(tiny_models.build(), denoiser=denoiser.eval().requires_grad_(False))
+    tables = {}
+
+    def observe(call):
+        if not call.obstacle:
+            tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+        return call.exact()
+
+    def quantised(call):
+        if call.name not in tables:
+            return call.exact()
+        return reference.attention(call.q, call.k, call.v, call.timestep, tables[call.name], softmax_scale=call.scale)
+
+    with torch.no_grad():
+        intercepted(model, observe)(**model.example(0, {"batch": 2}))
+        exported = trace(model, tables, SiteOptions(1000.0, "calibrated", True), dims=model.dims)
+        for batch in (1, 3):
+            inputs = model.example(7, {"batch": batch})
+            got = run(exported, {name: x.numpy() for name, x in inputs.items()})
+            assert error(got, intercepted(model, quantised)(**inputs)) < tolerances.WHOLE_DENOISER
+
+
+def test_a_size_that_the_exporter_would_fix_is_refused():
+    model = replace(tiny_models.build(), denoiser=CountsImages().eval().requires_grad_(False))
+    with pytest.raises(UserError, match=r"(?s)for one size only.*expected: .*batch.*got: batch = 2.*remedy: fix"):
+        tiny_models.traced(model)
+    tiny_models.traced(replace(model, dims={"batch": (2, 2, 2)}))
 
 
 def test_only_converted_sites_are_nodes_and_tables_are_initialisers(traced):

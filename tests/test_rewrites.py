@@ -14,6 +14,7 @@ from torch import nn
 
 from trtconvert.bundle import TRANSPOSED
 from trtconvert.export.concats import promote_concats
+from trtconvert.export.epsilons import keep_epsilons
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.sizes import fold_sizes
@@ -33,6 +34,11 @@ class Concatenates(nn.Module):
         angles = x.float().flatten()[:, None] * torch.arange(4)
         sines = torch.cat([angles.sin(), angles.cos()], -1).reshape(x.shape[0], -1)
         return torch.concat([x, sines], -1)  # the exporter promotes what is written as torch.cat
+
+
+class Stacks(nn.Module):
+    def forward(self, x):
+        return torch.stack([x.float(), x], -1)
 
 
 class Projects(nn.Module):
@@ -89,6 +95,7 @@ class WritesRows(nn.Module):
     [
         (Squeezes(), torch.randn(2, 4, 3), drop_idle_squeezes, 1),
         (Concatenates(), torch.randn(2, 4).half(), promote_concats, 1),
+        (Stacks(), torch.randn(2, 4).half(), promote_concats, 1),
     ],
 )
 def test_a_rewrite_makes_what_onnx_refuses_run(module, x, rewrite, count):
@@ -107,6 +114,28 @@ def test_a_graph_without_such_nodes_stays_as_it_is(rewrite):
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     assert rewrite(model) == 0
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+class Divides(nn.Module):
+    """By tensors that are kept from 0 by a number, on either side of it, or by one that the model has as a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("epsilon", torch.tensor(1e-10))
+
+    def forward(self, x):
+        return torch.stack([x / (x + 1e-15), x / (1e-9 + x), x / (x - 1e-12), x / (x + self.epsilon), x / (1 + x)])
+
+
+def test_terms_next_to_zero_outlive_the_exporters_optimisation():
+    x = torch.tensor([[0.0, 1.0, 2.0]])
+    for keep in (False, True):
+        program = export(Divides(), x)
+        assert not keep or keep_epsilons(program.model) == 4
+        program.optimize()
+        got = run(program.model, x)
+        assert got.isnan().any() == (not keep)
+    torch.testing.assert_close(got, Divides()(x))
 
 
 def test_weights_keep_their_names_through_folding():

@@ -132,6 +132,24 @@ def test_what_the_kernels_cannot_take_is_left_with_a_reason(attention, reason):
     assert reason in left[0].obstacle
 
 
+class Windows(nn.Module):
+    def forward(self, x):
+        windows = x.view(2 * x.shape[0], -1, 2, 32).transpose(1, 2)
+        return scaled_dot_product_attention(windows, windows, windows).transpose(1, 2).reshape(x.shape)
+
+
+class SharedKeys(nn.Module):
+    def forward(self, x):
+        heads = x.view(x.shape[0], -1, 2, 32).transpose(1, 2)
+        return scaled_dot_product_attention(heads, heads[:1], heads[:1]).transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("attention", [Windows(), SharedKeys()])
+def test_a_site_whose_batch_is_not_the_timesteps_is_left(attention):
+    _, left = select_sites(find_sites(Model(Attention(), attention), INPUTS, "timestep"), ["*"], [])
+    assert [site.name for site in left] == ["blocks.1"] and "not that of the timestep" in left[0].obstacle
+
+
 class MoreKeysThanValues(nn.Module):
     def forward(self, x):
         heads = x.view(x.shape[0], -1, 2, 32).transpose(1, 2)

@@ -131,7 +131,7 @@ class _Interception(TorchFunctionMode):
             attn_mask,
             query.shape[-1] ** -0.5 if scale is None else scale,
             self._timestep,
-            _obstacle(query, key, value, dropout_p, is_causal),
+            _obstacle(query, key, value, dropout_p, is_causal, self._timestep.shape[0]),
             exact,
         )
 
@@ -162,9 +162,11 @@ def first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output.sample
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> str:
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, batch: int) -> str:
     if q.dim() != 4:
         return f"its tensors have {q.dim()} dimensions, [batch, heads, tokens, head_dim] is needed"
+    if any(x.shape[0] != batch for x in (q, k, v)):  # whose scales follow which timestep?
+        return "its batch is not that of the timestep: windows, frames, or keys that all samples share"
     if q.shape[-1] not in HEAD_DIMS:
         return f"head_dim {q.shape[-1]} is not a multiple of 8 from 32 to 256"
     if v.shape[-1] != q.shape[-1]:

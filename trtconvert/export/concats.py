@@ -13,7 +13,8 @@ _TO_THE_END = np.iinfo(np.int64).max
 
 
 def promote_concats(model: ir.Model) -> int:
-    """Cast the inputs of every Concat to the type of its output, as torch does; of `torch.concat` the exporter leaves that out.
+    """Cast the inputs of every Concat to the type of its output, as torch does; of `torch.concat` and `torch.stack` the exporter
+    leaves that out.
 
     Returns:
         How many inputs were cast.
@@ -24,13 +25,20 @@ def promote_concats(model: ir.Model) -> int:
         if node.op_type != "Concat" or node.domain or dtype is None:
             continue
         for index, x in enumerate(node.inputs):
-            if x is not None and x.dtype not in (None, dtype):
+            if x is not None and _dtype(x) not in (None, dtype):
                 cast = ir.node("Cast", [x], {"to": dtype.value})
                 cast.outputs[0].shape, cast.outputs[0].type = x.shape, ir.TensorType(dtype)
                 model.graph.insert_before(node, cast)
                 node.replace_input_with(index, cast.outputs[0])
                 count += 1
     return count
+
+
+def _dtype(x: ir.Value) -> ir.DataType | None:
+    """A value's type. What `torch.stack` joins has none yet: it is that of the tensor that was given another axis."""
+    unsqueeze = producer_of(x, "Unsqueeze")
+    source = unsqueeze.inputs[0] if unsqueeze is not None else None
+    return source.dtype if x.dtype is None and source is not None else x.dtype
 
 
 def drop_rejoins(model: ir.Model) -> int:

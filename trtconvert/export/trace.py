@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
@@ -19,6 +21,7 @@ from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError
 from trtconvert.export.complex_pairs import complex_as_pairs
 from trtconvert.export.concats import drop_rejoins, promote_concats
+from trtconvert.export.epsilons import keep_epsilons
 from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
 from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
@@ -64,7 +67,7 @@ def trace(
     """
     for site, site_tables in tables.items():
         _check_tables(site, site_tables)
-    traced = _TracedDenoiser(_in_type(model.denoiser, dtype), model, tables, options).eval()
+    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, options).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
@@ -78,7 +81,8 @@ def trace(
         dims,
         title=model.name,
         prefix="intercepted.denoiser.",
-        remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward",
+        remedy="fix the size of a dimension in engine.shapes, or avoid data-dependent control flow in forward, and operations "
+        "that ONNX lacks",
     )
     nodes = attention_nodes(exported)
     if nodes.keys() != tables.keys():
@@ -86,7 +90,7 @@ def trace(
             "the exported model does not hold the attention that was calibrated",
             expected=", ".join(sorted(tables)),
             got=", ".join(sorted(nodes)) or "no attention node",
-            remedy="exclude the sites whose calls depend on the shape of the input",
+            remedy="exclude the sites whose calls depend on the shape of the input, or whose results are not used",
         )
     fold_transposes(exported)
     lower_to_function(exported)
@@ -109,7 +113,7 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
         for spec in component.inputs
     }
     return _exported(
-        _in_type(component.module, dtype),
+        in_type(component.module, dtype),
         inputs,
         component.inputs,
         [spec.name for spec in component.outputs],
@@ -120,12 +124,19 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
     )
 
 
-def _in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A module in full precision with its weights in a type: itself where they are, else a copy."""
-    weights = [*module.parameters(), *module.buffers()]
-    there = dtype == torch.float32 or all(x.dtype == dtype for x in weights if x.is_floating_point())
-    # Module.to would take complex numbers along, to real ones.
-    return module if there else copy.deepcopy(module)._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A module in full precision with its weights in a type: itself where they are of it, or it is FP32; else a copy."""
+    weights = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
+    if dtype == torch.float32 or all(x.dtype == dtype for x in weights):
+        return module
+
+    def cast(x: Tensor) -> Tensor:
+        there = x.detach().to(dtype)
+        return nn.Parameter(there, x.requires_grad) if isinstance(x, nn.Parameter) else there
+
+    # Copied with weights that are cast already: there is no second copy in full precision on the way. And Module.to would take
+    # complex numbers along, to real ones.
+    return copy.deepcopy(module, {id(x): cast(x) for x in weights})
 
 
 def _exported(
@@ -168,7 +179,7 @@ def _exported(
         return program
 
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), _FourAxes(), warnings.catch_warnings():
             # One symbol for a dimension that several inputs share is what is wanted here.
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
             try:
@@ -185,10 +196,25 @@ def _exported(
             got=_cause_of(error),
             remedy=remedy,
         ) from error
+    # Of a size that torch.export suggests to fix, the exporter makes a constant, and does not say so.
+    fixed = {
+        f"{dim} = {size}"
+        for value, spec in zip(program.model.graph.inputs, specs, strict=True)
+        for dim, size in zip(spec.shape, value.shape or (), strict=True)
+        if dim in symbols and isinstance(size, int)
+    }
+    if fixed:
+        raise UserError(
+            f"{title} can be exported to ONNX for one size only",
+            expected="a forward that takes " + ", ".join(symbols) + " as they come",
+            got=", ".join(sorted(fixed)) + ", of which it makes a number, as in range(x.shape[0])",
+            remedy=remedy,
+        )
     name_weights(program.model, prefix)
     drop_idle_squeezes(program.model)
     promote_concats(program.model)
     fold_sizes(program.model)
+    keep_epsilons(program.model)
     with warnings.catch_warnings():
         # Constants are folded with numpy, and T5's buckets of positions take the logarithm of 0 where they are not looked at.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
@@ -198,6 +224,19 @@ def _exported(
     drop_rejoins(program.model)
     leave_out_default_reductions(program.model)
     return program.model
+
+
+class _FourAxes(TorchFunctionMode):
+    """Attention of tensors [B, N, D] as that of [1, B, N, D]: the exporter takes no other than those of four axes."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        tensors = [named.pop(name) for name in ("query", "key", "value")]
+        if any(x.dim() != 3 for x in tensors):
+            return func(*args, **(kwargs or {}))
+        return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
 
 
 def _with_complex_as_pairs(
@@ -238,8 +277,8 @@ class _TracedDenoiser(nn.Module):
         for site, site_tables in tables.items():
             self.buffers_of[site] = {}
             for field in fields(site_tables):
-                # Dots would nest the buffer in submodules that do not exist.
-                buffer = f"{site.replace('.', '_').replace('#', '_')}_{field.name}"
+                # Buffers have no dots in their names. With a slash no site is called as another one, nor as a weight.
+                buffer = f"{site.replace('.', '/')}:{field.name}"
                 self.register_buffer(buffer, getattr(site_tables, field.name).clone())
                 self.buffers_of[site][field.name] = buffer
         names = [spec.name for spec in model.inputs]

@@ -110,7 +110,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
         )
     function = import_function(section.source, "model.source")
     signature = inspect.signature(function)
-    arguments = dict(section.options)
+    arguments: dict[str, Any] = dict(section.options)
     if section.weights is not None:
         arguments["weights"] = section.weights
     try:

@@ -184,7 +184,9 @@ class DiffusionModel:
                 # Stratified: whatever the batch, every part of the schedule is seen.
                 count = max(1, int(torch.Size(shape).numel()))
                 strata = (torch.arange(count) + torch.rand(count, generator=generator)) / count
-                inputs[spec.name] = (strata * self.timestep_max).floor().reshape(shape).to(getattr(torch, spec.dtype))
+                # FP32 rounds what is drawn next to the end of the last stratum up to it.
+                timesteps = (strata * self.timestep_max).floor().clamp_max(self.timestep_max - 1)
+                inputs[spec.name] = timesteps.reshape(shape).to(getattr(torch, spec.dtype))
             elif spec.dtype == "int64":
                 inputs[spec.name] = torch.randint(0, 2, shape, generator=generator)
             else:

@@ -10,19 +10,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
 from trtconvert.models.base import InputSpec, ModelComponent
-from trtconvert.models.pipelines import Observed, PipelineCaller, observe_sizes, plain_config, replaced
+from trtconvert.models.pipelines import Observed, PipelineCaller, observe_sizes, plain_config, replaced, shapes_of
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
 from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
+
+_TAKE_IT_OUT = "take the component out of the recipe: the pipeline's own then does its work"
 
 _SMALL = 1024
 """Elements up to which a tensor among a model's attributes is a setting, like LTX's latents_mean, and travels in the manifest."""
@@ -283,16 +284,20 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 
 
 def _faked(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
-    """What the method returns, with the tensors' shapes alone. Nothing is computed."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return flat.call({name: mode.from_tensor(x) for name, x in tensors.items()})
+    """What the method returns, with the tensors' shapes alone. Nothing is computed.
+
+    Raises:
+        UserError: shapes alone do not tell.
+    """
+    title = f"{type(flat.model).__name__}.{flat.method}"
+    return shapes_of(flat.call, tensors, title, _TAKE_IT_OUT)
 
 
 def _outputs(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
     """A result, and the fields of the results of all calls that were watched, with their shapes alone.
 
     Raises:
-        UserError: the method returns something without named tensors.
+        UserError: the method returns something without named tensors, or shapes alone do not tell what.
     """
     outputs = [_faked(flat, tensors) for tensors in inputs.calls]
     if not (isinstance(outputs[0], Mapping) and (hasattr(outputs[0], "latent_dist") or _tensors(outputs[0]))):
@@ -300,7 +305,7 @@ def _outputs(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str,
             f"what {type(flat.model).__name__}.{flat.method} returns cannot be used",
             expected="an output class of transformers or diffusers with tensors in it, or a Gaussian of latents",
             got=type(outputs[0]).__name__,
-            remedy="take the component out of the recipe: the pipeline's own then does its work",
+            remedy=_TAKE_IT_OUT,
         )
     return outputs[0], [_fields(output) for output in outputs]
 

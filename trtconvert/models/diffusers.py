@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trtconvert.attention.schedules import ddpm_sigmas
 from trtconvert.attention.sites import first_tensor
@@ -28,7 +27,9 @@ from trtconvert.models.pipelines import (
     load_pipeline,
     observe_sizes,
     plain_config,
+    refuse_unfit,
     refuse_unknown,
+    shapes_of,
     size_range,
 )
 from trtconvert.runtime.arguments import parameters_of, put_together
@@ -61,6 +62,7 @@ def diffusers_model(
         UserError: no such pipeline, or one whose denoiser an engine cannot take.
         BackendUnavailable: diffusers is not installed.
     """
+    refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights)
     component = next((name for name in COMPONENTS if isinstance(getattr(pipe, name, None), nn.Module)), None)
     if component is None:
@@ -336,8 +338,12 @@ def _output(
 ) -> tuple[tuple[int | str, ...], DiffusersRecord]:
     """The output's symbolic shape, and the record with the class that forward returns it in. Nothing is computed."""
     first = next(name for name in named if name != flat.timestep_input)
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        output = flat.call({name: mode.from_tensor(x) for name, x in named.items()}, return_dict=True)
+    output = shapes_of(
+        lambda tensors: flat.call(tensors, return_dict=True),
+        named,
+        flat.record.model,
+        "convert a pipeline whose model computes the same whatever its prompts are",
+    )
     sizes, symbolic = named[first].shape, inputs.shapes[first]
     shape = tuple(first_tensor(output).shape)
     if len(shape) != len(sizes) or isinstance(output, (Tensor, tuple)):
@@ -364,10 +370,15 @@ def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
     ):
         return None
     height, width = (pipe.vae_scale_factor * size for size in latents.shape[2:])
+    # Some finetuned SDXL, such as Playground v2.5, have their own of each channel.
+    mean, std = (config.get(name) for name in ("latents_mean", "latents_std"))
+    if mean is None or std is None:
+        mean, std = [config.get("shift_factor") or 0.0], [1.0]
+    mean, std = (torch.tensor(numbers).view(1, -1, 1, 1) for numbers in (mean, std))
 
     def encode(images: Tensor) -> Tensor:
         with torch.no_grad():
             encoded = vae.encode((images * 2 - 1).to(vae.device)).latent_dist.mode().to(images.device)
-        return (encoded - (config.get("shift_factor") or 0)) * config["scaling_factor"]
+        return (encoded - mean.to(encoded)) / std.to(encoded) * config["scaling_factor"]
 
     return ImageEncoder((3, height, width), encode)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from trtconvert.entry_point import source_file
@@ -38,4 +40,13 @@ def _contents(path: Path) -> str | dict[str, str]:
     """SHA-256 of a file, or of every file in a folder by its path there."""
     if not path.is_dir():
         return sha256(path)
-    return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
+    return {str(file.relative_to(path)): sha256(file) for file in sorted(_files(path)) if file.is_file()}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files below a folder, also behind links: a pipeline's model may be a link to one that was finetuned."""
+    for here, folders, names in os.walk(folder, followlinks=True):
+        yield from (Path(here, name) for name in names)
+        above = Path(here).resolve()
+        # Not in circles: os.walk goes where what is left in its list leads.
+        folders[:] = [name for name in folders if not above.is_relative_to(Path(here, name).resolve())]

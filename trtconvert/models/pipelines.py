@@ -19,6 +19,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.saved import INDEX, is_saved_pipeline
@@ -47,6 +54,17 @@ _TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_emb
 
 _TEXT_COMPONENTS = ("text_encoder", "tokenizer")
 """What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
+
+_SET_ELSEWHERE = {
+    "num_inference_steps": "calibration.steps, plan.steps and verify.steps",
+    "prompt": "model.options.prompts",
+    "height": "model.options.height",
+    "width": "model.options.width",
+    "num_frames": "model.options.frames",
+    "generator": "calibration.seed and verify.seed",
+    "output_type": "nothing: samples are images, or latents of a pipeline without a VAE",
+}
+"""Arguments that every call of a pipeline gets here, and what in the recipe decides them."""
 
 Sizes = int | list[int] | None
 """A fixed size, [min, opt, max], or the pipeline's own default."""
@@ -91,12 +109,22 @@ def load_pipeline(folder: Path) -> Any:
             for name in parameters
             if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
         }
-        loaded = pipeline.from_pretrained(folder, local_files_only=True, **absent)
+        loaded = pipeline.from_pretrained(folder, local_files_only=True, **absent, **_models(folder, index))
         for part in loaded.components.values():
             if isinstance(part, nn.Module) and part.dtype != torch.float32:
                 part.to(torch.float32)
         return loaded
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    # Of another size than its weights a model of transformers is a RuntimeError; an index that is no index is a TypeError.
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise UserError(
             f"the pipeline in {folder} cannot be loaded",
             expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",
@@ -108,14 +136,38 @@ def load_pipeline(folder: Path) -> Any:
             library.enable_progress_bar()
 
 
+def _models(folder: Path, index: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The models of a saved pipeline by name, each with all of its weights: both libraries make up what a file lacks.
+
+    Raises:
+        UserError: a file lacks weights.
+    """
+    models: dict[str, nn.Module] = {}
+    for name, entry in index.items():
+        if not isinstance(entry, list) or entry[0] not in ("diffusers", "transformers") or not (folder / name).is_dir():
+            continue
+        kind = getattr(importlib.import_module(entry[0]), entry[1])
+        if not (inspect.isclass(kind) and issubclass(kind, nn.Module)):
+            continue
+        models[name], told = kind.from_pretrained(folder / name, local_files_only=True, output_loading_info=True)  # type: ignore[attr-defined]
+        if missing := sorted(told["missing_keys"]):
+            raise UserError(
+                f"the weights of {name} in {folder} are incomplete",
+                expected=f"all weights of {entry[1]}",
+                got=f"{len(missing)} missing, {missing[0]} the first of them",
+                remedy="save the pipeline again, or correct what its model_index.json and config.json say it is",
+            )
+    return models
+
+
 def size_range(name: str, size: int | list[int]) -> tuple[int, int, int]:
     """(min, opt, max) of a size in the recipe's model.options.
 
     Raises:
         UserError: it is none.
     """
-    values = [size] * 3 if isinstance(size, int) else list(size)
-    if len(values) != 3 or not all(isinstance(n, int) and n > 0 for n in values) or values != sorted(values):
+    values = list(size) if isinstance(size, (list, tuple)) else [size] * 3
+    if len(values) != 3 or not all(type(n) is int and n > 0 for n in values) or values != sorted(values):
         raise UserError(
             f"model.options.{name} is no size",
             expected="a whole number, or [min, opt, max]",
@@ -139,6 +191,27 @@ def refuse_unknown(caller: PipelineCaller, ranges: Mapping[str, tuple[int, int, 
                 got=name,
                 remedy=f"remove model.options.{name}",
             )
+
+
+def refuse_unfit(prompts: Sequence[str], call: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UserError: prompts are no list of texts, or the call has arguments that other fields of the recipe decide.
+    """
+    if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(
+            "model.options.prompts is no list of prompts",
+            expected="a list of one text or more",
+            got=repr(prompts),
+            remedy="correct it in the recipe, or leave it out",
+        )
+    if taken := [name for name in _SET_ELSEWHERE if name in call]:
+        raise UserError(
+            f"model.options.call sets {taken[0]}",
+            expected="arguments of the pipeline but " + ", ".join(_SET_ELSEWHERE),
+            got=f"{taken[0]}: {call[taken[0]]!r}",
+            remedy=f"remove it there; what decides it is {_SET_ELSEWHERE[taken[0]]}",
+        )
 
 
 @dataclass
@@ -378,7 +451,8 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
     changed: dict[str, dict[str, Tensor]] = {}
     for name, sizes in others.items():
         found, changed[name] = observe(sizes)
-        _refuse_numbers(name, structure, found)
+        if ranges[name][0] < ranges[name][2]:  # a batch of one size is observed at another to tell what follows it
+            _refuse_numbers(name, structure, found)
     corners = [{name: size[index] for name, size in ranges.items()} for index in (0, 2)]
     calls = (example, *changed.values(), *(observe(sizes)[1] for sizes in corners))
     batches = [sizes["batch"] for sizes in (opt, *others.values(), *corners)]
@@ -423,6 +497,29 @@ def _refuse_numbers(size: str, structure: Structure, other: Structure) -> None:
                 got=f"a range of {size}",
                 remedy=f"give model.options.{size} as one number, and build a bundle for each",
             )
+
+
+def shapes_of(
+    function: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor], title: str, remedy: str
+) -> Any:
+    """What a function of named tensors returns, with their shapes alone. Nothing is computed.
+
+    Args:
+        title, remedy: for the message.
+    Raises:
+        UserError: the shapes depend on the tensors' values, or an operation does not tell shapes beforehand.
+    """
+    try:
+        # While they are exported, models do not keep what they have computed for the next call, as QwenImage keeps its rotations.
+        with torch.no_grad(), _compiling_state_context(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return function({name: mode.from_tensor(x) for name, x in tensors.items()})
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise UserError(
+            f"{title} cannot be converted",
+            expected="a model whose operations depend on the shapes of its inputs alone",
+            got=f"{error}, whose results depend on values",
+            remedy=remedy,
+        ) from error
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

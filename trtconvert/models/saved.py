@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def copy_without_models(folder: Path, target: Path) -> None:
     """
     target.mkdir()
     shutil.copyfile(folder / INDEX, target / INDEX)
-    for part in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        if not any(file.suffix in _WEIGHTS for file in part.rglob("*")):
-            shutil.copytree(part, target / part.name)
+    # Published pipelines have other folders too, such as examples and media.
+    for name, entry in json.loads((folder / INDEX).read_text()).items():
+        part = folder / name
+        if isinstance(entry, list) and part.is_dir() and not any(f.suffix in _WEIGHTS for f in part.rglob("*")):
+            shutil.copytree(part, target / name)

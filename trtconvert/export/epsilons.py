@@ -1,0 +1,40 @@
+"""Terms next to 0, ε of x / (y + ε) and √(x + ε), which the exporter's optimisation takes for 0 and leaves out."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from trtconvert.export.matching import constant_of, producer_of
+
+_TAKEN_FOR_ZERO = 1e-8
+"""What onnxscript's rewriter takes for 0: scalars up to its absolute tolerance. Numbers with an axis it does not look at."""
+
+
+def keep_epsilons(model: ir.Model) -> int:
+    """Give every scalar constant next to 0 an axis where it is added to a tensor or subtracted from it, in place.
+
+    The linear attention of Sana adds 1e-15 to its divisor: where that is 0, so is what is divided, and 0/0 is NaN, which the
+    layers behind it spread. For models that are not optimised yet.
+
+    Returns:
+        How many terms were kept.
+    """
+    count = 0
+    for node in list(model.graph):
+        if node.op_type not in ("Add", "Sub") or node.domain:
+            continue
+        for index, (term, tensor) in enumerate(zip(node.inputs, reversed(node.inputs), strict=True)):
+            if term is None or tensor is None or not tensor.shape or not _is_epsilon(term):
+                continue
+            axis = ir.node("Constant", [], {"value_ints": [0]})
+            with_axis = ir.node("Unsqueeze", [term, axis.outputs[0]])
+            model.graph.insert_before(node, [axis, with_axis])
+            node.replace_input_with(index, with_axis.outputs[0])
+            count += 1
+    return count
+
+
+def _is_epsilon(term: ir.Value) -> bool:
+    cast = producer_of(term, "Cast")
+    number = constant_of(term if cast is None else cast.inputs[0])
+    return number is not None and number.ndim == 0 and 0 < abs(number.item()) <= _TAKEN_FOR_ZERO
