@@ -1,5 +1,6 @@
 """Bundles: what a manifest says, and every way in which a bundle can be damaged."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -135,6 +136,20 @@ def test_a_manifest_that_is_none_of_ours_is_refused(bundle, content, got):
 def test_a_bundle_of_another_format_is_refused(bundle):
     rewrite(bundle, format=FORMAT + 1)
     refused(bundle, "bundle format", f"expected: {FORMAT}", f"got: {FORMAT + 1}", "install the trtconvert that made it")
+
+
+def test_a_bundle_with_a_field_of_a_later_version_is_whole(bundle):
+    path = bundle / MANIFEST
+    content = json.loads(path.read_text()) | {"colour": "blue"}
+    rest = {name: value for name, value in content.items() if name != "digest"}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content | {"digest": digest}))
+    refused(
+        bundle,
+        "was made by a trtconvert that writes more",
+        "got: the field colour",
+        "install the trtconvert that made it",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
 """The build cache: a stage is made when what it reads changed, or when its files are not what they were."""
 
+import importlib.metadata
 import json
+import re
+import tomllib
 
 import pytest
-from support import contents, partials
+from support import TESTS, contents, partials
 
 from trtconvert import cache as cache_module
 from trtconvert.cache import Cache, default_folder
+from trtconvert.calib import identity as calib_identity
+from trtconvert.calib.identity import search_reads
+from trtconvert.doctor import examine
+from trtconvert.recipe import PlanSection
 
 MADE = {"a.bin": b"\x00\x01", "b.txt": b"text"}
 
@@ -93,3 +100,45 @@ def test_the_default_folder_follows_the_xdg_specification(monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/someone")
     assert str(default_folder()) == "/home/someone/.cache/trtconvert"
+    monkeypatch.setenv("XDG_CACHE_HOME", "some/where")
+    assert str(default_folder()) == "/home/someone/.cache/trtconvert"
+
+
+def test_a_cache_that_cannot_be_written_is_found_by_the_doctor(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert examine()[-1].good and not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = examine()[-1]
+    assert found.what == "cache" and not found.good
+    assert "cannot write" in found.detail and "XDG_CACHE_HOME" in found.remedy
+
+
+NO_PART = {
+    "click", "pydantic", "ruamel.yaml", "rich", "jinja2", "safetensors", "scikit-learn", "cuda-bindings", "accelerate",
+}  # fmt: skip
+"""Dependencies that no stage's outcome depends on: they read, show or carry; the digits that scikit-learn has are hashed."""
+
+
+def test_every_library_that_a_stage_computes_with_is_part_of_its_key(monkeypatch):
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["evaluate"], *extras["diffusers"]]
+    names = {re.split("[ <>=!~;[]", name)[0] for name in asked} - NO_PART
+    assert {"torch", "onnx-ir", "transformers", "scipy", "torch-fidelity"} <= names
+    before = cache_module.code_identity.__wrapped__()
+    version = importlib.metadata.version
+    for name in names:
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda asked, name=name: "0" if asked == name else version(asked)
+        )
+        assert cache_module.code_identity.__wrapped__() != before, name
+
+
+def test_the_shipped_classifier_is_part_of_a_search_s_key(monkeypatch, tmp_path):
+    section = PlanSection(features="digits-classifier")
+    before = search_reads(section)
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"trained anew")
+    monkeypatch.setattr(calib_identity, "CLASSIFIER_WEIGHTS", other)
+    assert search_reads(section) != before

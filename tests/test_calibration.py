@@ -9,8 +9,10 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
+from trtconvert.calib.calibrate import sites_to_convert, taken
 from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, offsets, scales
 from trtconvert.calib.coverage import CoverageObserver
+from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.histogram import (
     CHANNEL_BITS,
     HEAD_BITS,
@@ -21,8 +23,9 @@ from trtconvert.calib.histogram import (
     SiteHistograms,
 )
 from trtconvert.calib.observer import RangeObserver, Rows, observe
-from trtconvert.calib.plan import make_plan
+from trtconvert.calib.plan import fastest_plan, make_plan
 from trtconvert.calib.provenance import Provenance, read_provenance
+from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.models.base import intercepted
@@ -314,6 +317,26 @@ def test_a_damaged_file_is_refused(records, tmp_path, damage):
         Calibration.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"v_scale": None}, "without v_scale"),
+        ({"v_scael": torch.ones(BINS, 1, 8)}, "with v_scael, which is none"),
+        ({"q_scale": torch.full((BINS, 4), math.nan)}, "NaN"),
+        ({"k_scale": torch.zeros(BINS, 4)}, "not positive"),
+        ({"q_scale": torch.ones(BINS + 1, 4)}, "other timestep bins"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(digits, records, tmp_path, change, got):
+    tables = scales(records[0], 99.0, BINS)
+    tables[SITE] = {name: x for name, x in (tables[SITE] | change).items() if x is not None}
+    Calibration(tables, provenance()).save(tmp_path / "c.safetensors")
+    (site,) = (site for site in sites_to_convert(digits, AttentionSection())[0] if site.name == SITE)
+    with pytest.raises(UserError, match="tables that cannot be used") as refused:
+        taken(tmp_path / "c.safetensors", digits, provenance().weights, BINS, [site])
+    assert got in refused.value.got and SITE in refused.value.got
+
+
 @pytest.mark.parametrize("site_value", [math.nan, math.inf])
 def test_nan_and_inf_name_the_site(digits, site_value):
     def drive(denoiser):
@@ -337,3 +360,29 @@ def test_plans_follow_the_recipe(digits):
     assert make_plan(AttentionSection(modes="fp16"), sites, sigmas, 3)["b"].tolist() == [Mode.FP16] * 3
     listed = make_plan(AttentionSection(modes=["precision", "aggressive"]), sites, sigmas, 2)
     assert listed["a"].tolist() == [Mode.PRECISION, Mode.AGGRESSIVE]
+
+
+def test_what_was_not_measured_stays_in_full_precision():
+    """A bin that no step fell into, one whose samples diverge, and a mode that gives NaN."""
+    error = torch.full((1, 4, len(Mode)), 1e-6, dtype=torch.float64)
+    error[..., Mode.FP16] = 0
+    error[0, 0] = 0
+    error[0, 2, Mode.AGGRESSIVE] = math.nan
+    gain = torch.tensor([0.0, math.inf, 1.0, 1.0], dtype=torch.float64)
+    steps = torch.tensor([0.0, 0.4, 0.3, 0.3], dtype=torch.float64)
+    cost = Sensitivity(["a"], error, gain, steps).cost()
+    time = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64).expand(1, 4, 4)
+    plan = fastest_plan(["a"], cost, time, 1e-3)["a"].tolist()
+    assert plan == [Mode.FP16, Mode.FP16, Mode.BALANCED, Mode.AGGRESSIVE]
+
+
+def test_a_plan_whose_samples_are_nan_can_be_read_back(tmp_path):
+    """It keeps no budget, and must not keep the others from being chosen."""
+    broken, exact = (
+        PlanPoint(name=name, speed=s, figures={"psnr": db}, keeps_budget=s == 1, int8_values=0.0, modes={"a": [mode]})
+        for name, s, db, mode in (("broken", 2.0, math.nan, 3), ("exact", 1.0, 120.0, 0))
+    )
+    written = Frontier(gpu="", date="", limits={"psnr": 36.0}, points=[broken, exact])
+    (tmp_path / "frontier.json").write_text(written.model_dump_json())
+    found = read_frontier(tmp_path / "frontier.json")
+    assert math.isnan(found.points[0].psnr) and found.choose(None) == exact

@@ -5,19 +5,24 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import TESTS, finish, refusal, run, start, tiny_recipe
 
+from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.data import BadSamples, open_data
 from trtconvert.errors import UserError
+from trtconvert.images import read_image
+from trtconvert.models.base import InputSpec
 from trtconvert.models.digits_dit import NULL_LABEL
-from trtconvert.recipe import CalibrationSection, load_recipe
+from trtconvert.recipe import AttentionSection, CalibrationSection, load_recipe
 
 RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
 
@@ -101,6 +106,63 @@ def test_a_batch_with_nan_is_refused_or_left_out(digits, inputs, tmp_path):
     assert len(skipped) == 2 and "sample 1: 1 of 64 are NaN or Inf" in skipped[0] and "sample 5: 1000" in skipped[1]
 
 
+@pytest.mark.parametrize("name", ["a.npz", "small.npz", "a.safetensors", "a.pt"])
+def test_whole_timesteps_are_held_to_the_schedule_too(digits, inputs, tmp_path, name):
+    inputs["timestep"] = torch.tensor([0, 999, 1000, -1, 5, 6, 7])
+    seen, skipped = inputs_of(digits, write_inputs(tmp_path / name, inputs), skip=True)
+    assert torch.cat([call["timestep"] for call in seen]).tolist() == [0, 999, 5, 6]
+    assert [left.split(" at ")[1] for left in skipped] == ["sample 2: 1000", "sample 3: -1"]
+
+
+def test_a_number_that_fp32_does_not_hold_is_damage(digits, inputs, tmp_path):
+    inputs["x"] = inputs["x"].double()
+    inputs["x"][1, 0, 2, 3] = 1e300
+    with pytest.raises(UserError, match="is damaged at sample 1"):
+        inputs_of(digits, write_inputs(tmp_path / "a.npz", inputs))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_that_the_model_does_not_take_may_be_of_any_type(digits, inputs, tmp_path, save):
+    others = {"captions": np.array(["a", "b"]), "when": np.array("2026-01-01", "M8[D]"), "more": np.array([None])}
+    save(tmp_path / "a.npz", **{name: x.numpy() for name, x in inputs.items()}, **others)
+    seen, _ = inputs_of(digits, tmp_path / "a.npz")
+    assert torch.equal(torch.cat([call["x"] for call in seen]), inputs["x"][:6])
+
+
+@pytest.mark.parametrize("dtype", [">f4", "g", "U3"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_types_that_torch_has_not_are_refused(digits, inputs, tmp_path, save, dtype):
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    save(tmp_path / "a.npz", **arrays | {"x": arrays["x"].astype(dtype)})
+    with pytest.raises(UserError, match="cannot read the calibration data"):
+        inputs_of(digits, tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["small.npz", "a.pt"])
+def test_damaged_files_are_refused_wherever_the_damage_is(digits, inputs, tmp_path, name):
+    path = write_inputs(tmp_path / name, inputs)
+    whole, refusals = path.read_bytes(), 0
+    for place in range(0, len(whole), len(whole) // 100):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        try:
+            inputs_of(digits, path)
+        except UserError:
+            refusals += 1
+    assert refusals > 10
+
+
+@pytest.mark.parametrize("name", ["a.npz", "small.npz", "a.safetensors", "a.pt"])
+def test_a_number_for_all_samples_is_an_input(tmp_path, name):
+    given = []
+    tiny = tiny_models.build()
+    guided = replace(tiny, inputs=(*tiny.inputs, InputSpec("guidance", "float32", ())))
+    arrays = {"x": torch.zeros(3, 1, 4, 4), "timestep": torch.arange(3.0), "guidance": torch.tensor(3.5)}
+    section = CalibrationSection(data=write_inputs(tmp_path / name, arrays), samples=3, batch=2)
+    for batch in open_data(guided, section, BadSamples()).batches:
+        batch(lambda **inputs: given.append(inputs["guidance"]))
+    assert given == [torch.tensor(3.5)] * 2
+
+
 class Trap:
     """Unpickling it would leave a file."""
 
@@ -139,6 +201,14 @@ def test_images_are_shown_at_stratified_timesteps(digits, tmp_path):
     assert noise.std().item() == pytest.approx(sigma.square().mean().sqrt().item(), rel=0.2)
     again, _ = inputs_of(digits, tmp_path / "images")
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(seen, again, strict=True))
+
+
+def test_images_are_never_shown_beyond_the_schedule(digits, tmp_path, monkeypatch):
+    """The largest number that torch draws below 1, after which FP32 rounds a sum up."""
+    write_images(tmp_path / "images")
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator=None: torch.full(shape, 1 - 2.0**-24))
+    seen, _ = inputs_of(digits, tmp_path / "images", steps=20)
+    assert max(call["timestep"].max() for call in seen) == 999
 
 
 def test_noise_preserves_variance(digits):
@@ -197,6 +267,16 @@ def test_a_bad_image_is_named_or_left_out(digits, tmp_path, spoil, problem, got)
     assert len(skipped) == 1 and problem in skipped[0]
 
 
+def test_lines_of_nothing_but_space_are_no_prompts(digits, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeff\r\n\u00a0\n3\n \t\n".encode())
+    seen, _ = inputs_of(digits, path, samples=1)
+    assert all(call["label"].tolist() == [3] for call in seen)
+    path.write_bytes("\ufeff\r\n".encode())
+    with pytest.raises(UserError, match="there is no prompt"):
+        inputs_of(digits, path, samples=1)
+
+
 def test_a_prompt_in_another_encoding_is_named_by_its_line(digits, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"1\n2\n\xe9t\xe9\n3\n4\n5\n")
@@ -211,6 +291,22 @@ def png_header(width, height):
     """The start of a PNG that claims to be this large."""
     chunk = b"IHDR" + width.to_bytes(4) + height.to_bytes(4) + b"\x08\x00\x00\x00\x00"
     return b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
+
+
+def test_grey_of_16_bits_keeps_its_greys(tmp_path):
+    levels = np.array([[0, 0x4000], [0x8000, 0xFFFF]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "grey.png")
+    read = read_image(lambda: Image.open(tmp_path / "grey.png"), "grey.png", (1, 2, 2), "")
+    assert (read.flatten() * 255).tolist() == [0, 0x40, 0x80, 0xFF]
+    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "grey.tiff")
+    with pytest.raises(UserError, match="cannot read the image"):
+        read_image(lambda: Image.open(tmp_path / "grey.tiff"), "grey.tiff", (1, 2, 2), "")
+
+
+def test_examples_stay_within_the_schedule(digits, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, 1 - 2.0**-24))
+    timestep = digits.example(0, {"batch": 4, "height": 8, "width": 8})["timestep"]
+    assert timestep.max() == digits.timestep_max - 1
 
 
 def test_an_image_that_claims_to_be_huge_is_not_decoded(digits, tmp_path):
@@ -263,6 +359,14 @@ def fails(model):
     raise RuntimeError("no such dataset")
 
 
+def words(model):
+    yield {"x": "abc", "timestep": [1.0], "label": [0]}
+
+
+def beyond(model):
+    yield next(three_batches(model)) | {"timestep": torch.tensor([0.0, 999.0, 1000.0, 5.0])}
+
+
 def test_a_function_yields_batches(digits):
     seen, _ = inputs_of(digits, "test_data:three_batches")
     assert [len(call["x"]) for call in seen] == [4, 1, 1]
@@ -277,6 +381,8 @@ def test_a_function_yields_batches(digits):
         ("no_label", 6, "does not give the denoiser's inputs"),
         ("wrong_shape", 6, "'timestep' from test_data:wrong_shape has the wrong shape"),
         ("fails", 6, "test_data:fails failed"),
+        ("words", 1, "'x' from test_data:words is no tensor"),
+        ("beyond", 4, "'timestep' from test_data:beyond leaves the noise schedule"),
         ("missing", 6, "'test_data:missing' cannot be imported"),
     ],
 )
@@ -404,6 +510,25 @@ def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digit
     refusal(run(*arguments), "is damaged at sample 2")
 
 
+def test_what_an_interrupted_run_left_out_is_no_secret_of_the_next(tmp_path, digits, inputs):
+    """A run with --skip-bad was stopped before its end; one without goes on from its batches."""
+    inputs["x"][1, 0, 0, 0] = torch.nan
+    section = CalibrationSection(data=write_inputs(tmp_path / "a.safetensors", inputs), samples=6, batch=2, bins=2)
+    sites, _ = sites_to_convert(digits, AttentionSection())
+
+    def made(**options):
+        return calibrate(digits, section, "weights", sites, tmp_path / "work", Bar(), **options)
+
+    class Bar:
+        def total(self, steps): ...
+        def step(self): ...
+
+    assert len(made(skip_bad=True).provenance.skipped) == 1
+    with pytest.raises(UserError, match="is damaged at sample 1"):
+        made()
+    assert len(made(skip_bad=True).provenance.skipped) == 1
+
+
 def test_a_recipe_takes_a_calibration(tmp_path):
     recipe, output = tiny_recipe(tmp_path), tmp_path / "c.safetensors"
     assert run("calibrate", recipe, "-o", output, "--cache", tmp_path / "cache").exit_code == 0
@@ -476,6 +601,27 @@ def test_a_recorded_step_is_the_sampler_s_own(digits, tmp_path):
         torch.testing.assert_close(inputs["x"][row], after[0][0])
         torch.testing.assert_close(inputs["prev_x"][row], before[0][0])
         assert inputs["timestep"][row] == after[1] and inputs["label"][row] == 2
+
+
+def test_every_row_of_a_recording_is_written(tmp_path, monkeypatch):
+    """Also with the largest number that torch draws below 1, and from a sampler whose timesteps are FP64."""
+    from trtconvert.calib.record import record
+
+    class Quiet:
+        def total(self, steps): ...
+        def step(self): ...
+
+    tiny = tiny_models.build()
+
+    def sample(denoiser, seeds, **options):
+        return tiny.sample(lambda x, t: denoiser(x, t.double()).float(), seeds, **options)
+
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator=None: torch.full(shape, 1 - 2.0**-24))
+    section = CalibrationSection(samples=2, batch=2, steps=5)
+    record(replace(tiny, sample=sample), section, 4, "weights", tmp_path / "i.safetensors", Quiet())
+    inputs = load_file(tmp_path / "i.safetensors")
+    assert inputs["x"].flatten(1).any(1).all()
+    assert (inputs["prev_timestep"] > inputs["timestep"]).all()
 
 
 def test_unfit_recordings_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """`trtconvert evaluate`: what it finds, that kills and ranks change nothing, and what it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -192,6 +193,49 @@ def test_nan_and_inf_are_counted_and_kept_out_of_the_figures(tiny_build, referen
     assert found.int8.fid == found.int8.fid and found.paired.psnr > 20
 
 
+def test_a_decoder_that_overflows_is_counted_too(tiny_build, reference, tmp_path, monkeypatch):
+    source = models.load(runtime.load(tiny_build.bundle).manifest.recipe.model)
+
+    def overflowing(denoiser, seeds, **options):
+        images = source.sample(denoiser, seeds, **options)
+        images[[seed % 7 == 0 for seed in seeds]] = torch.nan
+        return images
+
+    monkeypatch.setattr(models, "load", lambda _: replace(source, sample=overflowing))
+    request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference))
+    found = evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
+    broken = sum(seed % 7 == 0 for seed in range(found.seed, found.seed + 20))
+    assert found.int8.nonfinite == found.full.nonfinite == broken and found.paired.psnr > 20
+
+
+def test_a_pipeline_in_torch_is_drawn_in_batches_of_its_own(tiny_build, reference, tmp_path, monkeypatch):
+    source = models.load(runtime.load(tiny_build.bundle).manifest.recipe.model)
+
+    def in_parts(denoiser, seeds, **options):
+        return torch.cat([source.sample(denoiser, seeds[i : i + 2], **options) for i in range(0, len(seeds), 2)])
+
+    monkeypatch.setattr(models, "load", lambda _: replace(source, sample=in_parts, diffusers=object()))
+    request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference), int8="torch")
+    found = evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
+    assert found.int8.nonfinite == found.full.nonfinite == 0 and found.paired.psnr > 20
+
+
+def test_samples_of_another_backend_are_drawn_anew(tiny_build, reference, tmp_path, monkeypatch):
+    """The same bundle runs in TensorRT on one machine and in ONNX Runtime on another, with the same home."""
+    request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference))
+    evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
+    before = {path.name for path in tmp_path.iterdir()}
+    loaded = runtime.load(tiny_build.bundle)
+    monkeypatch.setattr(runtime, "load", lambda _: replace(loaded, backend="TensorRT on another GPU"))
+    evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
+    assert [name.partition("-")[0] for name in {path.name for path in tmp_path.iterdir()} - before] == ["pairs"]
+
+
+def test_a_reference_is_another_one_when_its_colours_are_read(reference):
+    grey, colours = (load_reference(str(reference), torch.Size([channels, 4, 4])) for channels in (1, 3))
+    assert grey.identity != colours.identity
+
+
 def test_the_reference_is_the_folder_and_all_below_it(reference):
     loaded = load_reference(str(reference), TINY_SHAPE)
     assert loaded.count == 40
@@ -300,6 +344,13 @@ def test_bad_requests(digits_build, tmp_path, arguments, parts):
     refusal(run(*digits_arguments(digits_build, tmp_path, *arguments)), *parts)
 
 
+def test_a_place_that_cannot_be_written_is_noticed_before_samples_are_drawn(tiny, tmp_path):
+    (tmp_path / "out.json").mkdir()
+    outcome = run(*tiny, "--work", tmp_path / "work", "-o", tmp_path / "out.json")
+    refusal(outcome, "out.json", "give another file with -o")
+    assert not (tmp_path / "work").exists()
+
+
 def test_a_missing_package_is_noticed_before_samples_are_drawn(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity.metric_fid", None)
     refusal(
@@ -313,9 +364,37 @@ def test_a_reference_of_another_size(tiny, tmp_path):
     refusal(outcome, "[1, 4, 4]", "[1, 8, 8]")
 
 
+def half(images):
+    """Features that overflow, as in FP16 they may."""
+    return (images.flatten(1) * 1e5).half()
+
+
+def test_features_that_overflow_are_noticed_before_samples_are_drawn(tiny, tmp_path):
+    outcome = run(*tiny, "--features", "test_evaluate:half", "--work", tmp_path, "-o", tmp_path / "out.json")
+    refusal(outcome, "'test_evaluate:half' gives NaN or Inf", "pooled", "--features")
+    assert not list(tmp_path.glob("pairs-*"))
+
+
+def test_a_reference_of_a_few_images(tiny, reference, tmp_path):
+    (tmp_path / "few").mkdir()
+    for path in sorted(reference.rglob("*.png"))[:3]:
+        shutil.copy(path, tmp_path / "few")
+    outcome = run(*tiny, "--reference", tmp_path / "few", "--work", tmp_path / "work", "-o", tmp_path / "out.json")
+    refusal(outcome, "few has too few images", "got: 3", "correct --reference")
+
+
+def test_a_reference_that_does_not_fit_is_noticed_before_samples_are_drawn(tiny, reference, tmp_path):
+    shutil.copytree(reference, tmp_path / "unfit")
+    Image.new("L", (5, 6)).save(tmp_path / "unfit" / "z.png")
+    outcome = run(*tiny, "--reference", tmp_path / "unfit", "--work", tmp_path / "work", "-o", tmp_path / "out.json")
+    refusal(outcome, "z.png has the wrong size")
+    assert not list((tmp_path / "work").glob("pairs-*"))
+
+
 @pytest.mark.parametrize(("content", "part"), [("size", "got: 5 × 6"), ("text", "cannot read the image")])
-def test_bad_reference_images_are_named(tmp_path, content, part):
-    path = tmp_path / "one.png"
+def test_bad_reference_images_are_named(reference, tmp_path, content, part):
+    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "-one.png"
     if content == "size":
         Image.new("L", (5, 6)).save(path)
     else:

@@ -1,5 +1,6 @@
 """Distances between sets of samples: closed forms, and libraries that compute them another way."""
 
+import functools
 import itertools
 
 import pytest
@@ -238,6 +239,45 @@ def test_functions_that_return_something_else(function):
     with pytest.raises(UserError, match=r"returns something else|do not fit") as error:
         load_extractor(f"tiny_features:{function}")(torch.rand(3, 1, 4, 4))
     assert error.value.expected and error.value.remedy
+
+
+def whole(images):
+    return images.flatten(1)
+
+
+def halved(images):
+    return images.flatten(1) / 2
+
+
+def sulks(images):
+    raise KeyError("not today")
+
+
+a_module = torch.nn.Flatten()
+a_partial = functools.partial(whole)
+
+
+def test_functions_of_one_file_see_different_things():
+    """What is on disk of the one is none of the other's."""
+    assert load_extractor("test_metrics:whole").identity != load_extractor("test_metrics:halved").identity
+    assert load_extractor("test_metrics:whole").identity == load_extractor("test_metrics:whole").identity
+
+
+@pytest.mark.parametrize("name", ["a_module", "a_partial"])
+def test_whatever_can_be_called_extracts(name):
+    extractor = load_extractor(f"test_metrics:{name}")
+    assert extractor(torch.rand(3, 1, 4, 4)).pooled.shape == (3, 16)
+    assert len(extractor.identity) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("digits-classifier", (3, 8, 8)), ("digits-classifier", (1, 16, 16)), ("test_metrics:sulks", (1, 4, 4))],
+)
+def test_images_that_an_extractor_does_not_take(name, shape):
+    with pytest.raises(UserError, match=f"'{name}' fails on the images") as error:
+        load_extractor(name)(torch.rand(2, *shape))
+    assert str(list(shape)) in error.value.got and "--features" in error.value.remedy
 
 
 def test_features_are_rows():

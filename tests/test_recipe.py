@@ -122,6 +122,10 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
         ("engine:\n  workspace_mb: 0\n", 3, "engine.workspace_mb", "greater than or equal to 1", "0"),
         ("verify:\n  min_psnr: .nan\n", 3, "verify.min_psnr", "a finite number", "nan"),
         ("verify:\n  max_error: .inf\n", 3, "verify.max_error", "a finite number", "inf"),
+        ("verify:\n  min_psnr: true\n", 3, "verify.min_psnr", "a number", "True"),
+        ("calibration:\n  percentile: true\n", 3, "calibration.percentile", "a number", "True"),
+        ("plan:\n  min_psnr: '36'\n", 3, "plan.min_psnr", "a number", "'36'"),
+        (f"verify:\n  seed: {2**62}\n", 3, "verify.seed", f"less than {2**62}", str(2**62)),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(tmp_path, text, line, field, expected, got):
@@ -166,6 +170,13 @@ def test_every_mistake_is_reported(tmp_path):
         assert part in message
 
 
+def test_a_search_sees_every_timestep_bin(tmp_path):
+    message = refused(tmp_path, MODEL + "calibration: {bins: 32}\nplan:\n  samples: 2\n  steps: 31\n")
+    assert "recipe.yaml:5: 'plan.steps'" in message and "at least 32" in message and "got: 31" in message
+    assert "got: 20" in refused(tmp_path, MODEL + "calibration: {bins: 32}\n")
+    load(tmp_path, MODEL + "calibration: {bins: 32}\nattention: {modes: balanced}\n")
+
+
 def test_modes_are_one_per_bin(tmp_path):
     message = refused(tmp_path, MODEL + "attention: {modes: [balanced, precision]}\ncalibration: {bins: 3}\n")
     assert "calibration.bins is 3, the modes are 2" in message
@@ -189,6 +200,11 @@ def test_modes_are_one_per_bin(tmp_path):
         (b"model: &m\n  source: a\n  options: *m\n", "recipe.yaml:1: the anchor 'm' is used inside the value"),
         (b"model: {source: a}\nattention:\n  include: &i [a, [*i]]\n", "recipe.yaml:3: the anchor 'i' is used inside"),
         (b"model:\n  source: a\n  options: {null: 2}\n", "recipe.yaml:3: a field's name is not text"),
+        (b"model:\n  source: a\n  weights: 2026-02-30\n", "recipe.yaml:3: a value cannot be read"),
+        (b"model: {source: a}\nverify: {steps: !!int many}\n", "recipe.yaml:2: a value cannot be read"),
+        (b"model: {source: a}\nverify: {steps: " + b"1" * 5000 + b"}\n", "recipe.yaml:2: a value cannot be read"),
+        (b"model:\n  source: a\n  options: {b: [!c d]}\n", "recipe.yaml:3: 'model.options.b.0' does not fit"),
+        (b"model:\n  source: a\n  options: {b: 2026-01-01}\n", "got: a date"),
     ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path, content, problem):

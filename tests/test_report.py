@@ -1,5 +1,6 @@
 """`trtconvert report`: a whole document that loads nothing, believes nothing, and reads well in a browser."""
 
+import math
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -270,6 +271,13 @@ def test_the_frontier_puts_faster_to_the_right_and_better_up():
     # Labels stay inside: those of points in the right half end there.
     assert [point.label_anchor for point in (exact, fast)] == ["start", "end"]
     assert charts.frontier(FRONTIER.model_copy(update={"chosen": ""})).chosen is None
+
+
+def test_a_plan_whose_samples_are_nan_lies_on_the_lower_edge():
+    nothing = FRONTIER.points[0].model_copy(update={"name": "broken", "figures": {"psnr": math.nan, "lpips": math.nan}})
+    found = charts.frontier(FRONTIER.model_copy(update={"points": [nothing, *FRONTIER.points]}))
+    assert found.points[0].y == found.frame.bottom and not found.points[0].exact
+    assert [point.y for point in found.points[1:]] == [point.y for point in charts.frontier(FRONTIER).points]
 
 
 def test_the_plans_are_listed_with_every_figure_and_whether_they_keep_the_budget(bundle, tmp_path):

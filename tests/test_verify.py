@@ -1,6 +1,8 @@
 """The gates: what they measure, and that each of them can fail."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +57,7 @@ def test_a_good_build_passes():
         ({"psnr": 32.9}, "PSNR of the samples"),
         ({"psnr": math.nan}, "PSNR of the samples"),
         ({"site_sqnr": {"a": [30.0, 14.0], "b": [None, 25.0]}}, "noise of the worst site"),
+        ({"site_sqnr": {"b": [None, 25.0], "a": [30.0, math.nan]}}, "noise of the worst site"),
         ({"error": 0.02}, "torch reference"),
         ({"error": math.nan}, "torch reference"),
         ({"lowering_difference": 0.2}, "native lowering"),
@@ -78,6 +81,18 @@ def test_a_site_with_bad_scales_stands_out_where_they_are_used(digits, sites):
     lost = {(s, b): good[s][b] - bad[s][b] for s in good for b in range(BINS) if abs(good[s][b] - bad[s][b]) > 1}
     assert list(lost) == [("blocks.2.attn", 1)]
     assert lost["blocks.2.attn", 1] > 10
+
+
+def test_nan_at_a_site_is_not_taken_for_a_bin_without_steps(digits, sites):
+    broken = replace(digits, denoiser=copy.deepcopy(digits.denoiser))
+    broken.denoiser.get_parameter("blocks.1.attn.qkv.bias").data[-1] = torch.inf  # a channel of the values
+    of_the_model = site_sqnr(broken, sites, BINS, seed=0, done=lambda: None)
+    assert all(math.isnan(db) for db in of_the_model["blocks.1.attn"])
+    table = sites.tables["blocks.2.attn"]
+    spoiled = {**sites.tables, "blocks.2.attn": replace(table, v_scale=table.v_scale * 0)}
+    spoiled = Int8Sites(spoiled, sites.timestep_max, "calibrated", True)
+    of_the_scales = site_sqnr(digits, spoiled, BINS, seed=0, done=lambda: None)
+    assert all(math.isnan(db) for db in of_the_scales["blocks.2.attn"])
 
 
 def test_samples_do_not_depend_on_the_batch_they_are_drawn_in(digits):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from trtconvert import __version__
 from trtconvert.errors import UserError
 from trtconvert.files import PARTIAL, link_files, sha256
 from trtconvert.recipe import Recipe
@@ -210,7 +212,7 @@ class QualityRecord(_Record):
     Attributes:
         samples, steps, sampler: how the images were drawn.
         psnr: dB over all samples against the full-precision model; psnr_worst: of the worst sample, seed psnr_worst_seed.
-        site_sqnr: site: dB per timestep bin against exact attention; NaN-free, absent bins are null.
+        site_sqnr: site: dB per timestep bin against exact attention; NaN-free once the gates have passed, absent bins are null.
         error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic.
         lowering_difference: mean absolute difference of the outputs of the function and the native lowering.
         lowering_limit: the most that the gate allows it.
@@ -230,10 +232,11 @@ class QualityRecord(_Record):
     component_errors: dict[str, float] = Field(default_factory=dict)
 
     def worst_site(self) -> tuple[float, str, int]:
-        """Signal to quantisation noise in dB, site and timestep bin where it is smallest."""
-        return min(
+        """Signal to quantisation noise in dB, site and timestep bin where it is smallest; NaN is smaller than any."""
+        seen = [
             (db, site, index) for site, row in self.site_sqnr.items() for index, db in enumerate(row) if db is not None
-        )
+        ]
+        return min(seen, key=lambda found: (not math.isnan(found[0]), *found))
 
 
 class Manifest(_Record):
@@ -330,6 +333,13 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "extra_forbidden" and content.get("digest") == _digest(content):
+            raise UserError(
+                f"{folder} was made by a trtconvert that writes more into bundles than this one knows",
+                expected=f"a bundle that trtconvert {__version__} reads",
+                got=f"the field {'.'.join(map(str, first['loc']))}",
+                remedy="install the trtconvert that made it, or build the bundle again",
+            ) from error
         raise _damaged(
             folder, "the fields of a bundle manifest", f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error

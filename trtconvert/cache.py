@@ -26,7 +26,8 @@ def default_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "trtconvert"
+        # The specification has relative ones ignored: they would be another place in every folder.
+        return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "trtconvert"
     except RuntimeError as error:
         raise UserError(
             "there is no place for the build cache",
@@ -112,7 +113,11 @@ def code_identity() -> str:
     return digest.hexdigest()
 
 
-LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime", "numpy", "diffusers", "tensorrt", "tensorrt_rtx_cu13_libs")
+LIBRARIES = (
+    "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "polygraphy", "numpy", "scipy", "pillow", "diffusers",
+    "transformers", "torchmetrics", "torch-fidelity", "lpips", "tensorrt", "tensorrt_rtx_cu13_libs",
+)  # fmt: skip
+"""Those that stages and evaluations compute with."""
 
 
 def versions() -> dict[str, str]:

@@ -265,16 +265,18 @@ def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> N
     from trtconvert.calib.distributed import joined_ranks
     from trtconvert.evaluate import evaluation
     from trtconvert.evaluate.table import print_evaluation
-    from trtconvert.files import whole_file
+    from trtconvert.files import require_writable, whole_file
     from trtconvert.progress import Reporter, say
 
+    instead = "give another file with -o"
+    require_writable(output, instead)
     with joined_ranks() as ranks:
         console = Console(highlight=False, quiet=ranks.rank > 0)
         found = evaluation.evaluate(
             bundle, evaluation.Request(**request), work or default_folder() / "evaluate", ranks, Reporter(console)
         )
     if found is not None:
-        with whole_file(output, "give another file with -o") as partial:
+        with whole_file(output, instead) as partial:
             partial.write_text(found.model_dump_json(indent=1))
         print_evaluation(console, found)
         say(console, f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")

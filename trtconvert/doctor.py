@@ -14,7 +14,7 @@ from trtconvert.cache import default_folder
 from trtconvert.engine import backend_statuses
 from trtconvert.engine.tensorrt import device_architecture, device_name
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.files import free_space
+from trtconvert.files import free_space, require_writable
 from trtconvert.library import compiled_architectures, library_path, serves
 
 WANTED_FREE = 2 * 2**30
@@ -64,6 +64,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
 def _cache() -> Finding:
     try:
         folder = default_folder()
+        require_writable(folder, "set XDG_CACHE_HOME to another folder", folder=True)
     except UserError as error:
         return Finding("cache", False, f"{error.problem}: {error.got}", error.remedy)
     free = free_space(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ def import_function(name: str, role: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-        inspect.signature(function)  # refuses what cannot be called
+        if not callable(function):
+            raise TypeError(f"{function!r} is not a callable object")
         return function
     except Exception as error:
         raise UserError(

@@ -85,6 +85,7 @@ def whole_file(
     """
     with _explained(target, instead):
         target = target.resolve() if through_link else target.parent.resolve() / target.name
+        _refuse_folder(target)
         with _partial_folder(target) as folder:
             yield folder / target.name
             with locked(target.parent):
@@ -93,13 +94,21 @@ def whole_file(
                 (folder / target.name).replace(target)
 
 
-def require_writable(target: Path, instead: str = _INSTEAD) -> None:
+def require_writable(target: Path, instead: str = _INSTEAD, *, folder: bool = False) -> None:
     """
     Raises:
-        UserError: `whole_file` and `whole_folder` cannot write at a place.
+        UserError: `whole_file`, or `whole_folder`, cannot write at a place.
     """
-    with _explained(target, instead), _partial_folder(target):
-        pass
+    with _explained(target, instead):
+        if not folder:
+            _refuse_folder(target)
+        with _partial_folder(target):
+            pass
+
+
+def _refuse_folder(target: Path) -> None:
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
 
 
 def settled(folder: Path) -> Path:

@@ -34,7 +34,7 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
     channels, height, width = shape
     try:
         with opened() as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.float32)
+            pixels = np.asarray(_in_8_bits(image).convert("L" if channels == 1 else "RGB"), dtype=np.float32)
     # What Pillow raises for damaged files of its formats.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -52,3 +52,16 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
             remedy=f"scale or crop it as the model's training did, or {otherwise}",
         )
     return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits in 8: Pillow would clip it.
+
+    Raises:
+        ValueError: its values have no range that is known.
+    """
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, in which nothing tells what is white")
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -6,13 +6,23 @@ error names its line.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from trtconvert.errors import UserError
 
@@ -29,7 +39,10 @@ def _component_name(name: str) -> str:
 
 ComponentName = Annotated[str, AfterValidator(_component_name)]
 Count = Annotated[int, Field(ge=1, strict=True)]
-Seed = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
+"""torch takes 64 bits, and samples count up from here."""
+Number = Annotated[float, Field(strict=True)]
+"""Strict: true is no number, and as 1 it would open a gate."""
 
 
 class _Section(BaseModel):
@@ -47,7 +60,7 @@ class ModelSection(_Section):
     weights: Path | None = Field(
         default=None, description="Safetensors file or pipeline folder, relative to the recipe."
     )
-    options: dict[str, Any] = Field(
+    options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Keyword arguments for a `package.module:function`, or of "
         "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …",
@@ -109,7 +122,7 @@ class CalibrationSection(_Section):
         default=20, description="Denoising steps of each run, or timesteps at which each image is shown."
     )
     seed: Seed = 0
-    percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
+    percentile: Annotated[Number, Field(gt=0, le=100)] = 99.0
     statistic: Literal["batch-max", "elements", "mse"] = Field(
         default="batch-max",
         description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements. Or `mse`: "
@@ -131,16 +144,16 @@ class CalibrationSection(_Section):
 class PlanSection(_Section):
     """The budget of `modes: auto`, and the samples on which the search measures."""
 
-    min_psnr: float = Field(
+    min_psnr: Number = Field(
         default=36.0, description="dB, against full precision; 3 dB above the gate leave room for other seeds."
     )
-    min_ssim: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    min_ssim: Annotated[Number, Field(gt=0, le=1)] | None = Field(
         default=None, description="Mean structural similarity to full precision, for images of 5 pixels and more."
     )
     lpips_weights: Path | None = Field(
         default=None, description="torchvision's AlexNet weights: the plans' LPIPS is measured; relative to the recipe."
     )
-    max_lpips: Annotated[float, Field(gt=0)] | None = Field(
+    max_lpips: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="Mean LPIPS against full precision; needs lpips_weights."
     )
     features: Literal["digits-classifier", "inception"] | EntryPoint | None = Field(
@@ -150,7 +163,7 @@ class PlanSection(_Section):
     features_weights: Path | None = Field(
         default=None, description="Weights of the feature extractor, relative to the recipe."
     )
-    max_feature_distance: Annotated[float, Field(gt=0)] | None = Field(
+    max_feature_distance: Annotated[Number, Field(gt=0)] | None = Field(
         default=None,
         description="Mean squared distance between unit vectors of features of INT8 and of full-precision samples, 0 to 4. "
         "Not LPIPS, whose layers are weighted to agree with people. Needs features.",
@@ -281,17 +294,17 @@ class VerifySection(_Section):
     steps: Count = 50
     sampler: Literal["ddim", "heun", "euler"] = "ddim"
     seed: Seed = Field(default=1000, description="First seed; keep it apart from the calibration's.")
-    min_psnr: float = Field(
+    min_psnr: Number = Field(
         default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
     )
-    min_site_sqnr: float = Field(
+    min_site_sqnr: Number = Field(
         default=15.0, description="dB, of each site's output in each timestep bin against exact attention."
     )
-    max_error: Annotated[float, Field(gt=0)] = Field(
+    max_error: Annotated[Number, Field(gt=0)] = Field(
         default=0.01,
         description="Relative L2 error of the exported denoiser against the torch reference of the same INT8 arithmetic.",
     )
-    max_component_error: Annotated[float, Field(gt=0)] = Field(
+    max_component_error: Annotated[Number, Field(gt=0)] = Field(
         default=0.02,
         description="Relative L2 error of each output of a text encoder or VAE, in its engine's type, against float32 in torch.",
     )
@@ -357,7 +370,7 @@ def load_recipe(path: Path) -> Recipe:
             remedy="check the path",
         ) from error
     try:
-        _refuse_endless(path, YAML().compose(text))
+        _refuse_unreadable(path, YAML().compose(text))
         document = YAML(typ="rt").load(text)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -386,6 +399,7 @@ def load_recipe(path: Path) -> Recipe:
         recipe = Recipe.model_validate(_plain(path, document))
     except ValidationError as error:
         raise UserError("\n".join(_problems(path, document, error.errors()))) from error
+    _refuse_unseen_bins(path, document, recipe)
     return _anchored(recipe, path.parent)
 
 
@@ -398,11 +412,15 @@ def _reason(error: Exception) -> str:
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else "bytes that are not UTF-8"
 
 
-def _refuse_endless(path: Path, root: Any) -> None:
+def _refuse_unreadable(path: Path, root: Any) -> None:
     """
     Raises:
-        UserError: an alias stands inside the very value that it names. The loader would put null in its place.
+        UserError: an alias stands inside the very value that it names, where the loader would put null; or a value looks like a
+            date or a number and is none.
     """
+    from ruamel.yaml import YAML, ScalarNode
+
+    constructor = YAML().constructor
     finished: set[int] = set()
 
     def visit(node: Any, around: frozenset[int]) -> None:
@@ -413,6 +431,16 @@ def _refuse_endless(path: Path, root: Any) -> None:
                 got=f"*{node.anchor} within &{node.anchor}",
                 remedy="write the value out",
             )
+        if isinstance(node, ScalarNode):
+            try:
+                constructor.construct_document(node)
+            except (ValueError, KeyError) as error:  # the 30th of February, !!int x
+                raise UserError(
+                    f"{path}:{node.start_mark.line + 1}: a value cannot be read",
+                    expected=f"a {node.tag.rpartition(':')[2]}, which it looks like, or text in quotes",
+                    got=f"{node.value[:80]}: {error}",
+                    remedy="correct it, or put it in quotes",
+                ) from error
         children = node.value if node is not None and isinstance(node.value, list) else []
         if id(node) not in finished:
             for child in children:
@@ -421,6 +449,21 @@ def _refuse_endless(path: Path, root: Any) -> None:
             finished.add(id(node))
 
     visit(root, frozenset())
+
+
+def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
+    """
+    Raises:
+        UserError: the search of a plan would take fewer steps than there are timestep bins, and measure nothing in some.
+    """
+    steps, bins = recipe.plan.steps, recipe.calibration.bins
+    if recipe.attention.modes == "auto" and steps < bins:
+        raise UserError(
+            f"{path}:{_line(document, ('plan', 'steps'))}: 'plan.steps' does not fit 'calibration.bins'",
+            expected=f"at least {bins} steps, so that the search measures every timestep bin",
+            got=str(steps),
+            remedy="raise plan.steps, or lower calibration.bins",
+        )
 
 
 def _plain(path: Path, node: Any) -> Any:
@@ -505,6 +548,7 @@ _EXPECTED = {
     "too_short": "at least one entry",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
+    "invalid-json-value": "text, a number, true or false, a list or a mapping",
 }
 """Kinds of pydantic's errors in words of YAML."""
 
@@ -547,7 +591,15 @@ def _shown(value: Any) -> str:
 
 def _kind(value: Any) -> str:
     """What a YAML value is, in words."""
-    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    kinds = {
+        dict: "a mapping",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        datetime.date: "a date",
+    }
     return next(
         (words for kind, words in kinds.items() if isinstance(value, kind)),
         "nothing" if value is None else "a tagged value",

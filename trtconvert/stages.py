@@ -218,7 +218,8 @@ def search_stage(
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
         tables = Calibration.load(calibration.folder / CALIBRATION).tables
-        batch = _profiles(recipe, source)[0]["batch"][1]
+        first = source.inputs[0].shape[0]
+        batch = _profiles(recipe, source)[0][first][1] if isinstance(first, str) else first
         budget = load_budget(recipe.plan)
         frontier = search(source, sites, tables, recipe.attention, recipe.plan, budget, bins, batch, bar)
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
@@ -348,14 +349,13 @@ def verify_stage(
     }
 
     def make(folder: Path, bar: Bar) -> None:
-        import copy
-
         import torch
 
         from trtconvert.calib.data import batches_of
         from trtconvert.calib.sensitivity import Int8Sites
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.grid import save_comparison
+        from trtconvert.export.trace import in_type
         from trtconvert.models.base import intercepted
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
@@ -369,8 +369,7 @@ def verify_stage(
         # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
         inputs = source.example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
         typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
-        reference = intercepted(source, sites.handler())
-        reference = reference if dtype == torch.float32 else copy.deepcopy(reference).to(dtype)
+        reference = in_type(intercepted(source, sites.handler()), dtype)
         with torch.no_grad():
             error = verify.relative_error(denoiser(**typed), reference(**typed))
         bar.step()

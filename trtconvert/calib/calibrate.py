@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site, find_sites, select_sites
 from trtconvert.cache import versions
-from trtconvert.calib.calibration import Calibration, offsets, scales
+from trtconvert.calib.calibration import Calibration, flaw, offsets, scales
 from trtconvert.calib.coverage import CoverageObserver
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
@@ -83,7 +83,9 @@ def calibrate(
 
     observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
     observed = intercepted(model, observer)
-    for index, batch in _own_share(data, shards.batches(), ranks, bar):
+    # What an earlier run left out is met again, and refused, by one that leaves nothing out.
+    finished = shards.batches() if skip_bad else shards.whole_batches()
+    for index, batch in _own_share(data, finished, ranks, bar):
         _run(batch, observed)
         shards.write(index, observer.finish(), bad.take())
     ranks.collect(shards.folder, shards.names())
@@ -170,7 +172,8 @@ def taken(path: Path, model: DiffusionModel, weights: str, bins: int, sites: Seq
     """A calibration from a file, for the given sites.
 
     Raises:
-        UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site.
+        UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site, or tables
+            of one.
     """
     loaded = Calibration.load(path)
     made = loaded.provenance
@@ -196,6 +199,14 @@ def taken(path: Path, model: DiffusionModel, weights: str, bins: int, sites: Seq
             remedy="calibrate again with these sites included, or exclude them with attention.exclude",
         )
     names = [site.name for site in sites]
+    for name in names:
+        if found := flaw(loaded.tables[name], bins):
+            raise UserError(
+                f"{path} holds tables that cannot be used",
+                expected="finite tables of every kind for each timestep bin, their scales positive",
+                got=f"tables of {name} {found}",
+                remedy="calibrate again",
+            )
     return Calibration(
         {name: loaded.tables[name] for name in names},
         made,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -87,6 +87,20 @@ class Calibration:
             group = shares if name in OUTLIERS else counts if name in OCTAVE_COUNTS else tables
             group.setdefault(site, {})[name] = tensor
         return Calibration(tables, provenance, shares, counts)
+
+
+def flaw(named: Mapping[str, Tensor], bins: int) -> str:
+    """What keeps the tables of a site from being used; empty if nothing."""
+    wanted = {f.name for f in fields(AttentionTables)} - {"modes"}
+    if missing := sorted(wanted - named.keys()):
+        return f"without {', '.join(missing)}"
+    if unknown := sorted(named.keys() - wanted):
+        return f"with {', '.join(unknown)}, which is none"
+    if any(len(x) != bins for x in named.values()):
+        return f"for other timestep bins than {bins}"
+    if any(not x.isfinite().all() or (name.endswith("_scale") and (x <= 0).any()) for name, x in named.items()):
+        return "with NaN, Inf, or scales that are not positive"
+    return ""
 
 
 def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:

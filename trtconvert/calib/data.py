@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,15 +211,16 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
             got=", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__,
             remedy="give a dictionary with one tensor for each",
         )
+    given = {name: _as_tensor(inputs[name], f"'{name}' from {place}") for name in names}
     for spec in model.inputs:
-        if spec.dtype == "int64" and not whole(torch.as_tensor(inputs[spec.name])).all():
+        if spec.dtype == "int64" and not whole(given[spec.name]).all():
             raise UserError(
                 f"'{spec.name}' from {place} has fractions",
                 expected="whole numbers",
-                got=str(torch.as_tensor(inputs[spec.name]).dtype).removeprefix("torch."),
+                got=str(given[spec.name].dtype).removeprefix("torch."),
                 remedy="give what the denoiser's forward takes",
             )
-    checked = {spec.name: torch.as_tensor(inputs[spec.name]).to(getattr(torch, spec.dtype)) for spec in model.inputs}
+    checked = {spec.name: given[spec.name].to(getattr(torch, spec.dtype)) for spec in model.inputs}
     sizes: dict[str, int] = {}
     for spec in model.inputs:
         shape = tuple(checked[spec.name].shape)
@@ -237,7 +239,31 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 got=f"{int((~checked[spec.name].isfinite()).sum())} of {checked[spec.name].numel()} are NaN or Inf",
                 remedy="correct what makes it",
             )
+    timestep = checked[model.timestep_input]
+    if (outside := timestep[(timestep < 0) | (timestep >= model.timestep_max)]).numel():
+        raise UserError(
+            f"'{model.timestep_input}' from {place} leaves the noise schedule",
+            expected=f"timesteps in [0, {model.timestep_max:g})",
+            got=f"{outside[0]:g}",
+            remedy="give what the denoiser's forward takes",
+        )
     return checked
+
+
+def _as_tensor(value: Any, what: str) -> Tensor:
+    """
+    Raises:
+        UserError: it is no array of numbers.
+    """
+    try:
+        return torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{what} is no tensor",
+            expected="a tensor, or an array of numbers",
+            got=f"a {type(value).__name__}: {str(error).splitlines()[0]}",
+            remedy="give a dictionary with one tensor for each of the denoiser's inputs",
+        ) from error
 
 
 # Images and captions --------------------------------------------------------------------------------------------------
@@ -284,7 +310,8 @@ def _run_examples(
     generator = torch.Generator().manual_seed(section.seed + first)
     for stratum in range(section.steps):
         drawn = (stratum + torch.rand(len(kept), generator=generator)) / section.steps
-        timestep = (drawn * model.timestep_max).floor()
+        # FP32 rounds what is drawn next to the end of the last stratum up to it.
+        timestep = (drawn * model.timestep_max).floor().clamp_max(model.timestep_max - 1)
         noise = torch.randn(clean.shape, generator=generator).to(clean.device)
         x = model.noised(clean, noise, timestep)
         inputs = {model.inputs[0].name: x, model.timestep_input: timestep} | conditions

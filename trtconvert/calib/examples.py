@@ -128,6 +128,11 @@ def _no_caption(image: Path, expected: str) -> UserError:
     )
 
 
+def _has_text(line: bytes) -> bool:
+    """Whether there is more in a line than space, of whatever width, and a byte order mark."""
+    return bool(line.decode("utf-8-sig", errors="replace").strip())
+
+
 def prompts_file(path: Path) -> Examples:
     """A prompt per line of a UTF-8 file; empty lines do not count.
 
@@ -135,7 +140,7 @@ def prompts_file(path: Path) -> Examples:
         UserError: there is no prompt.
     """
     with path.open("rb") as file:
-        count = sum(1 for line in file if line.strip())
+        count = sum(1 for line in file if _has_text(line))
     if not count:
         raise UserError(
             f"there is no prompt in {path}",
@@ -147,7 +152,7 @@ def prompts_file(path: Path) -> Examples:
     def read() -> Iterator[Example | UserError]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
+                if _has_text(line):
                     try:
                         yield Example(f"{path}:{number}", line.decode("utf-8-sig").strip())
                     except UnicodeDecodeError as error:

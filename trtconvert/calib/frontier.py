@@ -10,7 +10,8 @@ from trtconvert.errors import UserError
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A plan whose samples are NaN has no PSNR, which JSON has no number for.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class PlanPoint(_Record):

@@ -22,6 +22,10 @@ KERNEL_COST = Path(__file__).with_name("kernel_cost.json")
 head size), mode, and seconds of a call with its quantisation."""
 
 
+CLASSIFIER_WEIGHTS = Path(__file__).parents[2] / "recipes" / "digits-classifier.safetensors"
+"""Weights of the feature extractor "digits-classifier" in a checkout."""
+
+
 class Kind(StrEnum):
     """Kinds of calibration data."""
 
@@ -134,6 +138,8 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
         reads["extractor"] = sha256(source)
     if section.kernel_cost is None:
         reads["kernel_cost"] = sha256(KERNEL_COST)
+    if section.features == "digits-classifier" and section.features_weights is None and CLASSIFIER_WEIGHTS.is_file():
+        reads["features_weights"] = sha256(CLASSIFIER_WEIGHTS)
     return reads
 
 

@@ -25,7 +25,16 @@ from trtconvert.recipe import CalibrationSection
 PREVIOUS = "prev_"
 """What the names of the step before begin with."""
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+"""The format's names of what samplers pass; the types of the model's inputs come when the file is read."""
 
 
 class RowWriter:
@@ -203,7 +212,8 @@ def record(model: DiffusionModel, section: CalibrationSection, per_run: int, wei
         )
     generator = torch.Generator().manual_seed(section.seed)
     drawn = torch.arange(per_run) + torch.rand(section.samples, per_run, generator=generator)
-    picks = 1 + (drawn / per_run * (section.steps - 1)).long()
+    # FP32 rounds what is drawn next to the end of the last part up to it.
+    picks = 1 + (drawn / per_run * (section.steps - 1)).long().clamp_max(section.steps - 2)
     metadata = {"model": model.name, "weights": weights, "steps": str(section.steps), "seed": str(section.seed)}
     data = open_data(model, section, BadSamples())
     pieces = batches_of(section.samples, section.batch)

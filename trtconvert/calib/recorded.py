@@ -7,15 +7,16 @@ the positions of tokens, are there once, as they are.
 from __future__ import annotations
 
 import math
-import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from trtconvert.errors import UserError
@@ -26,7 +27,7 @@ class RowReader(Protocol):
     """An array on disk.
 
     Attributes:
-        shape: samples first.
+        shape: samples first; () of a number that belongs to no sample, which is row 0.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ class _Tensor:
         self._tensor, self.shape = tensor, tuple(tensor.shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return self._tensor[start:stop].clone()
+        return self._tensor[start:stop].clone() if self.shape else self._tensor.clone()
 
 
 class _Safetensor:
@@ -72,11 +73,11 @@ class _ZippedNpy:
 
     def rows(self, start: int, stop: int) -> Tensor:
         row = math.prod(self.shape[1:]) * self._dtype.itemsize
-        stop = min(stop, self.shape[0])
+        shape = (min(stop, self.shape[0]) - start, *self.shape[1:]) if self.shape else ()
         with zipfile.ZipFile(self._path) as archive, archive.open(self._member) as file:
             file.seek(self._data + start * row)
-            content = bytearray(file.read((stop - start) * row))
-        return torch.from_numpy(np.frombuffer(content, self._dtype).reshape(stop - start, *self.shape[1:]))
+            content = bytearray(file.read(math.prod(shape) * self._dtype.itemsize))
+        return torch.from_numpy(np.frombuffer(content, self._dtype).reshape(shape))
 
 
 def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -86,46 +87,64 @@ def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not read")
+    torch.from_numpy(np.empty(0, dtype))  # raises for types that torch has not
     return shape, fortran, dtype
 
 
-def _npz(path: Path) -> dict[str, RowReader]:
-    readers: dict[str, RowReader] = {}
+def _npz(path: Path) -> dict[str, Callable[[], RowReader]]:
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            name = info.filename.removesuffix(".npy")
-            if info.compress_type != zipfile.ZIP_STORED:
-                readers[name] = _ZippedNpy(path, info.filename)
-                continue
-            with archive.open(info) as file:
-                shape, fortran, dtype = _npy_header(file)
-                header = file.tell()
-            with path.open("rb") as raw:  # the local header says where the member's bytes begin (PKWARE APPNOTE 4.3.7)
-                raw.seek(info.header_offset + 26)
-                name_length, extra_length = np.frombuffer(raw.read(4), "<u2")
-            offset = info.header_offset + 30 + int(name_length) + int(extra_length) + header
-            if not shape or 0 in shape:
-                readers[name] = _Tensor(torch.from_numpy(np.empty(shape, dtype)))
-                continue
-            # "c": copy on write, since torch wants to be able to write.
-            mapped = np.memmap(path, dtype, "c", offset, shape, order="F" if fortran else "C")
-            readers[name] = _Tensor(torch.from_numpy(mapped))
-    return readers
+        return {info.filename.removesuffix(".npy"): partial(_npz_member, path, info) for info in archive.infolist()}
 
 
-def _safetensors(path: Path) -> dict[str, RowReader]:
+def _npz_member(path: Path, info: zipfile.ZipInfo) -> RowReader:
+    if info.compress_type != zipfile.ZIP_STORED:
+        return _ZippedNpy(path, info.filename)
+    with zipfile.ZipFile(path) as archive, archive.open(info) as file:
+        shape, fortran, dtype = _npy_header(file)
+        header = file.tell()
+    with path.open("rb") as raw:  # the local header says where the member's bytes begin (PKWARE APPNOTE 4.3.7)
+        raw.seek(info.header_offset + 26)
+        name_length, extra_length = np.frombuffer(raw.read(4), "<u2")
+    offset = info.header_offset + 30 + int(name_length) + int(extra_length) + header
+    if 0 in shape:
+        return _Tensor(torch.from_numpy(np.empty(shape, dtype)))
+    # "c": copy on write, since torch wants to be able to write.
+    mapped = np.memmap(path, dtype, "c", offset, shape, order="F" if fortran else "C")
+    return _Tensor(torch.from_numpy(mapped))
+
+
+def _safetensors(path: Path) -> dict[str, Callable[[], RowReader]]:
     with safe_open(path, framework="pt") as file:
-        return {name: _Safetensor(path, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return {name: partial(_Safetensor, path, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
-def _pt(path: Path) -> dict[str, RowReader]:
+def _pt(path: Path) -> dict[str, Callable[[], RowReader]]:
     loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(loaded, Mapping) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"it holds a {type(loaded).__name__}, a dictionary of tensors is needed")
-    return {name: _Tensor(x) for name, x in loaded.items()}
+    return {name: partial(_Tensor, x) for name, x in loaded.items()}
 
 
 _OPEN = {".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
+"""By suffix: what finds the arrays of a file, each opened when it is asked for."""
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        UserError: the block cannot read the file.
+    """
+    try:
+        yield
+    # Damaged files raise whatever zlib, the unpickler and others stumble over.
+    except Exception as error:
+        raise UserError(
+            f"cannot read the calibration data {path}",
+            expected="a .safetensors, .npz or .pt file of arrays, without pickled objects",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            remedy="save it again: safetensors.torch.save_file, numpy.savez, or torch.save of a dictionary of tensors",
+        ) from error
 
 
 def is_shared(model: DiffusionModel, spec: InputSpec) -> bool:
@@ -139,15 +158,8 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
     Raises:
         UserError: the file cannot be read, or does not fit the model.
     """
-    try:
+    with _readable(path):
         found = _OPEN[path.suffix](path)
-    except (OSError, ValueError, RuntimeError, SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"cannot read the calibration data {path}",
-            expected="a .safetensors, .npz or .pt file of arrays, without pickled objects",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
-            remedy="save it again: safetensors.torch.save_file, numpy.savez, or torch.save of a dictionary of tensors",
-        ) from error
     inputs: dict[str, RowReader] = {}
     sizes: dict[str, int] = {}
     for spec in model.inputs:
@@ -158,8 +170,9 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
                 got=", ".join(sorted(found)) or "none",
                 remedy="record every input of the denoiser; `trtconvert record` does",
             )
-        _refuse_shape(model, path, spec, found[spec.name].shape, sizes)
-        inputs[spec.name] = found[spec.name]
+        with _readable(path):
+            inputs[spec.name] = found[spec.name]()
+        _refuse_shape(model, path, spec, inputs[spec.name].shape, sizes)
     return inputs
 
 
@@ -205,26 +218,30 @@ def read_inputs(
     Returns:
         The inputs without damaged samples, and what is wrong with those.
     Raises:
-        UserError: an input of all samples is damaged.
+        UserError: an input of all samples is damaged, or the file is.
     """
     shared = {spec.name for spec in model.inputs if is_shared(model, spec)}
-    batch = {
-        name: reader.rows(*((0, reader.shape[0]) if name in shared else (samples.start, samples.stop)))
-        for name, reader in inputs.items()
-    }
+    with _readable(path):
+        read = {
+            name: reader.rows(0, *(reader.shape[:1] or (1,)))
+            if name in shared
+            else reader.rows(samples.start, samples.stop)
+            for name, reader in inputs.items()
+        }
+    batch = {spec.name: read[spec.name].to(getattr(torch, spec.dtype)) for spec in model.inputs}
     good = torch.ones(len(samples), dtype=torch.bool)
     errors = []
     for spec in model.inputs:
-        name, x = spec.name, batch[spec.name]
-        if not x.is_floating_point():
-            continue
+        name = spec.name
+        # Fractions and NaN are gone from what became integers; what is too large for FP32 is Inf only there.
+        x = read[name] if spec.dtype == "int64" else batch[name]
         usable = whole(x) & x.isfinite() if spec.dtype == "int64" else x.isfinite()
         if name in shared:
             _refuse_damaged(path, name, x, usable)
             continue
         finite = usable.flatten(1).all(1) if x.dim() > 1 else usable
         if name == model.timestep_input:
-            finite &= (x >= 0) & (x < model.timestep_max)
+            finite &= (batch[name] >= 0) & (batch[name] < model.timestep_max)
         for row in (~finite & good).nonzero().flatten().tolist():
             bad = int((~x[row].isfinite()).sum())
             fits = f"timesteps in [0, {model.timestep_max:g})" if name == model.timestep_input else "whole numbers"
@@ -237,8 +254,7 @@ def read_inputs(
                 )
             )
         good &= finite
-    kept = {name: x if name in shared else x[good] for name, x in batch.items()}
-    return {spec.name: kept[spec.name].to(getattr(torch, spec.dtype)) for spec in model.inputs}, errors
+    return {name: x if name in shared else x[good] for name, x in batch.items()}, errors
 
 
 def _refuse_damaged(path: Path, name: str, x: Tensor, usable: Tensor) -> None:

@@ -8,6 +8,7 @@ one another) the plan's search settles by sampling, see `plan`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -76,8 +77,15 @@ class Sensitivity:
     steps: Tensor
 
     def cost(self) -> Tensor:
-        """[S, T, 4] squared error that each choice is modelled to add to the final samples."""
-        return self.error * self.gain[:, None]
+        """[S, T, 4] squared error that each choice is modelled to add to the final samples.
+
+        FP16 adds nothing, whatever the gain. What was not measured costs infinity: any other mode in a bin that no step fell
+        into, and what gave a NaN or Inf.
+        """
+        cost = (self.error * self.gain[:, None]).nan_to_num(nan=math.inf, posinf=math.inf)
+        cost[:, self.steps == 0] = math.inf
+        cost[..., Mode.FP16] = 0
+        return cost
 
 
 def measure_sensitivity(
@@ -136,7 +144,7 @@ def _gains(
     bins_of = _bins_of_calls(model, bins)
     gain = torch.zeros(bins, dtype=torch.float64)
     for index in range(bins):
-        variance = float(error[:, index].amax(-1).sum())
+        variance = float(error[:, index].nan_to_num(posinf=0.0).amax(-1).sum())
         if visits[index] and variance:
             generator = torch.Generator().manual_seed(index)
 

@@ -45,6 +45,10 @@ class Shards(Mapping[str, Rows]):
         """Numbers of the batches whose rows are here."""
         return {int(Path(name).stem.removeprefix(_ROWS)) for name in self.names() if name.startswith(_ROWS)}
 
+    def whole_batches(self) -> set[int]:
+        """Of these, the ones from which nothing was left out."""
+        return {batch for batch in self.batches() if not self._skipped_of(batch)}
+
     def write(self, batch: int, rows: Mapping[str, Rows], skipped: list[str]) -> None:
         """Keep the rows of a batch, and what was left out of it."""
         tensors = {f"{site}/{name}": x for site, seen in rows.items() for name, x in seen.tensors().items()}
@@ -74,8 +78,11 @@ class Shards(Mapping[str, Rows]):
         """What was left out of the batches, in their order."""
         left_out: list[str] = []
         for batch in sorted(self.batches()):
-            left_out += json.loads(self._metadata(f"{_ROWS}{batch:06d}")["skipped"])
+            left_out += self._skipped_of(batch)
         return left_out
+
+    def _skipped_of(self, batch: int) -> list[str]:
+        return json.loads(self._metadata(f"{_ROWS}{batch:06d}")["skipped"])
 
     # Counts of elements
 

@@ -337,7 +337,7 @@ def frontier(tried: search.Frontier) -> Frontier:
     measured = [(point.speed, point.psnr) for point in tried.points]
     further = [name for name in FIGURES if name in tried.points[0].figures]
     speeds = [speed for speed, _ in measured]
-    finite = [db for _, db in measured if db < EXACT_DB]
+    finite = [db for _, db in measured if math.isfinite(db) and db < EXACT_DB]
     low_x, high_x = min(speeds), max(speeds)
     pad = 0.06 * (high_x - low_x) or 0.05
     low_x, high_x = low_x - pad, high_x + pad
@@ -347,7 +347,9 @@ def frontier(tried: search.Frontier) -> Frontier:
         return frame.x((speed - low_x) / (high_x - low_x))
 
     def y(db: float) -> float:
-        # What is exact sits on the upper edge: its decibels are a limit of the measure, not a distance.
+        # What is exact sits on the upper edge: its decibels are a limit of the measure, not a distance. NaN sits on the lower.
+        if not math.isfinite(db):
+            return frame.bottom
         return frame.top - 12 if db >= EXACT_DB else frame.y((db - low_y) / (high_y - low_y))
 
     points = [

@@ -197,7 +197,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     int8, backend = _int8(bundle, source, request)
     drawing = _Drawing(
         source.sample if source else models.load_sampler(bundle),
-        request.batch if request.int8 == "torch" else min(request.batch, _largest_batch(bundle.manifest)),
+        _batch(request, bundle.manifest, source),
         request,
     )
     reference = load_reference(request.reference, drawing.sample_shape(int8))
@@ -212,12 +212,14 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     }
     seeds, other_seeds = request.seed, request.seed + request.samples
     full_reads = {"weights": bundle.manifest.weights} if source else {}
-    bundle_reads = {"bundle": bundle.manifest.digest, "lpips": _hash_of(request.lpips_weights), "int8": request.int8}
+    bundle_reads = {
+        "bundle": bundle.manifest.digest,
+        "lpips": _hash_of(request.lpips_weights),
+        "int8": request.int8,
+        "backend": backend,  # a bundle runs on whatever the machine has
+    }
+    # The reference first: it takes little time, and its images may not fit.
     sets = {
-        "pairs": (
-            ShardSet.at(work, "pairs", common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD),
-            pairs.make,
-        ),
         "reference": (
             ShardSet.at(
                 work,
@@ -226,7 +228,11 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
                 reference.count,
                 SHARD,
             ),
-            lambda held: dict(extractor(reference.read(held)).tensors()),
+            lambda held: _features(extractor, reference.read(held)),
+        ),
+        "pairs": (
+            ShardSet.at(work, "pairs", common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD),
+            pairs.make,
         ),
     }
     if source:
@@ -283,6 +289,14 @@ def full_precision(manifest: Manifest, weights: Path | None) -> DiffusionModel |
     return models.load(section)
 
 
+def _batch(request: Request, manifest: Manifest, source: DiffusionModel | None) -> int:
+    """Samples drawn at once. A model in torch takes any number; but the sampler of a pipeline would draw larger batches in
+    parts, whose rows the watch for NaN could not tell from others."""
+    if request.int8 == "torch" and source is not None and source.diffusers is None:
+        return request.batch
+    return min(request.batch, _largest_batch(manifest))
+
+
 def _largest_batch(manifest: Manifest) -> int:
     """Of the denoiser's first input; guidance doubles the batch, so half of what fits is taken."""
     component = manifest.components["denoiser"]
@@ -326,7 +340,8 @@ class _Drawing:
             here = seeds[part.start : part.stop]
             watch = _FiniteWatch(denoiser, len(here))
             images.append(self.sampler(watch, here, steps=self.request.steps, solver=self.request.solver))
-            finite.append(watch.finite)
+            # What decodes them may overflow as well.
+            finite.append(watch.finite & images[-1].flatten(1).isfinite().all(1).cpu())
         return torch.cat(images), torch.cat(finite)
 
     def sample_shape(self, denoiser: Denoiser) -> torch.Size:
@@ -388,8 +403,25 @@ class _Pairs:
         return images, finite, broken
 
     def _seen(self, name: str, images: Tensor, finite: Tensor) -> dict[str, Tensor]:
-        features = self._extractor(images.nan_to_num())  # a row that is not finite is never read
-        return {f"{name}.{kind}": x for kind, x in features.tensors().items()} | {f"{name}.finite": finite}
+        features = _features(self._extractor, images.nan_to_num(0, 1, 0))  # a row that is not finite is never read
+        return {f"{name}.{kind}": x for kind, x in features.items()} | {f"{name}.finite": finite}
+
+
+def _features(extractor: Extractor, images: Tensor) -> dict[str, Tensor]:
+    """What an extractor sees in finite images, see `Features.tensors`.
+
+    Raises:
+        UserError: NaN or Inf, which no distance could be made of.
+    """
+    found = extractor(images).tensors()
+    if broken := [kind for kind, x in found.items() if not x.isfinite().all()]:
+        raise UserError(
+            f"the feature extractor '{extractor.name}' gives NaN or Inf",
+            expected="finite features of finite images",
+            got=f"NaN or Inf among its {', '.join(broken)} features",
+            remedy="correct the extractor, for example by running it in float32, or choose another with --features",
+        )
+    return found
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------

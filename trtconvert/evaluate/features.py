@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trtconvert.entry_point import import_function
-from trtconvert.errors import UserError
+from trtconvert.calib.identity import CLASSIFIER_WEIGHTS
+from trtconvert.entry_point import import_function, source_file
+from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.evaluate.optional import require
 from trtconvert.files import sha256
-
-CLASSIFIER_WEIGHTS = Path("recipes/digits-classifier.safetensors")
-"""Where the shipped classifier's weights are, from the root of a checkout."""
 
 SPATIAL_CHANNELS = 7
 """Channels of a feature map that sFID takes: the number of its authors."""
@@ -58,7 +59,7 @@ class Extractor:
 
     Attributes:
         name: as it was asked for.
-        identity: hash of the weights or of the code, which is what features on disk depend on.
+        identity: hash of the weights, or of the name and the code, which is what features on disk depend on.
         extract: [N, C, H, W] in [0, 1] → `Features`.
     """
 
@@ -67,8 +68,22 @@ class Extractor:
     extract: Callable[[Tensor], Features]
 
     def __call__(self, images: Tensor) -> Features:
-        with torch.no_grad():
-            return self.extract(images)
+        """
+        Raises:
+            UserError: it does not take such images.
+        """
+        try:
+            with torch.no_grad():
+                return self.extract(images)
+        except TrtconvertError:
+            raise
+        except Exception as error:  # of a network at images of another size, or of the user's code, whatever it is
+            raise UserError(
+                f"the feature extractor '{self.name}' fails on the images",
+                expected="images of the channels and size that it was made for",
+                got=f"{list(images.shape[1:])}, {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                remedy="choose another with --features, or plan.features in the recipe; --debug shows where it failed",
+            ) from error
 
 
 def load_extractor(name: str, weights: Path | None = None) -> Extractor:
@@ -126,7 +141,7 @@ def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
 def _digits(weights: Path | None) -> Extractor:
     from trtconvert.evaluate.classifier import load_digits_classifier
 
-    path = weights or Path(__file__).parents[2] / CLASSIFIER_WEIGHTS
+    path = weights or CLASSIFIER_WEIGHTS
     classifier = load_digits_classifier(path)
     convolutions = classifier.body[:5]
 
@@ -179,7 +194,6 @@ def _inception(weights: Path | None) -> Extractor:
 
 def _from_function(name: str, weights: Path | None) -> Extractor:
     extract = import_function(name, "the feature extractor")
-    source = inspect.getsourcefile(extract)
     if weights is not None:
         raise UserError(
             f"the feature extractor '{name}' loads its own weights",
@@ -201,4 +215,14 @@ def _from_function(name: str, weights: Path | None) -> Extractor:
             )
         return seen
 
-    return Extractor(name, sha256(Path(source)) if source else name, checked)
+    return Extractor(name, _code_identity(name, extract), checked)
+
+
+def _code_identity(name: str, extract: Any) -> str:
+    """SHA-256 of an extractor's name, of the file of the module that it is named in, and of the file that it is written in."""
+    files = [source_file(name)]
+    with contextlib.suppress(TypeError):  # what is built in has no file
+        written = extract if inspect.isroutine(extract) or inspect.isclass(extract) else type(extract)
+        files.append(Path(inspect.getsourcefile(written) or ""))
+    hashes = [sha256(file) for file in files if file is not None and file.is_file()]
+    return hashlib.sha256(" ".join([name, *hashes]).encode()).hexdigest()

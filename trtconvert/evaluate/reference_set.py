@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from trtconvert.errors import UserError
+from trtconvert.evaluate.metrics import NEIGHBOURS
 from trtconvert.files import sha256
 from trtconvert.images import IMAGE_SUFFIXES, images_below, read_image
 
@@ -23,7 +24,7 @@ class ReferenceSet:
     Attributes:
         name: for people.
         count: of images.
-        identity: hash of the images.
+        identity: hash of the images, and of what they are read as.
         read: a range of them, [N, C, H, W] FP32 in [0, 1].
     """
 
@@ -39,7 +40,7 @@ def load_reference(name: str, shape: torch.Size) -> ReferenceSet:
         name: "digits", the held-out fifth of scikit-learn's digits, or a folder of images, searched with its subfolders.
         shape: of a sample, [C, H, W]; the images must have its size, and are read with its number of channels.
     Raises:
-        UserError: no such folder, no images in it, or they have another size than the samples.
+        UserError: no such folder, or too few images in it. Reading them raises it for other sizes than the samples'.
     """
     if name == "digits":
         reference = _digits()
@@ -72,11 +73,18 @@ def _folder(folder: Path, shape: torch.Size) -> ReferenceSet:
             got="an empty folder" if folder.is_dir() else "a file" if folder.exists() else "no such folder",
             remedy="correct --reference",
         )
-    digest = hashlib.sha256()
+    if len(paths) <= NEIGHBOURS:
+        raise UserError(
+            f"the reference set {folder} has too few images",
+            expected=f"more than {NEIGHBOURS}, and thousands for figures that mean something",
+            got=str(len(paths)),
+            remedy="correct --reference",
+        )
+    channels, height, width = shape
+    # The same files are grey to one model and colours to another.
+    digest = hashlib.sha256(f"{channels} channels\n".encode())
     for path in paths:
         digest.update(f"{path.relative_to(folder)} {sha256(path)}\n".encode())
-
-    channels, height, width = shape
 
     def read_one(path: Path) -> Tensor:
         size = (channels, height, width)

@@ -48,7 +48,8 @@ def site_sqnr(
 ) -> dict[str, list[float | None]]:
     """Signal to quantisation noise of each site in dB, per timestep bin, on the full-precision model's own activations.
 
-    The error is the site's alone: every site sees exact inputs. None for bins that no step falls into.
+    The error is the site's alone: every site sees exact inputs. None for bins that no step falls into; NaN where the site or
+    exact attention gave a NaN or Inf.
     """
     signal = {name: torch.zeros(bins, dtype=torch.float64) for name in sites.tables}
     noise = {name: torch.zeros(bins, dtype=torch.float64) for name in sites.tables}
@@ -62,14 +63,15 @@ def site_sqnr(
             signal[call.name].index_add_(0, index, exact.double().square().flatten(1).sum(1))
         return exact
 
+    steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # a short schedule has no more
     with torch.no_grad():
         for batch in batches_of(SITE_SAMPLES, BATCH):
             seeds = [seed + i for i in batch]
-            model.sample(intercepted(model, handler), seeds, steps=SITE_STEPS_PER_BIN * bins, solver="ddim")
+            model.sample(intercepted(model, handler), seeds, steps=steps, solver="ddim")
             done()
     return {
         name: [
-            10 * math.log10(s / max(n, s * 1e-12)) if s > 0 else None
+            10 * math.log10(s / max(n, s * 1e-12)) if s else None  # NaN is no absence
             for s, n in zip(signal[name].tolist(), noise[name].tolist(), strict=True)
         ]
         for name in sites.tables
