@@ -385,6 +385,20 @@ def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
             assert error(got, intercepted(model, quantised)(**inputs)) < tolerances.WHOLE_DENOISER
 
 
+class LooksAtValues(CountsImages):
+    def blocks(self, x):
+        return self.attn(x) if float(x.sum()) > 0 else x
+
+
+def test_of_a_model_that_cannot_be_traced_the_message_alone_is_printed(capfd):
+    model = replace(tiny_models.build(), denoiser=LooksAtValues().eval().requires_grad_(False))
+    x = torch.randn(2, 1, 16, 32)
+    tables = tables_from_data(x, x, x, Mode.BALANCED)
+    with pytest.raises(UserError, match=r"(?s)cannot be exported to ONNX.*got: .*data-dependent.*avoid data-dependent"):
+        trace(model, {"attn": tables}, SiteOptions(1000.0, "calibrated", True), dims=model.dims)
+    assert "def forward" not in "".join(capfd.readouterr())
+
+
 def test_a_size_that_the_exporter_would_fix_is_refused():
     model = replace(tiny_models.build(), denoiser=CountsImages().eval().requires_grad_(False))
     with pytest.raises(UserError, match=r"(?s)for one size only.*expected: .*batch.*got: batch = 2.*remedy: fix"):

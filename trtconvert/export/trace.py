@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
 
 import onnx_ir as ir
@@ -179,7 +182,7 @@ def _exported(
         return program
 
     try:
-        with torch.no_grad(), _FourAxes(), warnings.catch_warnings():
+        with torch.no_grad(), _FourAxes(), warnings.catch_warnings(), _stderr_of_success():
             # One symbol for a dimension that several inputs share is what is wanted here.
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
             try:
@@ -224,6 +227,17 @@ def _exported(
     drop_rejoins(program.model)
     leave_out_default_reductions(program.model)
     return program.model
+
+
+@contextmanager
+def _stderr_of_success() -> Iterator[None]:
+    """What the block writes to stderr, once it ends well.
+
+    Of a model that it cannot trace torch.export prints the whole graph, and nobody finds the message behind it.
+    """
+    with redirect_stderr(io.StringIO()) as written:
+        yield
+    sys.stderr.write(written.getvalue())
 
 
 class _FourAxes(TorchFunctionMode):
