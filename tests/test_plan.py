@@ -166,6 +166,30 @@ def test_the_cost_table_orders_modes_by_work_and_interpolates():
     assert at(16384, Mode.AGGRESSIVE) < at(16384, Mode.FP16)
 
 
+def test_attention_to_a_prompt_has_times_of_its_own_where_they_were_measured():
+    own = [
+        {"mode": int(mode), "shape": [1, 8, n, n, 64], "seconds": n * 1e-8 / (1 + mode)}
+        for mode in Mode
+        for n in (256, 4096)
+    ]
+    prompts = [
+        {"mode": int(mode), "shape": [1, 8, n, 77, 64], "seconds": n * 1e-9 * (1 + mode)}
+        for mode in Mode
+        for n in (1024, 4096)
+    ]
+    both, without = (KernelCost({"gpu": "", "date": "", "rows": rows}) for rows in (own + prompts, own))
+
+    def fastest(costs, queries, keys):
+        shape = AttentionShape(1, 8, queries, keys, 64)
+        return min(Mode, key=lambda mode: costs.seconds(shape, mode))
+
+    assert fastest(both, 2048, 77) == fastest(both, 2048, 128) == Mode.FP16
+    # More keys, a few tokens among themselves, and tables that were made before.
+    assert {fastest(both, 2048, 129), fastest(both, 64, 64), fastest(without, 2048, 77)} == {Mode.AGGRESSIVE}
+    assert both.seconds(AttentionShape(1, 8, 4096, 77, 64), Mode.PRECISION) == pytest.approx(4096 * 2e-9)
+    assert "to prompts" in KernelCost({"gpu": "", "date": "", "rows": own + prompts[:2]})._lacking()
+
+
 def test_sensitivities_are_the_errors_that_single_choices_make(digits):
     tables = {}
 

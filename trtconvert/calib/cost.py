@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import TILE
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.errors import UserError
 
@@ -33,9 +34,15 @@ class AttentionShape:
         """Operations of both products."""
         return 4.0 * self.batch * self.heads * self.query_tokens * self.key_tokens * self.head_dim
 
+    @property
+    def to_prompt(self) -> bool:
+        """Whether many queries attend to few keys, as an image to its text. A kernel of its own does that."""
+        return self.key_tokens <= TILE < self.query_tokens
+
 
 class KernelCost:
-    """Times of the measured GPU, interpolated over the amount of work at the nearest head size.
+    """Times of the measured GPU, interpolated over the amount of work at the nearest head size; of attention to prompts over
+    such alone, where they were measured.
 
     Attributes:
         gpu, date: where and when they were measured.
@@ -73,10 +80,10 @@ class KernelCost:
         """What a table must have and this one has not; empty if nothing."""
         if not self._rows:
             return "no rows"
-        for size in sorted({shape.head_dim for shape, _, _ in self._rows}):
-            here = {mode for shape, mode, _ in self._rows if shape.head_dim == size}
+        for size, prompt in sorted({(shape.head_dim, shape.to_prompt) for shape, _, _ in self._rows}):
+            here = {mode for shape, mode, _ in self._rows if (shape.head_dim, shape.to_prompt) == (size, prompt)}
             if missing := [mode.name.lower() for mode in Mode if mode not in here]:
-                return f"no times of {', '.join(missing)} at head size {size}"
+                return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
         if any(not (0 < seconds < math.inf) for _, _, seconds in self._rows):
             return "times that are not positive"
         return ""
@@ -84,9 +91,10 @@ class KernelCost:
     def seconds(self, shape: AttentionShape, mode: Mode) -> float:
         """Time of one call. Linear in the logarithms of work and time between measured points; beyond them, the work's
         share of the largest point, or the smallest point's time, which is launch and latency."""
-        sizes = sorted({measured.head_dim for measured, _, _ in self._rows})
+        rows = [row for row in self._rows if row[0].to_prompt == shape.to_prompt] or self._rows
+        sizes = sorted({measured.head_dim for measured, _, _ in rows})
         nearest = min(sizes, key=lambda size: abs(size - shape.head_dim))
-        points = sorted((m.flops, t) for m, kind, t in self._rows if m.head_dim == nearest and kind == mode)
+        points = sorted((m.flops, t) for m, kind, t in rows if m.head_dim == nearest and kind == mode)
         work, times = (np.array(column) for column in zip(*points, strict=True))
         inside = float(np.exp(np.interp(np.log(shape.flops), np.log(work), np.log(times))))
         return inside * max(1.0, shape.flops / work[-1])

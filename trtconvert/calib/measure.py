@@ -17,12 +17,15 @@ from trtconvert.attention.reference import tables_from_data
 from trtconvert.calib.cost import AttentionShape
 from trtconvert.errors import BackendUnavailable
 
-SHAPES = tuple(
-    AttentionShape(batch, heads, tokens, tokens, dim)
-    for batch, heads, dim in ((1, 24, 128), (2, 10, 64), (2, 8, 40))
-    for tokens in (256, 1024, 4096, 16384)
+_HEADS = ((1, 24, 128), (2, 10, 64), (2, 8, 40))
+_PROMPT = 77
+"""Tokens of CLIP's prompts."""
+
+SHAPES = (
+    *(AttentionShape(b, heads, n, n, dim) for b, heads, dim in _HEADS for n in (256, 1024, 4096, 16384)),
+    *(AttentionShape(b, heads, n, _PROMPT, dim) for b, heads, dim in _HEADS for n in (1024, 4096, 16384)),
 )
-"""The sizes of common diffusion models; what lies between them is interpolated."""
+"""The sizes of common diffusion models, to their own tokens and to prompts; what lies between them is interpolated."""
 
 INPUTS = 3
 """Sets of inputs that take turns, so that no call finds its own in the cache."""
