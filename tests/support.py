@@ -41,6 +41,13 @@ class Built:
     cache: Path
 
 
+class Quiet:
+    """Progress that nobody looks at."""
+
+    def total(self, steps: int) -> None: ...
+    def step(self) -> None: ...
+
+
 def run(*arguments: object) -> Outcome:
     """The program in this process."""
     result = CliRunner().invoke(main, [str(a) for a in arguments])

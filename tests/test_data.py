@@ -13,7 +13,7 @@ import tiny_models
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support import TESTS, finish, refusal, run, start, tiny_recipe
+from support import TESTS, Quiet, finish, refusal, run, start, tiny_recipe
 
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.calibration import Calibration
@@ -517,11 +517,7 @@ def test_what_an_interrupted_run_left_out_is_no_secret_of_the_next(tmp_path, dig
     sites, _ = sites_to_convert(digits, AttentionSection())
 
     def made(**options):
-        return calibrate(digits, section, "weights", sites, tmp_path / "work", Bar(), **options)
-
-    class Bar:
-        def total(self, steps): ...
-        def step(self): ...
+        return calibrate(digits, section, "weights", sites, tmp_path / "work", Quiet(), **options)
 
     assert len(made(skip_bad=True).provenance.skipped) == 1
     with pytest.raises(UserError, match="is damaged at sample 1"):
@@ -582,10 +578,6 @@ def test_recorded_inputs_serve_as_calibration_data(tmp_path):
 def test_a_recorded_step_is_the_sampler_s_own(digits, tmp_path):
     from trtconvert.calib.record import record
 
-    class Quiet:
-        def total(self, steps): ...
-        def step(self): ...
-
     section = CalibrationSection(samples=3, batch=2, steps=4)
     record(digits, section, 3, "weights", tmp_path / "i.safetensors", Quiet())
     inputs = load_file(tmp_path / "i.safetensors")
@@ -606,10 +598,6 @@ def test_a_recorded_step_is_the_sampler_s_own(digits, tmp_path):
 def test_every_row_of_a_recording_is_written(tmp_path, monkeypatch):
     """Also with the largest number that torch draws below 1, and from a sampler whose timesteps are FP64."""
     from trtconvert.calib.record import record
-
-    class Quiet:
-        def total(self, steps): ...
-        def step(self): ...
 
     tiny = tiny_models.build()
 

@@ -378,25 +378,7 @@ def test_symbolic_dimensions_follow_the_sizes(tmp_path):
 def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path):
     """QwenImage tells its model the shape of each image, and keeps rotations of one call for the next, which may be none that
     was made to find out shapes alone."""
-    transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=tiny_pipelines.WIDTH,
-        axes_dims_rope=(8, 12, 12),
-    )
-    autoencoder = diffusers.AutoencoderKLQwenImage(
-        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
-    diffusers.QwenImagePipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=autoencoder,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=tiny_pipelines.randomised(transformer),
-    ).save_pretrained(tmp_path)
+    tiny_pipelines.qwen_image().save_pretrained(tmp_path)
     sizes = {"tokens": 8, "height": 32, "width": 32}
     with pytest.raises(UserError, match=r"(?s)'img_shapes' as a number.*give model\.options\.batch as one number"):
         diffusers_model(tmp_path, **sizes)

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from support import run
+from support import Quiet, run
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers", reason="needs diffusers")
@@ -33,11 +33,6 @@ SHARED = {"flux": {"img_ids", "txt_ids"}, "cogvideox": {"image_rotary_emb.0", "i
 """Inputs that belong to no sample."""
 WITHOUT_GUIDANCE = ("flux",)
 CALLS_PER_STEP = {"wan": 2}
-
-
-class Quiet:
-    def total(self, steps: int) -> None: ...
-    def step(self) -> None: ...
 
 
 class Watched(nn.Module):

@@ -280,6 +280,30 @@ def cogvideox() -> Any:
     )
 
 
+@seeded
+def qwen_image() -> Any:
+    """Takes one image at a time: it tells its model the shape of each."""
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+    autoencoder = diffusers.AutoencoderKLQwenImage(
+        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    return diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=autoencoder,
+        text_encoder=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        transformer=randomised(transformer),
+    )
+
+
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stable_diffusion": (stable_diffusion, {"height": 32, "width": 32}),
     "stable_diffusion_xl": (stable_diffusion_xl, {"height": 32, "width": 32}),

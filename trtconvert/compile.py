@@ -34,7 +34,7 @@ from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
 from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.progress import Reporter, say
-from trtconvert.recipe import EngineSection
+from trtconvert.recipe import EngineSection, parser_problem
 from trtconvert.stages import ENGINE, engine_stages, narrowed
 
 _INSTEAD = "copy the bundle to another place"
@@ -187,18 +187,13 @@ def _parsed(change: str) -> tuple[str, Any]:
     try:
         return field, YAML(typ="safe", pure=True).load(text)
     except (YAMLError, ValueError, RecursionError) as error:  # ValueError: the 30th of February
-        problem = "too many brackets within each other" if isinstance(error, RecursionError) else _line(error)
+        problem = "too many brackets within each other" if isinstance(error, RecursionError) else parser_problem(error)
         raise UserError(
             f"--set engine.{field}: not valid YAML",
             expected="engine.FIELD=VALUE, with a value in YAML",
             got=f"{problem}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}",
             remedy="correct the option; a missing bracket, or a missing space after ':' is the usual cause",
         ) from error
-
-
-def _line(error: Exception) -> str:
-    """What a parser has found, without the lines that say where."""
-    return (str(getattr(error, "problem", None) or error).splitlines() or [type(error).__name__])[0]
 
 
 def _replaced(folder: Path) -> UserError:

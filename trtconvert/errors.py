@@ -38,3 +38,8 @@ class BackendUnavailable(TrtconvertError):
     """A backend cannot build or run on this machine. Exit code 2: another machine, package or backend is needed."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says first, for `got`; the name of its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -37,7 +37,7 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
             pixels = np.asarray(_in_8_bits(image).convert("L" if channels == 1 else "RGB"), dtype=np.float32)
     # What Pillow raises for damaged files of its formats.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"cannot read the image {name}",
             expected="an image that Pillow reads",

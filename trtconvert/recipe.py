@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive"]
 EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -378,7 +378,7 @@ def load_recipe(path: Path) -> Recipe:
         raise UserError(
             f"{where}: not valid YAML",
             expected="YAML",
-            got=str(getattr(error, "problem", None) or error).splitlines()[0],
+            got=parser_problem(error),
             remedy="correct the line; a wrong indentation or a missing space after ':' is the usual cause",
         ) from error
     except RecursionError as error:
@@ -406,6 +406,12 @@ def load_recipe(path: Path) -> Recipe:
 def json_schema() -> dict[str, Any]:
     """JSON schema of recipes, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema()
+
+
+def parser_problem(error: Exception) -> str:
+    """What a YAML parser has found, without the lines that say where."""
+    problem = getattr(error, "problem", None)
+    return str(problem).splitlines()[0] if problem else first_line(error)
 
 
 def _reason(error: Exception) -> str:

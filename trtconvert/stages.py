@@ -214,12 +214,13 @@ def search_stage(
         from trtconvert.calib.calibration import Calibration
         from trtconvert.calib.plan import search
         from trtconvert.evaluate.budget import load_budget
+        from trtconvert.runtime.signature import shape_of
 
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
         tables = Calibration.load(calibration.folder / CALIBRATION).tables
-        first = source.inputs[0].shape[0]
-        batch = _profiles(recipe, source)[0][first][1] if isinstance(first, str) else first
+        opt = {name: size for name, (_, size, _) in _profiles(recipe, source)[0].items()}
+        batch = shape_of(source.inputs[0].shape, opt)[0]
         budget = load_budget(recipe.plan)
         frontier = search(source, sites, tables, recipe.attention, recipe.plan, budget, bins, batch, bar)
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import WEIGHTS, tiny_recipe, torchrun
+from support import WEIGHTS, Quiet, tiny_recipe, torchrun
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
 from trtconvert.attention.modes import Mode
@@ -20,12 +20,6 @@ from trtconvert.models.digits import digits_model
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
 pytestmark = pytest.mark.gpu
-
-
-class Quiet:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @pytest.mark.parametrize("bits", [4, 6])

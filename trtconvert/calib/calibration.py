@@ -17,7 +17,7 @@ from trtconvert.attention.reference import AttentionTables
 from trtconvert.calib.histogram import LEVELS, Histograms, SiteHistograms
 from trtconvert.calib.observer import Records, Rows
 from trtconvert.calib.provenance import Provenance
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 
 CHANNEL_FLOOR = 1e-4
 """Smallest range of a value channel relative to its head's largest. A channel of zeros would divide by zero otherwise."""
@@ -76,7 +76,7 @@ class Calibration:
             raise UserError(
                 f"{path} is not a calibration",
                 expected="a safetensors file written by trtconvert",
-                got="no file" if not path.exists() else str(error).splitlines()[0],
+                got="no file" if not path.exists() else first_line(error),
                 remedy="build again; the calibration is made anew",
             ) from error
         tables: dict[str, dict[str, Tensor]] = {}

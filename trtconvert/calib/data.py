@@ -19,7 +19,7 @@ from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
 from trtconvert.calib.recorded import is_shared, open_inputs, read_inputs, whole
 from trtconvert.entry_point import import_function
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.models.base import Denoiser, DiffusionModel
 from trtconvert.recipe import CalibrationSection
 
@@ -261,7 +261,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
         raise UserError(
             f"{what} is no tensor",
             expected="a tensor, or an array of numbers",
-            got=f"a {type(value).__name__}: {str(error).splitlines()[0]}",
+            got=f"a {type(value).__name__}: {first_line(error)}",
             remedy="give a dictionary with one tensor for each of the denoiser's inputs",
         ) from error
 
@@ -310,8 +310,7 @@ def _run_examples(
     generator = torch.Generator().manual_seed(section.seed + first)
     for stratum in range(section.steps):
         drawn = (stratum + torch.rand(len(kept), generator=generator)) / section.steps
-        # FP32 rounds what is drawn next to the end of the last stratum up to it.
-        timestep = (drawn * model.timestep_max).floor().clamp_max(model.timestep_max - 1)
+        timestep = model.timesteps_at(drawn)
         noise = torch.randn(clean.shape, generator=generator).to(clean.device)
         x = model.noised(clean, noise, timestep)
         inputs = {model.inputs[0].name: x, model.timestep_input: timestep} | conditions

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.files import whole_file
 
 T = TypeVar("T")
@@ -129,6 +129,6 @@ def _noticing(ranks: Ranks) -> Iterator[None]:
         raise RankLost(
             f"rank {ranks.rank} has lost the other processes",
             expected=f"{ranks.size} running processes",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
+            got=first_line(error),
             remedy="see which one failed, and run the same command again: finished batches are kept",
         ) from error

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.images import IMAGE_SUFFIXES, images_below, read_image
 
 METADATA, CAPTION_KEYS = "metadata.jsonl", ("text", "caption", "label")
@@ -189,7 +189,7 @@ def dataset_folder(folder: Path) -> Examples:
         raise UserError(
             f"cannot read the dataset {folder}",
             expected="a folder that datasets.save_to_disk wrote",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
+            got=first_line(error),
             remedy="save it again",
         ) from error
     if isinstance(loaded, datasets.DatasetDict):

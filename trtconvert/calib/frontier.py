@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 
 
 class _Record(BaseModel):
@@ -93,6 +93,6 @@ def read_frontier(path: Path) -> Frontier:
         raise UserError(
             f"{path} is not a frontier",
             expected="the plans that a search tried, as a build writes them",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             remedy="build the bundle again",
         ) from error

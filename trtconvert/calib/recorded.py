@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.models.base import DiffusionModel, InputSpec
 
 
@@ -142,7 +142,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(
             f"cannot read the calibration data {path}",
             expected="a .safetensors, .npz or .pt file of arrays, without pickled objects",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
+            got=first_line(error),
             remedy="save it again: safetensors.torch.save_file, numpy.savez, or torch.save of a dictionary of tensors",
         ) from error
 

@@ -15,7 +15,7 @@ from trtconvert.attention.device_time import device_microseconds
 from trtconvert.bundle import Dims, TensorRecord
 from trtconvert.engine.builder import make_log
 from trtconvert.engine.loading import load_engine
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import TrtconvertError, first_line
 
 ROTATION = 4
 """Sets of inputs that take turns, so that none is read twice in a row."""
@@ -39,7 +39,7 @@ def timing_failures(what: str) -> Iterator[None]:
         raise TrtconvertError(
             f"{what} could not be timed",
             expected=f"room on the GPU for {ROTATION} sets of inputs, and an engine that a CUDA graph can record",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             remedy=_REMEDY,
         ) from error
 

@@ -17,7 +17,7 @@ from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.timing_cache import timing_cache_path
-from trtconvert.errors import BackendUnavailable, TrtconvertError
+from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
 from trtconvert.library import compiled_architectures, library_path, library_version, serves
 from trtconvert.recipe import EngineSection
 
@@ -86,7 +86,7 @@ def cuda_problem() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # an assertion, where torch was built without CUDA
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtconvert.cache import default_folder
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.files import one_at_a_time, whole_file
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -49,7 +49,7 @@ def store_timings(config: Any, path: Path, notice: Callable[[str], None]) -> Non
             with whole_file(path) as partial:
                 partial.write_bytes(hashlib.sha256(content).digest() + content)
     except (OSError, UserError) as error:
-        notice(f"the timing cache is not kept, the next build takes as long: {str(error).splitlines()[0]}")
+        notice(f"the timing cache is not kept, the next build takes as long: {first_line(error)}")
 
 
 def _read(path: Path, notice: Callable[[str], None]) -> bytes:

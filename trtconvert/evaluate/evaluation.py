@@ -25,7 +25,7 @@ from trtconvert.bundle import Manifest
 from trtconvert.cache import versions
 from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.features import Extractor, load_extractor
 from trtconvert.evaluate.metrics import Moments
@@ -172,7 +172,7 @@ def read_evaluation(path: Path) -> Evaluation:
         raise UserError(
             f"{path} is not an evaluation",
             expected="a JSON file written by `trtconvert evaluate`",
-            got=error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error).splitlines()[0],
+            got=error.strerror or type(error).__name__ if isinstance(error, OSError) else first_line(error),
             remedy="evaluate the bundle again",
         ) from error
 

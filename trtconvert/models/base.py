@@ -170,6 +170,14 @@ class DiffusionModel:
         x = clean * signal.to(clean.device).view(shape) + noise * (signal * sigma).to(clean.device).view(shape)
         return x.to(clean.dtype)
 
+    def timesteps_at(self, shares: Tensor) -> Tensor:
+        """Whole timesteps, FP32, that lie so far up the schedule.
+
+        Args:
+            shares: FP32 in [0, 1]; what is drawn below 1, next to the end of the last of several strata, FP32 rounds up to it.
+        """
+        return (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1)
+
     def example(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Random inputs of the given sizes: N(0, 1), small labels, timesteps spread over the schedule.
 
@@ -184,9 +192,7 @@ class DiffusionModel:
                 # Stratified: whatever the batch, every part of the schedule is seen.
                 count = max(1, int(torch.Size(shape).numel()))
                 strata = (torch.arange(count) + torch.rand(count, generator=generator)) / count
-                # FP32 rounds what is drawn next to the end of the last stratum up to it.
-                timesteps = (strata * self.timestep_max).floor().clamp_max(self.timestep_max - 1)
-                inputs[spec.name] = timesteps.reshape(shape).to(getattr(torch, spec.dtype))
+                inputs[spec.name] = self.timesteps_at(strata).reshape(shape).to(getattr(torch, spec.dtype))
             elif spec.dtype == "int64":
                 inputs[spec.name] = torch.randint(0, 2, shape, generator=generator)
             else:

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.models.saved import INDEX, is_saved_pipeline
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
@@ -128,7 +128,7 @@ def load_pipeline(folder: Path) -> Any:
         raise UserError(
             f"the pipeline in {folder} cannot be loaded",
             expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",
-            got=str(error).strip().splitlines()[0],
+            got=first_line(error),
             remedy="save the pipeline again, or install the diffusers that wrote it",
         ) from error
     finally:
@@ -345,7 +345,7 @@ class PipelineCaller:
             raise UserError(
                 f"{type(self.pipe).__name__} cannot be called",
                 expected="sizes and arguments that the pipeline takes",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 remedy="correct model.options in the recipe; `call` there holds further arguments of the pipeline",
             ) from error
         raise UserError(

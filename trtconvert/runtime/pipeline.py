@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.libraries import library_class
 
 INDEX = "model_index.json"
@@ -81,6 +81,6 @@ def _loaded(folder: Path, entry: list[str]) -> Any:
         raise UserError(
             f"the {entry[1]} in {folder} cannot be read",
             expected="the files that `save_pretrained` wrote",
-            got=str(error).strip().splitlines()[0],
+            got=first_line(error),
             remedy="copy the bundle again, or install the versions that its manifest has under versions",
         ) from error

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trtconvert.bundle import TRANSPOSED
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.lane import Plan
 
 
@@ -116,6 +116,6 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         raise UserError(
             f"cannot read the weights {path}",
             expected="a safetensors file",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             remedy="check the path, or save the state dict again with safetensors.torch.save_file",
         ) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.signature import Signature
 
@@ -48,7 +48,7 @@ class OnnxRuntimeComponent:
             raise BackendUnavailable(
                 f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}",
                 expected="operators in types that it has on the CPU",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 remedy="set model.dtype to float32 or float16 in the recipe, or install another onnxruntime",
             ) from error
 
@@ -71,7 +71,7 @@ class OnnxRuntimeComponent:
             raise UserError(
                 "ONNX Runtime cannot run the component on these inputs",
                 expected="values that the model takes, such as indices within its tables",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 remedy="correct the inputs; if the original model takes them, report the message",
             ) from error
         return outputs[0] if len(outputs) == 1 else outputs
