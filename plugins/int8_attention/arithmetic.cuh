@@ -1,6 +1,7 @@
 // Arithmetic that every kernel uses, as single instructions.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace trtconvert::attention {
@@ -23,6 +24,19 @@ __device__ __forceinline__ float reciprocal(float x) {  // one unit in the last 
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+
+// 1 / x to the nearest, of normal numbers far from the ends of their range.
+__device__ __forceinline__ float refined_reciprocal(float x) {
+  const float inverse = reciprocal(x);
+  return fmaf(fmaf(-x, inverse, 1.f), inverse, inverse);
+}
+
+// x / divisor to the nearest, of numbers whose quotient is normal, and of infinity and NaN, with `inverse` the divisor's
+// refined_reciprocal (Markstein). A plain division is a call, for which the compiler keeps registers.
+__device__ __forceinline__ float quotient(float x, float divisor, float inverse) {
+  const float nearly = x * inverse;
+  return isinf(nearly) ? nearly : fmaf(fmaf(-nearly, divisor, x), inverse, nearly);
 }
 
 // The low bytes of four words, the first lowest.

@@ -65,29 +65,37 @@ struct Map {
   static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : 2;
   static constexpr int kRowsPerPass = kThreads / Lanes;
   static constexpr int kPasses = kTokens / kRowsPerPass;
-  static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
+  static_assert(kPasses % 4 == 0 && kQueryBlock % kRowsPerPass == 0);  // V packs four keys of one thread into a word
 };
 
+// The rows of a thread: in its first pass, and in each how much further.
+template <int Lanes, bool kPermuted>
+__device__ __forceinline__ int first_row() {
+  const int row0 = threadIdx.x / Lanes;
+  // V: four passes of one thread are the four keys of one word of the transposed image.
+  return kPermuted ? row0 / 4 * 16 + permuted_key(row0 % 4 * 4) : row0;
+}
+template <int Lanes, bool kPermuted>
+__device__ constexpr int row_offset(int pass) {
+  constexpr int kRows = Map<Lanes>::kRowsPerPass;
+  return kPermuted ? pass / 4 * (kRows / 4 * 16) + permuted_key(pass % 4) : pass * kRows;
+}
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ int row_of(int pass) {
-  const int row0 = threadIdx.x / Lanes;
-  if (!kPermuted) return pass * Map<Lanes>::kRowsPerPass + row0;
-  // V: four passes of one thread are the four keys of one word of the transposed image.
-  const int word = pass / 4 * Map<Lanes>::kRowsPerPass + row0;  // 0..31
-  return word / 4 * 16 + permuted_key(word % 4 * 4 + pass % 4);
+  return first_row<Lanes, kPermuted>() + row_offset<Lanes, kPermuted>(pass);
 }
 
 // All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere.
 template <typename T, int Lanes, bool kPermuted>
 __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const void* tensor, const TrtConvertStrides& strides,
                                      int tokens, int head_dim, int head, int tile, int batch) {
-  const int lane = threadIdx.x % Lanes;
+  const int lane = threadIdx.x % Lanes, first = first_row<Lanes, kPermuted>();
   const T* const source = static_cast<const T*>(tensor) + batch * strides.batch + head * strides.head +
-                          int64_t(tile) * kTokens * strides.token + lane * 8;
-  const int rows = lane * 8 < head_dim ? tokens - tile * kTokens : 0;
+                          (int64_t(tile) * kTokens + first) * strides.token + lane * 8;
+  const int rows = lane * 8 < head_dim ? tokens - tile * kTokens - first : 0;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-    const int row = row_of<Lanes, kPermuted>(i);
+    const int row = row_offset<Lanes, kPermuted>(i);
     data[i] = make_uint4(0, 0, 0, 0);
     if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + row * strides.token));
   }
@@ -102,30 +110,27 @@ template <typename T, int Lanes, Layers kLayers, bool kRotary>
 __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                                      const float* norm, const float* factors, int tokens) {
   constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads, kOfParts = kLayers == Layers::kNormOfParts;
-  const int lane = threadIdx.x % Lanes, left = tokens - at.tile * kTokens;
-  const bool has_channels = lane * 8 < p.head_dim;
+  const int lane = threadIdx.x % Lanes, last = tokens - at.tile * kTokens - 1;
+  // Rows and channels that do not exist are zeros and stay zeros, whatever they are multiplied by: they take what others do, so that
+  // no load hangs on a condition.
+  const int channel = lane * 8 < p.head_dim ? lane * 8 : 0;
+  const auto existing = [&](int i) { return min(row_of<Lanes, false>(i), last); };
   float weight[8], given[kAcrossHeads ? Map<Lanes>::kPasses : 1];
   if constexpr (kAcrossHeads) {
     norm += at.head * p.head_dim;
     factors += int64_t(at.batch) * tokens + int64_t(at.tile) * kTokens;
 #pragma unroll
-    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-      const int row = row_of<Lanes, false>(i);
-      given[i] = row < left ? __ldg(factors + row) : 0.f;
-    }
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) given[i] = __ldg(factors + existing(i));
   }
   // The tile's row where the second part begins, or one outside it. A thread's rows ascend: its first one tells which weights it
   // takes, and only in a tile that holds both parts it goes on to the others, once.
   const int second_part = kOfParts ? p.norm_split - at.tile * kTokens : 0;
   const auto is_second = [&](int i) { return row_of<Lanes, false>(i) >= second_part; };
-  if (kOfParts || norm) load_channels(weight, norm, (kOfParts && is_second(0) ? p.head_dim : 0) + lane * 8, has_channels);
-  const int rows = has_channels ? left : 0;
-  const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + lane * 8;
+  if (kOfParts || norm) load_channels(weight, norm, (kOfParts && is_second(0) ? p.head_dim : 0) + channel, true);
+  const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + channel;
+  const float dim = p.head_dim, inverse_dim = refined_reciprocal(dim);
   float turns[2][8];  // cosine and sine of four pairs, of a row and of the next: they come from L2, mostly
-  const auto load_turn = [&](int i) {
-    const int row = row_of<Lanes, false>(i);
-    load_channels(turns[i % 2], rotary, int64_t(row) * p.head_dim, row < rows);
-  };
+  const auto load_turn = [&](int i) { load_channels(turns[i % 2], rotary, existing(i) * p.head_dim, true); };
   if constexpr (kRotary) load_turn(0);
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
@@ -133,20 +138,19 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
     float x[8];
     unpack8<T>(data[i], x);
     if (kAcrossHeads || kOfParts || norm) {
-      if (kOfParts && i > 0 && is_second(i) && !is_second(i - 1))
-        load_channels(weight, norm, p.head_dim + lane * 8, has_channels);
+      if (kOfParts && i > 0 && is_second(i) && !is_second(i - 1)) load_channels(weight, norm, p.head_dim + channel, true);
       float factor;
       if constexpr (kAcrossHeads) {
         factor = given[i];
       } else {
         const float squares = row_sum<Lanes>(squares_of(x));
-        factor = rsqrtf(squares / p.head_dim + p.norm_epsilon);
+        factor = rsqrtf(quotient(squares, dim, inverse_dim) + p.norm_epsilon);
       }
 #pragma unroll
       for (int c = 0; c < 8; ++c) x[c] = x[c] * factor * weight[c];
       data[i] = pack8<T>(x);
     }
-    if (kRotary && row_of<Lanes, false>(i) < rows) {
+    if constexpr (kRotary) {
       const float(&turn)[8] = turns[i % 2];
       if (kAcrossHeads || kOfParts || norm) unpack8<T>(data[i], x);
 #pragma unroll
@@ -214,7 +218,9 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
   const float fixed_factor = reciprocal(fixed);
   // Scales of the tables whose product underflows are raised: kernels divide by it. The logits are zero either way.
   const float smallest = from_data ? 0.f : kProductFloor / p.k_scale[int64_t(e.bin) * p.kv_heads + at.head / p.group];
-  uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8;
+  const int first = first_row<Lanes, false>();
+  uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8 + first * 16;
+  float* const row_scales = p.row_scales + block * kQueryBlock + first;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; i += 2) {
     float scale[2] = {fixed, fixed}, factor[2] = {fixed_factor, fixed_factor};
@@ -229,15 +235,14 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int row = row_of<Lanes, false>(i + j);
+      const int row = row_offset<Lanes, false>(i + j), in_second = row / kQueryBlock;  // a pass lies in one query block
       float x[8];
       unpack8<T>(data[i + j], x);
       const uint2 q8 = from_data ? quantise8<false>(x, factor[j]) : quantise8<true>(x, factor[j]);
-      if (row >= kQueryBlock && !second) continue;
+      if (in_second && !second) continue;
       if (lane * 8 < p.dims.qk)
-        *reinterpret_cast<uint2*>(image + row / kQueryBlock * p.q_block_bytes + row % kQueryBlock * 16) = q8;
-      if (lane == 0)
-        p.row_scales[block * kQueryBlock + row] = usable ? fmaxf(scale[j] * logits, smallest) : __int_as_float(0x7fffffff);
+        *reinterpret_cast<uint2*>(image + in_second * p.q_block_bytes + row % kQueryBlock * 16) = q8;
+      if (lane == 0) row_scales[row] = usable ? fmaxf(scale[j] * logits, smallest) : __int_as_float(0x7fffffff);
     }
   }
 }
@@ -301,16 +306,16 @@ __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, c
     if (e.mode != 2) p.tile_scales[at.index].log2_v_max = p.tile_scales[at.index].log2_v_min = 0.f;
   }
   if (lane * 8 >= p.dims.qk) return;
+  uint8_t* const rows = image + lane / 2 * kKeyTile * 16 + lane % 2 * 8 + first_row<Lanes, false>() * 16;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-    const int row = row_of<Lanes, false>(i);
     float x[8];
     unpack8<T>(data[i], x);
 #pragma unroll
     for (int c = 0; c < 8; ++c) x[c] -= offset[c];
     uint2 k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
-    if (!kFull && row >= valid) k8 = make_uint2(0, 0);
-    *reinterpret_cast<uint2*>(image + lane / 2 * kKeyTile * 16 + lane % 2 * 8 + row * 16) = k8;
+    if (!kFull && row_of<Lanes, false>(i) >= valid) k8 = make_uint2(0, 0);
+    *reinterpret_cast<uint2*>(rows + row_offset<Lanes, false>(i) * 16) = k8;
   }
 }
 
