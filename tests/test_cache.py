@@ -13,6 +13,8 @@ from trtconvert.cache import Cache, default_folder
 from trtconvert.calib import identity as calib_identity
 from trtconvert.calib.identity import search_reads
 from trtconvert.doctor import examine
+from trtconvert.errors import UserError
+from trtconvert.evaluate.features import load_extractor
 from trtconvert.recipe import PlanSection
 
 MADE = {"a.bin": b"\x00\x01", "b.txt": b"text"}
@@ -142,3 +144,21 @@ def test_the_shipped_classifier_is_part_of_a_search_s_key(monkeypatch, tmp_path)
     other.write_bytes(b"trained anew")
     monkeypatch.setattr(calib_identity, "CLASSIFIER_WEIGHTS", other)
     assert search_reads(section) != before
+
+
+def test_an_extractor_s_own_file_is_part_of_a_search_s_key(monkeypatch, tmp_path):
+    """As of what an evaluation keeps, also where it is written in another file than the module that it is named in."""
+    written = tmp_path / "an_extractor.py"
+    written.write_text("def pixels(images):\n    return images.flatten(1)\n")
+    (tmp_path / "named_here.py").write_text("from an_extractor import pixels\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    section = PlanSection(features="named_here:pixels")
+    before = search_reads(section)
+    assert before == search_reads(section) and before["extractor"] == load_extractor("named_here:pixels").identity
+    written.write_text(written.read_text().replace("images.flatten(1)", "images.flatten(1) / 2"))
+    assert search_reads(section)["extractor"] == load_extractor("named_here:pixels").identity != before["extractor"]
+
+
+def test_an_extractor_that_cannot_be_imported_is_named_before_anything_is_done():
+    with pytest.raises(UserError, match=r"(?s)the feature extractor 'tiny_features:missing' cannot be imported"):
+        search_reads(PlanSection(features="tiny_features:missing"))

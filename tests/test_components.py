@@ -228,6 +228,63 @@ def test_the_encoder_gives_the_models_latents(converted):
     assert torch.equal(as_tuple.std, got.latent_dist.std)
 
 
+@pytest.mark.parametrize(("frames", "batch"), [(20, 1), (12, [1, 1, 2]), (16, [1, 2, 8])])
+def test_frames_are_decoded_in_pieces_of_any_length(tmp_path, frames, batch):
+    """AnimateDiff passes 16 frames of whatever video at once, and in the end what is left."""
+    tiny_pipelines.animatediff().save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=32, width=32, frames=frames, batch=batch, prompts=["a cat"])
+    decoder = model.components("vae_decoder")
+    assert decoder.inputs[0].shape == ("batch", 4, 8, 8) and decoder.outputs[0].shape == ("batch", 3, 32, 32)
+    assert decoder.dims == {"batch": (1, min(16, frames * (2 if batch == [1, 2, 8] else 1)), 16)}
+    assert model.components("vae_encoder").dims == decoder.dims
+
+
+def halves_of(folder: Path, **options: Any) -> dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]:
+    """The halves of the VAE of a saved pipeline on ONNX Runtime, by method."""
+    model = {"source": "diffusers", "weights": ".", "options": options}
+    (folder / "recipe.yaml").write_text(
+        json.dumps({"model": model, "components": {"vae_decoder": {}, "vae_encoder": {}}})
+    )
+    recipe = load_recipe(folder / "recipe.yaml")
+    load = functools.cache(lambda: models.load(recipe.model))
+    stages = component_stages(recipe, "weights", load, Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    halves = {}
+    for stage in stages.values():
+        record = ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text())
+        halves[record.diffusers.method] = (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)
+    return halves
+
+
+def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
+    tiny_pipelines.animatediff().save_pretrained(tmp_path)
+    pipe = load_pipeline(tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+    sizes = {"height": 32, "width": 32}
+
+    def drawn() -> torch.Tensor:
+        call = {"num_frames": 20, "num_inference_steps": 2, "output_type": "pt"}
+        return pipe("a bird", **sizes, **call, generator=torch.Generator().manual_seed(3))[0]
+
+    expected = drawn()
+    pipe.vae = DiffusersAutoencoder(halves_of(tmp_path, **sizes, frames=20, batch=1), **FP32_ON_CPU)
+    assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
+
+
+def test_the_vae_of_a_denoiser_for_one_image_is_converted(tmp_path):
+    """QwenImage's denoiser is called for its batch alone: it has taken in the shape of each image."""
+    tiny_pipelines.qwen_image().save_pretrained(tmp_path)
+    halves = halves_of(tmp_path, height=32, width=32, tokens=8, batch=1)
+    assert all(record.dims == {"batch": (1, 1, 1)} for _, record in halves.values())
+    vae, ours = load_pipeline(tmp_path).vae, DiffusersAutoencoder(halves, **FP32_ON_CPU)
+    latents = torch.randn(1, 4, 1, 4, 4, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = vae.decode(latents).sample
+        encoded = vae.encode(expected).latent_dist
+    got = ours.decode(latents).sample
+    assert relative_error(got, expected) <= SAME_ARITHMETIC
+    assert relative_error(ours.encode(expected).latent_dist.mode(), encoded.mode()) <= SAME_ARITHMETIC
+
+
 class Silent:
     """A watcher of builds."""
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
+from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export import storage
@@ -267,6 +268,39 @@ def test_the_traced_model_serves_any_batch_and_sequence(digits, traced, batch, h
         expected = intercepted(digits, handler)(**inputs)
     got = run(model, {name: x.numpy() for name, x in inputs.items()})
     assert error(got, expected) < tolerances.WHOLE_DENOISER
+
+
+class Namesakes(nn.Module):
+    """A denoiser with weights that are called as its inputs and its output are, each used as it is and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_models.Tiny(False)
+        self.names = ("x", "timestep", "prediction")
+        generator = torch.Generator().manual_seed(0)
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.randn(4, 4, generator=generator) / 2))
+
+    def forward(self, x, timestep):
+        for name in self.names:
+            x = x @ self.get_parameter(name) @ self.get_parameter(name).T
+        return self.inner(x, timestep)
+
+
+def test_weights_that_are_called_as_an_input_have_names_to_replace_them_by():
+    """The exporter would number them, `x_1`, which no refit could tell from a weight of that name."""
+    model = replace(tiny_models.build(), denoiser=Namesakes().eval().requires_grad_(False))
+    q = torch.ones(1, 1, 16, tiny_models.WIDTH)
+    tables = {"inner": tables_from_data(q, q, q, Mode.FP16)}
+    exported = trace(model, tables, SiteOptions(1000.0, "calibrated", True), dims=model.dims)
+    assert [x.name for x in (*exported.graph.inputs, *exported.graph.outputs)] == ["x", "timestep", "prediction"]
+    for name in model.denoiser.names:
+        weight = model.denoiser.get_parameter(name)
+        for found, expected in ((name + NAMESAKE, weight), (name + TRANSPOSED, weight.T)):
+            assert np.array_equal(exported.graph.initializers[found].const_value.numpy(), expected.numpy())
+    inputs = model.example(0, {"batch": 2})
+    got = run(exported, {name: x.numpy() for name, x in inputs.items()})
+    assert error(got, model.denoiser(**inputs)) < tolerances.WHOLE_DENOISER
 
 
 def test_a_denoiser_may_be_in_half_precision_already(digits, traced):

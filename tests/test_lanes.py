@@ -583,9 +583,10 @@ def test_a_call_without_memory_for_its_tensors_says_how_much_it_needs(machine, c
 
 
 class Refitter:
-    """TensorRT's, of an engine with a weight [4, 6] and one [6] that was made by transposing."""
+    """TensorRT's, of an engine with a weight [4, 6], one [6] and one that was made by transposing; of another [4, 6] the name is
+    an input's, and it is there transposed as well."""
 
-    SIZES = MappingProxyType({"w": 24, "turned.T": 24, "b": 6})
+    SIZES = MappingProxyType({"w": 24, "turned.T": 24, "b": 6, "x:weight": 24, "x.T": 24})
     works, given = True, ()
 
     def __init__(self, engine, log) -> None:
@@ -613,12 +614,14 @@ def refittable(component, monkeypatch, tmp_path):
     types = SimpleNamespace(FLOAT="float", HALF="half", BF16="bf16", INT64="int64", INT32="int32")
     trt = SimpleNamespace(**vars(TRT), Refitter=Refitter, DataType=types, Weights=lambda *_: None)
     monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
-    return component(tmp_path / "x.plan", refittable=True, weights={"w": [4, 6], "turned.T": [6, 4]})[0]
+    shapes = {"w": [4, 6], "turned.T": [6, 4], "x:weight": [4, 6], "x.T": [6, 4]}
+    return component(tmp_path / "x.plan", refittable=True, weights=shapes)[0]
 
 
 def test_weights_of_the_right_size_and_another_shape_are_refused(refittable):
     assert refittable.refit({"w": torch.ones(4, 6), "turned": torch.ones(4, 6), "b": torch.ones(6)}) == 3
-    for name in ("w", "turned"):
+    assert refittable.refit({"x": torch.ones(4, 6)}) == 2 and Refitter.given == ["x:weight", "x.T"]
+    for name in ("w", "turned", "x"):
         for shape in ((6, 4), (24,), (2, 12)):
             with pytest.raises(
                 UserError, match=rf"(?s)'{name}' does not fit.*expected: shape \[4, 6\].*got: .*remedy: "

@@ -55,15 +55,18 @@ def test_limits_far_from_one_are_kept():
         assert all(torch.equal(plan[s], fastest_plan(SITES, cost, time, 0.5)[s]) for s in SITES)
 
 
-def searched(*budget, distance=0.0, allowed=tuple(Mode)):
+def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS):
     """A search over two sites whose error model is off by a factor of three, as real ones are.
 
     Args:
         budget: limits of PSNR, and perhaps of a second figure, which is `distance` for every plan with an aggressive mode.
+        steps: share of the steps in each bin. Samples do not tell what a plan has in a bin without any.
     """
     cost, _ = random_choices(1)
     seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0], [8.0, 7.0, 5.0, 4.0]], dtype=torch.float64)
-    sensitivity = Sensitivity(SITES, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), torch.full((BINS,), 0.5))
+    seen = torch.tensor(steps, dtype=torch.float64)
+    cost = cost * (seen > 0)[:, None]
+    sensitivity = Sensitivity(SITES, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), seen)
     kinds = (("psnr", True), ("lpips", False))
     measures = [
         Measure(name, lambda *_: 0.0, higher, limit) for (name, higher), limit in zip(kinds, budget, strict=False)
@@ -102,6 +105,17 @@ def test_a_search_chooses_among_its_candidates(mode):
     of_the_search = [p for p in frontier.points if p.name.startswith(("model", "search"))]
     assert of_the_search and all({m for row in p.modes.values() for m in row} <= {0, int(mode)} for p in of_the_search)
     assert frontier.choose("aggressive everywhere").speed > chosen.speed  # whoever names it wants it
+
+
+@pytest.mark.parametrize("unseen", range(BINS))
+def test_no_plan_leaves_fp16_where_no_step_was_measured(unseen):
+    """Neither do those without a search: with other steps the model comes to that bin, and nobody knows what it gives there."""
+    frontier = searched(20.0, steps=[float(index != unseen) for index in range(BINS)])
+    names = {point.name for point in frontier.points}
+    assert {"fp16 everywhere", "balanced everywhere", "aggressive everywhere"} <= names
+    assert all(row[unseen] == Mode.FP16 for point in frontier.points for row in point.modes.values())
+    fastest = frontier.choose(None)
+    assert all(row[1 - unseen] == Mode.AGGRESSIVE for row in fastest.modes.values())
 
 
 def test_every_figure_of_the_budget_must_be_kept():

@@ -19,7 +19,7 @@ from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.sizes import fold_sizes
 from trtconvert.export.squeezes import drop_idle_squeezes
-from trtconvert.export.weights import name_weights
+from trtconvert.export.weights import name_weights, weights_apart
 
 
 class Squeezes(nn.Module):
@@ -142,11 +142,48 @@ def test_weights_keep_their_names_through_folding():
     """A weight that is folded into its transpose is found under its name with a mark, and computes the same."""
     module, x = Projects(), torch.randn(2, 4, 3)
     program = export(module, x)
-    assert name_weights(program.model, "inner.") == 2
+    assert name_weights(program.model, "inner.") == {"weight", "bias"}
     program.optimize()
     found = {name: value.const_value.numpy() for name, value in program.model.graph.initializers.items()}
     assert (module.inner.weight.detach().numpy() == found["weight" + TRANSPOSED].T).all()
     assert (found["bias"] == module.inner.bias.detach().numpy()).all()
+    assert torch.allclose(run(program.model, x), module(x), atol=1e-6)
+
+
+class Twins(nn.Module):
+    """Layers whose weights are equal: the exporter's optimisation would leave one of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"} | {name: nn.LayerNorm(3) for name in "de"})
+        for layer in self.inner.values():
+            nn.init.ones_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x):
+        for layer in self.inner.values():
+            x = x + layer(x)
+        return x
+
+
+def test_equal_weights_stay_weights_of_their_own():
+    module, x = Twins().requires_grad_(False), torch.randn(2, 4, 3)
+    program = export(module, x)
+    with weights_apart(program.model, name_weights(program.model, "inner.")):
+        program.optimize()
+    found = {name: value.const_value for name, value in program.model.graph.initializers.items()}
+    for name, weight in module.inner.state_dict().items():
+        turned = name + TRANSPOSED in found
+        stored = found[name + TRANSPOSED if turned else name].numpy()
+        assert np.array_equal(stored.T if turned else stored, weight.numpy())
+    assert torch.allclose(run(program.model, x), module(x), atol=1e-6)
+
+    # One of them changed, as by a refit, changes it alone.
+    module.inner["b"].weight = nn.Parameter(torch.full((3, 3), 2.0), requires_grad=False)
+    module.inner["e"].bias = nn.Parameter(torch.ones(3), requires_grad=False)
+    changed_to = {"b.weight" + TRANSPOSED: module.inner["b"].weight.T, "e.bias": module.inner["e"].bias}
+    for name, weight in changed_to.items():
+        program.model.graph.initializers[name].const_value = ir.Tensor(weight.numpy(), name=name)
     assert torch.allclose(run(program.model, x), module(x), atol=1e-6)
 
 

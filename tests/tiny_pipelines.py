@@ -281,6 +281,30 @@ def cogvideox() -> Any:
 
 
 @seeded
+def animatediff() -> Any:
+    """Its VAE takes the frames of all videos as so many images, 16 of them at once."""
+    motion_unet = diffusers.UNetMotionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        sample_size=8,
+        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
+        cross_attention_dim=WIDTH,
+        num_attention_heads=1,
+        motion_num_attention_heads=1,
+        norm_num_groups=8,
+    )
+    return diffusers.AnimateDiffPipeline(
+        vae=vae(4),
+        text_encoder=clip(),
+        tokenizer=clip_tokenizer(),
+        unet=randomised(motion_unet),
+        motion_adapter=None,  # type: ignore[arg-type]
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
+    )
+
+
+@seeded
 def qwen_image() -> Any:
     """Takes one image at a time: it tells its model the shape of each."""
     transformer = diffusers.QwenImageTransformer2DModel(

@@ -24,6 +24,9 @@ MANIFEST = "manifest.json"
 TRANSPOSED = ".T"
 """What the name of an ONNX initialiser ends with that is a transposed weight; else it is the weight's in the state dict."""
 
+NAMESAKE = ":weight"
+"""What follows that name where an input or an output of the model has it already: one graph has one value of a name."""
+
 LINE = re.compile(r"(\d+)\*([A-Za-z_]\w*)([+-]\d+)?")
 """A dimension of an output that is a line through a symbolic one: "8*height", "4*frames-3"."""
 

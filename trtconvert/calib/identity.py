@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtconvert.cache import Cache, code_identity
-from trtconvert.entry_point import source_file
+from trtconvert.entry_point import function_identity, import_function, source_file
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import PlanSection, Recipe
@@ -24,6 +24,9 @@ head size), mode, and seconds of a call with its quantisation."""
 
 CLASSIFIER_WEIGHTS = Path(__file__).parents[2] / "recipes" / "digits-classifier.safetensors"
 """Weights of the feature extractor "digits-classifier" in a checkout."""
+
+EXTRACTOR = "the feature extractor"
+"""What a user's function for features is, in messages."""
 
 
 class Kind(StrEnum):
@@ -119,8 +122,10 @@ PLAN_FILES = ("lpips_weights", "features_weights", "kernel_cost")
 def search_reads(section: PlanSection) -> dict[str, Any]:
     """Everything in the plan section that decides a search, as JSON values.
 
+    A feature extractor of the user's own is imported: where it is written is not told by its name.
+
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or that function cannot be imported.
     """
     reads = section.model_dump(mode="json", exclude={*PLAN_FILES, "point"})
     for name in PLAN_FILES:
@@ -134,8 +139,8 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
                 got=f"{error.strerror}: {path}",
                 remedy=f"correct plan.{name} in the recipe",
             ) from error
-    if section.features is not None and (source := source_file(section.features)):
-        reads["extractor"] = sha256(source)
+    if section.features is not None and ":" in section.features:
+        reads["extractor"] = function_identity(section.features, import_function(section.features, EXTRACTOR))
     if section.kernel_cost is None:
         reads["kernel_cost"] = sha256(KERNEL_COST)
     if section.features == "digits-classifier" and section.features_weights is None and CLASSIFIER_WEIGHTS.is_file():

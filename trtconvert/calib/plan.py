@@ -8,7 +8,8 @@ What is guaranteed:
 - the chosen plan was sampled on the plan's seeds, and every figure keeps its limit there;
 - it is the fastest of all plans that were sampled and keep the budget, so never slower than a uniform mode, the σ rule or INT8
   with late FP16 steps where those keep it;
-- each candidate of the search is the fastest plan of all, to proven optimality, whose modelled error is within its limit.
+- each candidate of the search is the fastest plan of all, to proven optimality, whose modelled error is within its limit;
+- every plan is FP16 in timestep bins that no step of the search falls into: nothing was measured of other modes there.
 What is not: that no plan outside the error model is faster, and that other seeds give the same figures. The gates of a build
 check the figures on other seeds, and fail it.
 """
@@ -128,7 +129,8 @@ def search_plan(
         sigmas: as in `make_plan`.
         budget: what a plan must keep.
         measure: draws samples with a plan and gives every figure of the budget.
-        allowed: what the search may choose, FP16 among it. Plans without a search are sampled all the same, to compare with.
+        allowed: what the search may choose, FP16 among it. Plans without a search are sampled all the same, to compare with;
+            in bins that no step fell into they are FP16 too. Whoever wants a mode there states it in attention.modes.
     Returns:
         All points that were sampled, fastest first; FP16 everywhere is one of them.
     """
@@ -150,7 +152,8 @@ def search_plan(
             modes={site: modes.tolist() for site, modes in plan.items()},
         )
 
-    fixed = _fixed_plans(sigmas, bins)
+    unseen = sensitivity.steps == 0
+    fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in _fixed_plans(sigmas, bins).items()}
     points = [point(name, {site: modes.clone() for site in sites}) for name, modes in fixed.items()]
     points += [point(f"model, {db} dB", fastest_plan(sites, cost, time, 10 ** (-db / 10))) for db in FRONTIER_DB]
 

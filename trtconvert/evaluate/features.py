@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trtconvert.calib.identity import CLASSIFIER_WEIGHTS
-from trtconvert.entry_point import import_function, source_file
+from trtconvert.calib.identity import CLASSIFIER_WEIGHTS, EXTRACTOR
+from trtconvert.entry_point import function_identity, import_function
 from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.evaluate.optional import require
 from trtconvert.files import sha256
@@ -193,7 +189,7 @@ def _inception(weights: Path | None) -> Extractor:
 
 
 def _from_function(name: str, weights: Path | None) -> Extractor:
-    extract = import_function(name, "the feature extractor")
+    extract = import_function(name, EXTRACTOR)
     if weights is not None:
         raise UserError(
             f"the feature extractor '{name}' loads its own weights",
@@ -215,14 +211,4 @@ def _from_function(name: str, weights: Path | None) -> Extractor:
             )
         return seen
 
-    return Extractor(name, _code_identity(name, extract), checked)
-
-
-def _code_identity(name: str, extract: Any) -> str:
-    """SHA-256 of an extractor's name, of the file of the module that it is named in, and of the file that it is written in."""
-    files = [source_file(name)]
-    with contextlib.suppress(TypeError):  # what is built in has no file
-        written = extract if inspect.isroutine(extract) or inspect.isclass(extract) else type(extract)
-        files.append(Path(inspect.getsourcefile(written) or ""))
-    hashes = [sha256(file) for file in files if file is not None and file.is_file()]
-    return hashlib.sha256(" ".join([name, *hashes]).encode()).hexdigest()
+    return Extractor(name, function_identity(name, extract), checked)

@@ -33,7 +33,7 @@ from trtconvert.export.overwrites import join_overwritten
 from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.sizes import fold_sizes
 from trtconvert.export.squeezes import drop_idle_squeezes
-from trtconvert.export.weights import name_weights
+from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent
 
 
@@ -213,12 +213,12 @@ def _exported(
             got=", ".join(sorted(fixed)) + ", of which it makes a number, as in range(x.shape[0])",
             remedy=remedy,
         )
-    name_weights(program.model, prefix)
+    weights = name_weights(program.model, prefix)
     drop_idle_squeezes(program.model)
     promote_concats(program.model)
     fold_sizes(program.model)
     keep_epsilons(program.model)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), weights_apart(program.model, weights):
         # Constants are folded with numpy, and T5's buckets of positions take the logarithm of 0 where they are not looked at.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
         program.optimize()

@@ -16,7 +16,16 @@ from torch.utils._pytree import tree_leaves
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
 from trtconvert.models.base import InputSpec, ModelComponent
-from trtconvert.models.pipelines import Observed, PipelineCaller, observe_sizes, plain_config, replaced, shapes_of
+from trtconvert.models.pipelines import (
+    Observe,
+    Observed,
+    PipelineCaller,
+    observe_sizes,
+    plain_config,
+    refuse_numbers,
+    replaced,
+    shapes_of,
+)
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
 from trtconvert.runtime.unused import looks_into
@@ -71,9 +80,9 @@ class PipelineComponents:
                 remedy="correct components in the recipe, or save the pipeline with it",
             )
         if name == DECODER:
-            return self._component(name, self.caller.pipe.vae, "decode", observe_sizes(self._decoded, self.ranges))
+            return self._component(name, self.caller.pipe.vae, "decode", self._observe_rows(self._decoded))
         if name == ENCODER:
-            return self._component(name, self.caller.pipe.vae, "encode", self._encoded())
+            return self._component(name, self.caller.pipe.vae, "encode", self._observe_rows(self._encoded))
         model = getattr(self.caller.pipe, name)
         batch = {"batch": self.ranges["batch"]}
         return self._component(name, model, "forward", observe_sizes(lambda sizes: self._text(model, sizes), batch))
@@ -126,17 +135,38 @@ class PipelineComponents:
         first = next(iter(tensors))
         return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
-    def _encoded(self) -> Observed:
+    def _encoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
         """Images of the sizes that the decoder gives."""
         name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
+        structure, latents = self._decoded(sizes)
+        decoded = _tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))["sample"]
+        images = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        return take_apart({name: images})
 
-        def observe(sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-            structure, latents = self._decoded(sizes)
-            decoded = _tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))["sample"]
-            images = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-            return take_apart({name: images})
+    def _observe_rows(self, observe: Observe) -> Observed:
+        """What a half of the VAE takes, as rows that do not depend on one another.
 
-        return observe_sizes(observe, self.ranges)
+        The pipeline is called with the recipe's batches alone, since a denoiser may have taken in how many images there are, as
+        that of QwenImage; other numbers of rows are made from those. Rows may be frames, and the pipeline may pass so many at
+        once and in the end what is left, as AnimateDiff does: then every number up to the most can come.
+
+        Raises:
+            UserError: the pipeline tells the VAE a number that follows the batch, or as `observe_sizes`.
+        """
+        opt, high = ({name: size[index] for name, size in self.ranges.items()} for index in (1, 2))
+        (structure, example), (_, largest) = observe(opt), observe(high)
+        for batch in self.ranges["batch"]:
+            refuse_numbers("batch", structure, observe(opt | {"batch": batch})[0])
+        usual, most = (len(next(iter(tensors.values()))) for tensors in (example, largest))
+        least = self.ranges["batch"][0] if (usual, most) == (opt["batch"], high["batch"]) else 1
+        by_row = {name for name, x in example.items() if x.dim() and (len(x), len(largest[name])) == (usual, most)}
+
+        def of_rows(sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+            structure, tensors = observe({**sizes, "batch": opt["batch"]})
+            rows = torch.arange(sizes["batch"])
+            return structure, {name: x[rows % len(x)] if name in by_row else x for name, x in tensors.items()}
+
+        return observe_sizes(of_rows, {**self.ranges, "batch": (least, usual, most)})
 
     def _opt_but(self, sizes: Mapping[str, int]) -> dict[str, int]:
         return {name: opt for name, (_, opt, _) in self.ranges.items() if name not in sizes}

@@ -452,7 +452,7 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
     for name, sizes in others.items():
         found, changed[name] = observe(sizes)
         if ranges[name][0] < ranges[name][2]:  # a batch of one size is observed at another to tell what follows it
-            _refuse_numbers(name, structure, found)
+            refuse_numbers(name, structure, found)
     corners = [{name: size[index] for name, size in ranges.items()} for index in (0, 2)]
     calls = (example, *changed.values(), *(observe(sizes)[1] for sizes in corners))
     batches = [sizes["batch"] for sizes in (opt, *others.values(), *corners)]
@@ -488,7 +488,13 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
     return Observed(structure, shapes, dims, calls, symbols)
 
 
-def _refuse_numbers(size: str, structure: Structure, other: Structure) -> None:
+def refuse_numbers(size: str, structure: Structure, other: Structure) -> None:
+    """
+    Args:
+        size: that differs between two calls of a pipeline; structure, other: what it then passes.
+    Raises:
+        UserError: numbers among it follow the size.
+    """
     for name, node in structure.items():
         if node != other.get(name):
             raise UserError(

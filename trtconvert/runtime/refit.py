@@ -1,7 +1,8 @@
 """New weights for a loaded engine that was built refittable: a fine-tuned model, or one with a LoRA merged into it.
 
 The ONNX model of a bundle keeps the names of the denoiser's state dict, a constant that was made by transposing a weight is
-called `NAME.T`, and TensorRT keeps the names of the ONNX model. That is the whole mapping.
+called `NAME.T`, and where an input or an output of the model has that name, `:weight` follows it. TensorRT keeps the names of the
+ONNX model. That is the whole mapping.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trtconvert.bundle import TRANSPOSED
+from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.lane import Plan
 
@@ -41,9 +42,11 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str,
     names = set(refitter.get_all_weights())
     kept: list[Tensor] = []  # TensorRT reads them when it refits
     for name, tensor in weights.items():
-        targets = [target for target in (name, name + TRANSPOSED) if target in names]
+        turned = name + TRANSPOSED
+        targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
         if not targets:
-            near = difflib.get_close_matches(name, [n.removesuffix(TRANSPOSED) for n in names], 1)
+            known = [n.removesuffix(NAMESAKE).removesuffix(TRANSPOSED) for n in names]
+            near = difflib.get_close_matches(name, known, 1)
             raise UserError(
                 f"the engine has no weight '{name}' to replace",
                 expected=f"names of the denoiser's state dict{f', perhaps {near[0]}' if near else ''}",
@@ -67,7 +70,7 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str,
 
 
 def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
-    transposed = target != name
+    transposed = target.removesuffix(NAMESAKE) != name
     prototype = refitter.get_weights_prototype(target)
     dtype = {
         trt.DataType.FLOAT: torch.float32,
