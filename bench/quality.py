@@ -54,6 +54,7 @@ def built(modes: str | None, candidates: list[str] | None, folder: Path) -> Path
         recipe["attention"]["modes"] = modes
     if candidates:
         recipe["plan"]["candidates"] = candidates
+        recipe["plan"]["point"] = None  # the fastest of them
     yaml.dump(recipe, folder / "recipe.yaml")
     trtconvert("build", folder / "recipe.yaml", "-o", folder / "bundle")
     return folder / "bundle"

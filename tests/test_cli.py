@@ -26,6 +26,7 @@ from support import TESTS, WEIGHTS, contents, finish, partials, refusal, reused,
 from trtconvert import __version__, bundle, pipeline
 from trtconvert.bundle import check_files, read_manifest
 from trtconvert.engine import backend_statuses
+from trtconvert.evaluate.report import tiles
 from trtconvert.files import sha256
 from trtconvert.progress import Reporter, say
 
@@ -107,6 +108,14 @@ def test_inspect_checks_and_shows_a_bundle(digits_build):
     assert outcome.exit_code == 0, outcome.output
     for part in ("digits-dit", "6 found, 6 in INT8", "all as built"):
         assert part in outcome.output
+
+
+def test_sites_that_the_plan_leaves_in_fp16_are_not_called_int8(tmp_path):
+    recipe = tiny_recipe(tmp_path, attention={"modes": "fp16"})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert "1 found, 0 in INT8, 1 in FP16 by the plan" in outcome.output, outcome.output
+    shown = {tile.label: tile.figure for tile in tiles(read_manifest(tmp_path / "bundle"), None)}
+    assert shown["Sites in INT8"] == "0 of 1"
 
 
 def test_inspect_prints_the_manifest_as_json(digits_build):

@@ -139,9 +139,14 @@ def _calibration(made: Provenance) -> str:
 
 
 def _sites(component: ComponentRecord) -> str:
-    converted = [site for site in component.sites if site.modes]
+    in_int8 = sum(any(site.modes) for site in component.sites)
+    in_fp16 = sum(bool(site.modes) for site in component.sites) - in_int8
     left = [f"{site.name}: {site.reason}" for site in component.sites if not site.modes]
-    return f"{len(component.sites)} found, {len(converted)} in INT8" + (f"; left: {'; '.join(left)}" if left else "")
+    return (
+        f"{len(component.sites)} found, {in_int8} in INT8"
+        + (f", {in_fp16} in FP16 by the plan" if in_fp16 else "")
+        + (f"; left: {'; '.join(left)}" if left else "")
+    )
 
 
 def _plans(component: ComponentRecord) -> dict[tuple[int, ...], int]:

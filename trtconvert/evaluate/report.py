@@ -157,7 +157,7 @@ def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
     quality, section = manifest.quality, manifest.recipe.verify
     sites = [site for component in manifest.components.values() for site in component.sites]
     modes = [mode for site in sites for mode in site.modes]
-    converted = sum(bool(site.modes) for site in sites)
+    in_int8 = sum(any(site.modes) for site in sites)
     share = sum(Mode(mode) in INT8_VALUES for mode in modes) / len(modes) if modes else 0.0
     found = [
         Tile("Images match full precision", f"{quality.psnr:.1f} dB", f"PSNR; the gate is {section.min_psnr:g} dB"),
@@ -166,7 +166,7 @@ def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
             f"{quality.worst_site()[0]:.1f} dB",
             f"SQNR; the gate is {section.min_site_sqnr:g} dB",
         ),
-        Tile("Sites in INT8", f"{converted} of {len(sites)}", "attention calls of the model"),
+        Tile("Sites in INT8", f"{in_int8} of {len(sites)}", "attention calls of the model"),
         Tile("Both products in INT8", f"{share:.0%}", "of converted sites and timesteps"),
     ]
     if evaluation is not None and (first := rows(evaluation)[0]).difference:
