@@ -25,7 +25,7 @@ from tolerances import HALF_DENOISER, INT8_CALL, INT8_IMAGES_PSNR, SAME_ARITHMET
 
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.bundle import ComponentRecord, TensorRecord  # noqa: E402
-from trtconvert.cache import Cache  # noqa: E402
+from trtconvert.cache import Cache, Stage  # noqa: E402
 from trtconvert.engine import tensorrt_rtx  # noqa: E402
 from trtconvert.errors import GateError, UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
@@ -34,7 +34,7 @@ from trtconvert.models.pipelines import Observed, load_pipeline  # noqa: E402
 from trtconvert.models.saved import INDEX, copy_without_models  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
-from trtconvert.recipe import EngineSection, load_recipe  # noqa: E402
+from trtconvert.recipe import EngineSection, Recipe, load_recipe  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder  # noqa: E402
 from trtconvert.runtime.pipeline import make_pipeline  # noqa: E402
 from trtconvert.runtime.session import OnnxRuntimeComponent  # noqa: E402
@@ -118,16 +118,23 @@ class Converted:
     halves: dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]
 
 
+def component_records(folder: Path, recipe: Recipe) -> dict[str, tuple[Stage, ComponentRecord]]:
+    """What the stages of a recipe's components leave, by their names."""
+    model = functools.cache(lambda: models.load(recipe.model))
+    stages = component_stages(recipe, "weights", model, Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    return {
+        name: (stage, ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text()))
+        for name, stage in stages.items()
+    }
+
+
 @pytest.fixture(scope="module", params=NAMES)
 def converted(request, tmp_path_factory) -> Converted:
     folder = tmp_path_factory.mktemp(request.param)
     save(folder / "pipeline", request.param)
     recipe = recipe_of(folder, request.param, {"all": {}, "vae_encoder": {}})
-    model = functools.cache(lambda: models.load(recipe.model))
-    stages = component_stages(recipe, "weights", model, Cache(folder / "cache"), Reporter(Console(quiet=True)))
     made = Converted(request.param, folder / "pipeline", {}, {}, {}, {})
-    for name, stage in stages.items():
-        record = ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text())
+    for name, (stage, record) in component_records(folder, recipe).items():
         made.onnx[name] = stage.folder / record.onnx
         made.errors[name] = json.loads((stage.folder / ERROR).read_text())
         kind, key = (made.text, name) if name.startswith("text") else (made.halves, record.diffusers.method)
@@ -245,14 +252,11 @@ def halves_of(folder: Path, **options: Any) -> dict[str, tuple[OnnxRuntimeCompon
     (folder / "recipe.yaml").write_text(
         json.dumps({"model": model, "components": {"vae_decoder": {}, "vae_encoder": {}}})
     )
-    recipe = load_recipe(folder / "recipe.yaml")
-    load = functools.cache(lambda: models.load(recipe.model))
-    stages = component_stages(recipe, "weights", load, Cache(folder / "cache"), Reporter(Console(quiet=True)))
-    halves = {}
-    for stage in stages.values():
-        record = ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text())
-        halves[record.diffusers.method] = (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)
-    return halves
+    made = component_records(folder, load_recipe(folder / "recipe.yaml"))
+    return {
+        record.diffusers.method: (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)
+        for stage, record in made.values()
+    }
 
 
 def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):

@@ -65,7 +65,8 @@ struct Map {
   static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : 2;
   static constexpr int kRowsPerPass = kThreads / Lanes;
   static constexpr int kPasses = kTokens / kRowsPerPass;
-  static_assert(kPasses % 4 == 0 && kQueryBlock % kRowsPerPass == 0);  // V packs four keys of one thread into a word
+  static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
+  static_assert(kQueryBlock % kRowsPerPass == 0);  // a pass lies in one query block
 };
 
 // The rows of a thread: in its first pass, and in each how much further.
@@ -235,7 +236,7 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int row = row_offset<Lanes, false>(i + j), in_second = row / kQueryBlock;  // a pass lies in one query block
+      const int row = row_offset<Lanes, false>(i + j), in_second = row / kQueryBlock;
       float x[8];
       unpack8<T>(data[i + j], x);
       const uint2 q8 = from_data ? quantise8<false>(x, factor[j]) : quantise8<true>(x, factor[j]);

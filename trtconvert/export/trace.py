@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_line
 from trtconvert.export.complex_pairs import complex_as_pairs
 from trtconvert.export.concats import drop_rejoins, promote_concats
 from trtconvert.export.epsilons import keep_epsilons
@@ -268,8 +268,7 @@ def _cause_of(error: BaseException) -> str:
     """The first line of what lies behind an error: the exporter's own message tells only at which step it failed."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return first_line(error)
 
 
 def _resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:

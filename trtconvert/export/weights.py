@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,7 +25,7 @@ def name_weights(model: ir.Model, prefix: str) -> set[str]:
     Args:
         prefix: what the tracing module puts before the names of the denoiser's state dict.
     Returns:
-        The names that initialisers have now.
+        The names that initialisers and their transposes have now.
     """
     taken = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
 
@@ -44,6 +44,7 @@ def name_weights(model: ir.Model, prefix: str) -> set[str]:
             continue
         first, *again = transposes
         first.outputs[0].name = free(weight + TRANSPOSED)
+        named.add(first.outputs[0].name)
         for user in again:  # a layer that is called again: two results cannot have one name
             if user.attributes["perm"].value == first.attributes["perm"].value:
                 ir.convenience.replace_all_uses_with(user.outputs[0], first.outputs[0])
@@ -52,7 +53,7 @@ def name_weights(model: ir.Model, prefix: str) -> set[str]:
 
 
 @contextmanager
-def weights_apart(model: ir.Model, names: Container[str]) -> Iterator[None]:
+def weights_apart(model: ir.Model, names: set[str]) -> Iterator[None]:
     """While the block optimises a model whose weights have their names, equal ones are no duplicates, in place.
 
     onnxscript keeps one of small initialisers that are equal, as biases of zeros are. Refitted, it would stand for weights that
@@ -67,10 +68,8 @@ def weights_apart(model: ir.Model, names: Container[str]) -> Iterator[None]:
             continue
         array, dtype = value.const_value.numpy(), value.const_value.dtype
         value.const_value = _Unlike(array, dtype=dtype, name=name)
-        for user in [user for user, _ in value.uses() if user.op_type == "Transpose"]:
+        for user in [user for user, _ in value.uses() if user.op_type == "Transpose" and user.outputs[0].name in names]:
             result = user.outputs[0]
-            if not (result.name or "").removesuffix(NAMESAKE).endswith(TRANSPOSED):
-                continue
             turned = np.ascontiguousarray(array.transpose(user.attributes["perm"].value))
             folded = ir.Value(name=result.name, type=value.type, shape=ir.Shape(turned.shape))
             folded.const_value = _Unlike(turned, dtype=dtype, name=result.name)

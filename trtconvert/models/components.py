@@ -155,7 +155,7 @@ class PipelineComponents:
         """
         opt, high = ({name: size[index] for name, size in self.ranges.items()} for index in (1, 2))
         (structure, example), (_, largest) = observe(opt), observe(high)
-        for batch in self.ranges["batch"]:
+        for batch in {*self.ranges["batch"]} - {opt["batch"]}:
             refuse_numbers("batch", structure, observe(opt | {"batch": batch})[0])
         usual, most = (len(next(iter(tensors.values()))) for tensors in (example, largest))
         least = self.ranges["batch"][0] if (usual, most) == (opt["batch"], high["batch"]) else 1
