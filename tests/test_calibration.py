@@ -360,18 +360,20 @@ def test_plans_follow_the_recipe(digits):
     assert make_plan(AttentionSection(modes="fp16"), sites, sigmas, 3)["b"].tolist() == [Mode.FP16] * 3
     listed = make_plan(AttentionSection(modes=["precision", "aggressive"]), sites, sigmas, 2)
     assert listed["a"].tolist() == [Mode.PRECISION, Mode.AGGRESSIVE]
+    assert make_plan(AttentionSection(modes="fp8"), sites, sigmas, 3)["b"].tolist() == [Mode.FP8] * 3
 
 
 def test_what_was_not_measured_stays_in_full_precision():
-    """A bin that no step fell into, one whose samples diverge, and a mode that gives NaN."""
+    """A bin that no step fell into, one whose samples diverge, a mode that gives NaN, and one that was left out."""
     error = torch.full((1, 4, len(Mode)), 1e-6, dtype=torch.float64)
     error[..., Mode.FP16] = 0
     error[0, 0] = 0
     error[0, 2, Mode.AGGRESSIVE] = math.nan
+    error[..., Mode.FP8] = math.nan
     gain = torch.tensor([0.0, math.inf, 1.0, 1.0], dtype=torch.float64)
     steps = torch.tensor([0.0, 0.4, 0.3, 0.3], dtype=torch.float64)
     cost = Sensitivity(["a"], error, gain, steps).cost()
-    time = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64).expand(1, 4, 4)
+    time = torch.tensor([4.0, 3.0, 2.0, 1.0, math.inf], dtype=torch.float64).expand(1, 4, len(Mode))
     plan = fastest_plan(["a"], cost, time, 1e-3)["a"].tolist()
     assert plan == [Mode.FP16, Mode.FP16, Mode.BALANCED, Mode.AGGRESSIVE]
 

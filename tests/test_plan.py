@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
-from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
+from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.plan import fastest_plan, search_plan
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
@@ -27,9 +29,9 @@ BINS = 2
 
 def random_choices(seed):
     generator = torch.Generator().manual_seed(seed)
-    cost = torch.rand(len(SITES), BINS, 4, generator=generator, dtype=torch.float64)
+    cost = torch.rand(len(SITES), BINS, len(Mode), generator=generator, dtype=torch.float64)
     cost[..., Mode.FP16] = 0
-    time = 1 + torch.rand(len(SITES), BINS, 4, generator=generator, dtype=torch.float64)
+    time = 1 + torch.rand(len(SITES), BINS, len(Mode), generator=generator, dtype=torch.float64)
     return cost, time
 
 
@@ -42,7 +44,7 @@ def test_no_plan_within_the_limit_is_faster(seed, limit):
     assert cost.gather(-1, chosen).sum() <= limit * (1 + 1e-6)
     feasible = [
         sum(time[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS))
-        for modes in itertools.product(range(4), repeat=len(SITES) * BINS)
+        for modes in itertools.product(Mode, repeat=len(SITES) * BINS)
         if sum(cost[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS)) <= limit
     ]
     assert float(time.gather(-1, chosen).sum()) == pytest.approx(float(min(feasible)), rel=1e-6)
@@ -55,15 +57,16 @@ def test_limits_far_from_one_are_kept():
         assert all(torch.equal(plan[s], fastest_plan(SITES, cost, time, 0.5)[s]) for s in SITES)
 
 
-def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS):
+def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf):
     """A search over two sites whose error model is off by a factor of three, as real ones are.
 
     Args:
         budget: limits of PSNR, and perhaps of a second figure, which is `distance` for every plan with an aggressive mode.
         steps: share of the steps in each bin. Samples do not tell what a plan has in a bin without any.
+        fp8: time of both sites in that mode, by default unknown, as in tables that were measured before it.
     """
     cost, _ = random_choices(1)
-    seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0], [8.0, 7.0, 5.0, 4.0]], dtype=torch.float64)
+    seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0, fp8], [8.0, 7.0, 5.0, 4.0, fp8]], dtype=torch.float64)
     seen = torch.tensor(steps, dtype=torch.float64)
     cost = cost * (seen > 0)[:, None]
     sensitivity = Sensitivity(SITES, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), seen)
@@ -105,6 +108,27 @@ def test_a_search_chooses_among_its_candidates(mode):
     of_the_search = [p for p in frontier.points if p.name.startswith(("model", "search"))]
     assert of_the_search and all({m for row in p.modes.values() for m in row} <= {0, int(mode)} for p in of_the_search)
     assert frontier.choose("aggressive everywhere").speed > chosen.speed  # whoever names it wants it
+
+
+def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
+    without = tuple(mode for mode in Mode if mode != Mode.FP8)
+    chosen = searched(20.0, fp8=0.5).choose(None)
+    assert {m for row in chosen.modes.values() for m in row} == {int(Mode.FP8)} and chosen.allowed
+    assert chosen.int8_values == 0  # its second product is not in INT8
+    assert searched(20.0, fp8=0.5, allowed=(Mode.FP16, Mode.AGGRESSIVE)).choose(None).int8_values == 1
+
+    # No candidate, but its time is known: sampled to compare with, as the others are.
+    compared = searched(20.0, fp8=0.5, allowed=without)
+    uniform = next(point for point in compared.points if point.name == "fp8 everywhere")
+    assert uniform.keeps_budget and not uniform.allowed and uniform.speed > compared.choose(None).speed
+    others = [point for point in compared.points if point is not uniform]
+    assert others and not any(int(Mode.FP8) in row for point in others for row in point.modes.values())
+
+    # Of unknown time nothing can be said, whether it is a candidate or not.
+    for allowed in (without, tuple(Mode)):
+        unknown = searched(20.0, allowed=allowed)
+        assert not any(int(Mode.FP8) in row for point in unknown.points for row in point.modes.values())
+        assert all(math.isfinite(point.speed) for point in unknown.points) and unknown.choose(None).speed > 1
 
 
 @pytest.mark.parametrize("unseen", range(BINS))
@@ -173,22 +197,46 @@ def test_the_cost_table_orders_modes_by_work_and_interpolates():
     def at(tokens, mode):
         return costs.seconds(AttentionShape(1, 24, tokens, tokens, 128), mode)
 
-    for mode in Mode:
+    for mode in (mode for mode in Mode if math.isfinite(at(4096, mode))):
         assert at(4096, mode) < at(8192, mode) < at(16384, mode)
         assert at(32768, mode) == pytest.approx(4 * at(16384, mode))
         assert at(16, mode) == at(8, mode)  # launch and latency
     assert at(16384, Mode.AGGRESSIVE) < at(16384, Mode.FP16)
+    assert all(math.isfinite(at(4096, mode)) for mode in ALWAYS_MEASURED)
+
+
+def old_table(path, *, fp8=()):
+    """The times that come with the program, as a table that has FP8 at some head sizes alone."""
+    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
+    old = [row for row in table["rows"] if row["mode"] != Mode.FP8]
+    new = [row | {"mode": int(Mode.FP8)} for row in old if row["mode"] == Mode.AGGRESSIVE and row["shape"][-1] in fp8]
+    path.write_text(json.dumps(table | {"rows": old + new}))
+    return path
+
+
+def test_a_table_without_fp8_serves_plans_without_it(tmp_path):
+    shapes = [AttentionShape(1, 8, 4096, 4096, dim) for dim in (64, 128)]
+    old = KernelCost.load(old_table(tmp_path / "old.json"), ALWAYS_MEASURED)
+    assert old.table(shapes).isinf().tolist() == [[mode == Mode.FP8 for mode in Mode]] * 2
+    part = KernelCost.load(old_table(tmp_path / "part.json", fp8=(128,)))
+    assert part.table(shapes)[:, Mode.FP8].isfinite().tolist() == [False, True]
+    new = KernelCost.load(old_table(tmp_path / "new.json", fp8=(40, 64, 128)), tuple(Mode))
+    assert new.table(shapes).isfinite().all()
+    for name, got in (("old", "no times of fp8 at head size 40"), ("part", "no times of fp8 at head size 40")):
+        with pytest.raises(UserError, match=rf"{name}\.json cannot price a mode") as refused:
+            KernelCost.load(tmp_path / f"{name}.json", (Mode.FP16, Mode.FP8))
+        assert got in refused.value.got and "trtconvert measure" in refused.value.remedy
 
 
 def test_attention_to_a_prompt_has_times_of_its_own_where_they_were_measured():
     own = [
         {"mode": int(mode), "shape": [1, 8, n, n, 64], "seconds": n * 1e-8 / (1 + mode)}
-        for mode in Mode
+        for mode in ALWAYS_MEASURED
         for n in (256, 4096)
     ]
     prompts = [
         {"mode": int(mode), "shape": [1, 8, n, 77, 64], "seconds": n * 1e-9 * (1 + mode)}
-        for mode in Mode
+        for mode in ALWAYS_MEASURED
         for n in (1024, 4096)
     ]
     both, without = (KernelCost({"gpu": "", "date": "", "rows": rows}) for rows in (own + prompts, own))
@@ -222,6 +270,13 @@ def test_sensitivities_are_the_errors_that_single_choices_make(digits):
     assert not measured.error[..., Mode.FP16].any()
     assert (measured.error[..., Mode.PRECISION :] > 0).all() and (measured.gain > 0).all()
     assert measured.steps.sum() == 1
+
+    # What is not asked for is not measured, and never chosen.
+    some = measure_sensitivity(
+        digits, sites, BINS, modes=[Mode.FP16, Mode.BALANCED], seeds=range(4), steps=4, done=lambda: None
+    )
+    assert torch.equal(some.error[..., Mode.BALANCED], measured.error[..., Mode.BALANCED])
+    assert some.cost().isfinite().all((0, 1)).tolist() == [mode in (Mode.FP16, Mode.BALANCED) for mode in Mode]
 
     # The sum over single choices foretells what all of them together do to the samples, to a factor of a few.
     everything = Int8Sites(
@@ -278,6 +333,18 @@ def test_a_plan_follows_the_times_of_the_gpu_that_it_is_for(tmp_path):
         outcome, modes = planned(tmp_path, kernel_cost=f"{name}.json", min_psnr=10)
         assert modes == [seconds.index(1)] * 2, outcome.output
         assert read_frontier(tmp_path / "bundle" / "frontier.json").gpu == name
+
+
+def test_fp8_is_chosen_by_times_that_hold_it_and_refused_without_them_before_the_calibration(tmp_path):
+    candidates = ["precision", "fp8"]
+    old_table(tmp_path / "old.json")
+    outcome, _ = planned(tmp_path, candidates=candidates, kernel_cost="old.json")
+    refusal(outcome, "cannot price a mode that the plan may choose", "no times of fp8", "trtconvert measure")
+    rows = [{"mode": m, "shape": [1, 1, 16, 16, 32], "seconds": s * 1e-5} for m, s in enumerate((5, 3, 4, 2, 1))]
+    (tmp_path / "new.json").write_text(json.dumps({"gpu": "", "date": "", "rows": rows}))
+    outcome, modes = planned(tmp_path, candidates=candidates, kernel_cost="new.json", min_psnr=10)
+    assert modes == [Mode.FP8] * 2, outcome.output
+    assert not reused(outcome)["calibrate"]
 
 
 def test_what_the_budget_needs_is_asked_for_before_anything_is_done(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from trtconvert.attention.modes import Mode
 from trtconvert.errors import UserError
 from trtconvert.recipe import EngineSection, Range, Recipe, json_schema, load_recipe
 
@@ -175,6 +176,16 @@ def test_a_search_sees_every_timestep_bin(tmp_path):
     assert "recipe.yaml:5: 'plan.steps'" in message and "at least 32" in message and "got: 31" in message
     assert "got: 20" in refused(tmp_path, MODEL + "calibration: {bins: 32}\n")
     load(tmp_path, MODEL + "calibration: {bins: 32}\nattention: {modes: balanced}\n")
+
+
+def test_every_mode_can_be_named_and_fp8_must_be(tmp_path):
+    names = [mode.name.lower() for mode in Mode]
+    recipe = load(
+        tmp_path, MODEL + f"attention: {{modes: [{', '.join(names)}]}}\ncalibration: {{bins: {len(names)}}}\n"
+    )
+    assert recipe.attention.modes == names and recipe.plan.candidates == ["precision", "balanced", "aggressive"]
+    assert load(tmp_path, MODEL + "plan: {candidates: [precision, fp8]}\n").plan.candidates == ["precision", "fp8"]
+    assert "'plan.candidates.0'" in refused(tmp_path, MODEL + "plan: {candidates: [fp4]}\n")
 
 
 def test_modes_are_one_per_bin(tmp_path):

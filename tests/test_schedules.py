@@ -123,6 +123,7 @@ def test_rule_on_the_shipped_schedule():
     assert ratio[first_balanced - 1] < 0.1 <= ratio[first_balanced]
     assert ratio[first_aggressive - 1] <= 5 < ratio[first_aggressive]
     assert (modes.diff() >= 0).all()
+    assert modes.max() == Mode.AGGRESSIVE  # the rule knows nothing of FP8
 
 
 def test_timestep_bins_at_their_edges():

@@ -26,7 +26,7 @@ from pydantic import (
 
 from trtconvert.errors import UserError, first_line
 
-ModeName = Literal["fp16", "precision", "balanced", "aggressive"]
+ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
 EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
 
@@ -88,12 +88,12 @@ class AttentionSection(_Section):
         default="auto",
         description="One mode for every timestep, or one per timestep bin from low noise up. `sigma-rule`: aggressive "
         "where σ/σ_mid > 5, precision where σ/σ_mid < 0.1, balanced between. `auto`: the fastest modes per site and bin "
-        "that keep the budget of the plan section.",
+        "that keep the budget of the plan section. `fp8`: as precision, but the second product in FP8 on Hopper.",
     )
     scaling: Literal["calibrated", "dynamic"] = Field(
         default="calibrated",
-        description="`calibrated`: static per-head scales. `dynamic`: modes precision and balanced measure the scales of "
-        "queries (per token) and keys (per 128) while they run.",
+        description="`calibrated`: static per-head scales. `dynamic`: modes precision, balanced and fp8 measure the scales "
+        "of queries (per token) and keys (per 128) while they run.",
     )
     smooth_k: bool = Field(
         default=True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
@@ -177,7 +177,9 @@ class PlanSection(_Section):
         default=["precision", "balanced", "aggressive"],
         min_length=1,
         description="Modes that the search may choose, beside fp16, which serves what none of them can: [balanced, aggressive] "
-        "for a plan of INT8 in both products.",
+        "for a plan of INT8 in both products. fp8 may be added for long sequences on Hopper, where it is 14 % faster than "
+        "aggressive. Its relative error is 0.04, or 0.09 if all queries attend to one token; those of aggressive are 0.02 and "
+        "0.15, of precision 0.01 and 0.01. A kernel_cost that was measured before fp8 existed has to be measured again.",
     )
     point: str | None = Field(
         default=None,

@@ -155,6 +155,10 @@ def calibrate_stage(
 
         source = model()
         _refuse_unfit_steps(recipe, source)
+        if recipe.attention.modes == "auto":
+            from trtconvert.calib.plan import kernel_cost
+
+            kernel_cost(recipe.plan)  # nobody wants to hear after the calibration that it does not serve
         chosen, left = sites_to_convert(source, recipe.attention)
         if recipe.calibration.from_ is not None:
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)

@@ -282,6 +282,7 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   CUtensorMap values = {};
   // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.
   p.direct_values = uses_sm90(*params, device) && !params->key_lengths && describe_values(p, values);
+  p.fp8_values = uses_sm90(*params, device) && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);
   if (launched(launch_prepass(p, stream), "pre-pass", report)) return report.status;
 #ifdef TRTCONVERT_SM90
   if (uses_sm90(*params, device)) return launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)", report);

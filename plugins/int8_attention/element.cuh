@@ -25,8 +25,8 @@ __device__ __forceinline__ Element element_of(const Params& p, int b) {
   // The clamp in floating point first: a huge timestep must not overflow the conversion.
   e.bin = min(int(fminf(fmaxf(position, 0.f), float(p.num_bins - 1))), p.num_bins - 1);
   e.mode = p.modes[e.bin];
-  e.valid = !isnan(t) && e.mode >= 0 && e.mode <= 3;
-  if (!e.valid) e.mode = 1;
+  e.valid = !isnan(t) && e.mode >= 0 && e.mode < kModes;
+  if (!e.valid || (e.mode == 4 && !p.fp8_values)) e.mode = 1;
   e.num_keys = num_keys_of(p, b);
   return e;
 }

@@ -22,7 +22,7 @@
 
 namespace trtconvert::attention {
 
-constexpr int kModes = 4;
+constexpr int kModes = 5;
 constexpr int kKeyTile = 128;      // part of the numerics: P is relative to the maximum of 128 consecutive keys
 constexpr int kQueryBlock = 64;    // rows of one Q image
 constexpr int kHalfTile = 64;      // keys of one 16-bit K or V image
@@ -56,6 +56,13 @@ constexpr PaddedDims padded_dims(int head_dim) {
   return {256, 256};
 }
 
+// Whether the kernel of sm_90a has mode 4 for so many padded channels; for at most one tile of keys no kernel has. Where the kernel
+// that runs has not, mode 4 is computed as mode 1, which is closer to exact.
+TRTCONVERT_HOST_DEVICE constexpr bool has_fp8_values(int columns) { return columns <= 128; }
+
+// Rows of an image of V in FP8: behind the channels one of ones and seven of zeros.
+TRTCONVERT_HOST_DEVICE constexpr int fp8_value_rows(int columns) { return columns + 8; }
+
 // Whether the kernel of sm_90a takes 16-bit values of this many padded channels as blocks of 64 keys by 64 channels with the
 // 128-byte swizzle: 16-byte chunk c of row r at place c ^ r % 8.
 TRTCONVERT_HOST_DEVICE constexpr bool swizzled_values(int columns) { return columns % 64 == 0; }
@@ -65,15 +72,15 @@ TRTCONVERT_HOST_DEVICE constexpr bool swizzled_values(int columns) { return colu
 struct TileScales {
   float log2_v[kKeyTile];     // mode 2: log2(sv), -inf for keys that do not exist. Not written in other modes.
   float inverse_v[kKeyTile];  // mode 2: 1 / sv, 0 for keys that do not exist. Not written in other modes.
-  float log2_v_max;           // mode 2: extremes of log2_v over the keys that exist; modes 1, 3: zeros
+  float log2_v_max;           // mode 2: extremes of log2_v over the keys that exist; modes 1, 3, 4: zeros
   float log2_v_min;
-  float k;                    // modes 1..3: scale of K in this tile
+  float k;                    // modes 1..4: scale of K in this tile
   float inverse_k;            // and its reciprocal
 };
 
 // One per batch element, written by the pre-pass.
 struct ElementInfo {
-  int32_t mode;      // 0..3. An invalid timestep or mode becomes mode 1 with NaN row scales
+  int32_t mode;      // 0..4. An invalid timestep or mode becomes mode 1 with NaN row scales
   int32_t bin;       // row of the tables
   int32_t num_keys;  // min(Nk, key_lengths[b]), >= 0
   int32_t unused;
@@ -86,6 +93,7 @@ struct Params {
   int key_tiles;     // ceil(Nk / kKeyTile)
   int multiprocessors;  // for the kernel of sm_90a; 0 elsewhere
   bool direct_values;   // the kernel of sm_90a reads 16-bit values from v, not from v_images
+  bool fp8_values;      // the kernel that runs has mode 4
   PaddedDims dims;
 
   bool bf16, dynamic, smooth_k;
@@ -128,16 +136,17 @@ struct Params {
   float* row_scales;       // [B, H, query_blocks * 64]: scale of the row's Q * softmax_scale * log2(e); mode 0: without Q's.
                            // NaN where a table or timestep that the row needs is not usable: its output is NaN
   TileScales* tile_scales; // [B, Hkv, key_tiles]
-  uint8_t* q_images;       // [B, H, query_blocks][q_block_bytes]: modes 1..3 INT8 rows of dims.qk bytes, 64 rows;
+  uint8_t* q_images;       // [B, H, query_blocks][q_block_bytes]: modes 1..4 INT8 rows of dims.qk bytes, 64 rows;
                            //   mode 0 16-bit rows of dims.pv elements, 64 rows
-  uint8_t* k_images;       // [B, Hkv, key_tiles][k_tile_bytes]: modes 1..3 INT8 rows of dims.qk bytes, 128 keys;
+  uint8_t* k_images;       // [B, Hkv, key_tiles][k_tile_bytes]: modes 1..4 INT8 rows of dims.qk bytes, 128 keys;
                            //   mode 0 two 16-bit images of 64 keys, rows of dims.pv elements
   uint8_t* v_images;       // [B, Hkv, key_tiles][v_tile_bytes]: modes 2, 3 INT8, transposed: dims.pv rows of 128 permuted keys;
+                           //   mode 4 the same in FP8, fp8_value_rows() rows;
                            //   modes 0, 1 two 16-bit images of 64 keys, rows of dims.pv elements, not transposed, not permuted;
                            //   for the kernel of sm_90a swizzled where swizzled_values(), and not written with direct_values
   int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
   // sm_90a, see sm90/schedule.h.
-  int32_t* units_taken;    // [4], of each mode, by thread blocks that were done with their first: zero
+  int32_t* units_taken;    // [kModes], of each mode, by thread blocks that were done with their first: zero
   // Of units that several thread blocks compute.
   int divided_units;       // room for so many
   int32_t* parts_done;     // [divided_units, kMaxConsumers]: zero

@@ -368,9 +368,12 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
         }
 #pragma unroll
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<false>(x[c], inverse);
-      } else {
+      } else if (e.mode == 3) {
 #pragma unroll
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<true>(x[c], 1.f);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v8[j][c] = quantise_e4m3(x[c]);
       }
     }
     uint8_t* const target =
@@ -388,12 +391,18 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
     }
   }
   __syncthreads();
+  const int rows = e.mode == 4 ? fp8_value_rows(p.dims.pv) : p.dims.pv;
   for (int d = threadIdx.x; d < p.dims.pv; d += Map<Lanes>::kThreads) {
     const uint8_t* const column = shared.transposed + d / 8 * Shared<Lanes>::kLaneBytes + d % 8 * 16;
 #pragma unroll
     for (int group = 0; group < kKeyTile / 16; ++group)
-      *reinterpret_cast<uint4*>(image + (group * p.dims.pv + d) * 16) =
+      *reinterpret_cast<uint4*>(image + (group * rows + d) * 16) =
           *reinterpret_cast<const uint4*>(column + group * Shared<Lanes>::kGroupBytes);
+  }
+  if (e.mode == 4 && threadIdx.x < kKeyTile / 16 * 8) {
+    const uint32_t ones = threadIdx.x % 8 == 0 ? kFourOnes : 0;
+    *reinterpret_cast<uint4*>(image + (threadIdx.x / 8 * rows + p.dims.pv + threadIdx.x % 8) * 16) =
+        make_uint4(ones, ones, ones, ones);
   }
 }
 

@@ -81,6 +81,16 @@ __device__ __forceinline__ uint32_t quantise(float x, float factor, float addend
   return __float_as_uint(rounded);
 }
 
+// FP8 (E4M3) in the low byte: to the nearest, +-448 at most.
+constexpr uint32_t kFourOnes = 0x38383838;
+__device__ __forceinline__ uint32_t quantise_e4m3(float x) {
+  uint16_t pair = 0;
+#if __CUDA_ARCH__ >= 890  // elsewhere there is no mode 4: Params::fp8_values
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+#endif
+  return pair;
+}
+
 template <bool kClamp>
 __device__ __forceinline__ uint2 quantise8(const float (&x)[8], float factor) {
   uint32_t q[8];

@@ -99,6 +99,8 @@ def int8_attention(
 ) -> Tensor:
     """Attention whose precision follows the timestep; `reference.attention` specifies what it computes.
 
+    Where a GPU has no kernel for `Mode.FP8` it computes `Mode.PRECISION`; the former says where.
+
     Args:
         q: [B, H, Nq, D] (`layout` "BHND") or [B, Nq, H, D] ("BNHD"). On a GPU FP16 or BF16 and D in 32…256 in steps of 8,
             on a CPU any.

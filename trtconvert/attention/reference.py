@@ -24,6 +24,15 @@ MIN_TOKEN_SCALE = 2.0**-20
 TINY_SCALE = 2.0**-100
 """Scale of a token or tile of zeros, which quantises to zeros whatever the scale is."""
 
+LOG2_E = math.log2(math.e)
+
+FP8_TOP = 448.0
+"""Largest number of E4M3, at which FP8 saturates."""
+
+FP8_EXPONENT = 5
+"""FP8 lifts a row's largest weight to (2**4, 2**5]. E4M3 is subnormal below 2**-6, so weights down to 2**-11 of the largest keep
+all three bits of their fraction, and there is room below `FP8_TOP`."""
+
 
 @dataclass(frozen=True)
 class AttentionTables:
@@ -109,7 +118,7 @@ def attention(
         softmax_scale: factor of the logits; 1/√D when absent.
         timestep_max: the timestep at which the last bin ends.
         scaling: "calibrated" takes q_scale and k_scale from the tables. "dynamic" measures them: per query token and per
-            tile of keys, in modes 1 and 2; mode 3 never reduces over the data.
+            tile of keys, in modes 1, 2 and 4; mode 3 never reduces over the data.
         smooth_k: subtract `k_offset` from the keys.
         mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive. A row without a visible key is zero.
         key_lengths: [B] int; keys at and after the length do not exist, whatever their memory holds.
@@ -148,7 +157,7 @@ def attention(
     q_static, k_static = rows(tables.q_scale)[..., None, None], rows(tables.k_scale)[..., None, None]
     q_scale, k_scale = q_static.expand(*q.shape[:3], 1), k_static.expand(*k.shape[:3], 1)
     if scaling == "dynamic":
-        careful = (mode == Mode.PRECISION) | (mode == Mode.BALANCED)
+        careful = mode != Mode.AGGRESSIVE
         q_scale = torch.where(careful, (q.abs().amax(-1, keepdim=True) / 127).clamp_min(TINY_SCALE), q_scale)
         tile_amax = _tiles(k_centred.abs().amax(-1), 0.0).amax(-1, keepdim=True)
         per_tile = tile_amax.expand(*tile_amax.shape[:3], TILE).flatten(2)[..., :n_keys, None] / 127
@@ -164,12 +173,12 @@ def attention(
         z = z + mask.to(q.device, compute_dtype)
     z = z.masked_fill(~visible, -math.inf)
 
-    # Second product. Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile.
+    # Second product. Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 multiplies E4M3 by E4M3.
     v_scale, v_offset = rows(tables.v_scale)[:, :, None], rows(tables.v_offset)[:, :, None]
     equalised = (v - v_offset) / v_scale
     token_scale = (equalised.abs().amax(-1, keepdim=True) / 127).clamp_min(MIN_TOKEN_SCALE)
     token_scale = torch.where(mode == Mode.BALANCED, token_scale, torch.ones_like(token_scale))
-    int8_values = mode >= Mode.BALANCED
+    int8_values, fp8_values = (mode == Mode.BALANCED) | (mode == Mode.AGGRESSIVE), mode == Mode.FP8
     w = torch.where(int8_values, z + token_scale.log().transpose(2, 3), z)
     row_max = w.amax(-1, keepdim=True)
     row_max = row_max.masked_fill(row_max == -math.inf, 0)
@@ -180,13 +189,20 @@ def attention(
     p8 = (255 * (tiled - tile_max.masked_fill(empty, 0)).exp()).round()
     tile_weight = (tile_max - row_max[..., None]).exp() / 255
     p8 = (p8 * tile_weight).flatten(3)[..., :n_keys]
-    # AGGRESSIVE sums the rounded weights: four at a time in the kernels, and the weights of a row then add up to one.
+    weights, values = torch.where(int8_values, p8, p), torch.where(int8_values, _int8(equalised, token_scale), v)
+    if fp8_values.any():  # torch is slow at E4M3 on a CPU: the other modes would wait for it a third of their time
+        # FP8 weights are relative to a whole power of two. A kernel that goes through the keys has a lower one at first, and
+        # rounds to the same fractions all the same. Only the smallest weights, subnormals of E4M3, tell the two apart.
+        fp8_reference = (row_max * LOG2_E).ceil() - FP8_EXPONENT
+        weights = torch.where(fp8_values, _fp8((w * LOG2_E - fp8_reference).exp2()), weights)
+        values = torch.where(fp8_values, _fp8(equalised), values)
+    # AGGRESSIVE and FP8 sum the rounded weights: the weights of a row then add up to one.
     exact_sum = (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True)
-    row_sum = torch.where(mode == Mode.AGGRESSIVE, p8.sum(-1, keepdim=True), exact_sum)
-    out = torch.where(int8_values, p8, p) @ torch.where(int8_values, _int8(equalised, token_scale), v)
+    row_sum = torch.where(mode >= Mode.AGGRESSIVE, weights.sum(-1, keepdim=True), exact_sum)
+    out = weights @ values
     some = row_sum > 0
     out = out / row_sum.masked_fill(~some, 1)
-    out = torch.where(int8_values, out * v_scale + v_offset, out).masked_fill(~some, 0)
+    out = torch.where(int8_values | fp8_values, out * v_scale + v_offset, out).masked_fill(~some, 0)
 
     bad = _unusable(rows, tables, mode, smooth_k, scaling) | timestep.to(q.device).isnan().view(-1, 1, 1, 1)
     out = out.masked_fill(bad, math.nan).to(out_dtype)
@@ -199,6 +215,11 @@ def _heads_first(x: Tensor, layout: str) -> Tensor:
 
 def _int8(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).round().clamp(-127, 127)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    """x rounded to E4M3: to the nearest, ties to even; saturating; NaN stays."""
+    return x.clamp(-FP8_TOP, FP8_TOP).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _tiles(x: Tensor, fill: float) -> Tensor:
@@ -218,10 +239,11 @@ def _unusable(rows, tables: AttentionTables, mode: Tensor, smooth_k: bool, scali
     def offset_bad(table: Tensor) -> Tensor:
         return (~rows(table).isfinite()).any(-1)[..., None, None]
 
-    int8_logits, int8_values = mode != Mode.FP16, mode >= Mode.BALANCED
-    bad = (mode < Mode.FP16) | (mode > Mode.AGGRESSIVE)
-    measured = (mode < Mode.AGGRESSIVE) & (scaling == "dynamic")  # these take no scale of queries and keys from a table
+    int8_logits, scaled_values = mode != Mode.FP16, mode >= Mode.BALANCED
+    bad = (mode < Mode.FP16) | (mode > Mode.FP8)
+    # These take no scale of queries and keys from a table.
+    measured = (mode != Mode.AGGRESSIVE) & (scaling == "dynamic")
     bad = bad | int8_logits & ~measured & (scale_bad(tables.q_scale) | scale_bad(tables.k_scale))
     if smooth_k:
         bad = bad | int8_logits & offset_bad(tables.k_offset)
-    return bad | int8_values & (scale_bad(tables.v_scale) | offset_bad(tables.v_offset))
+    return bad | scaled_values & (scale_bad(tables.v_scale) | offset_bad(tables.v_offset))

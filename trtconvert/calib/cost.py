@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import TILE
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.errors import UserError
+
+ALWAYS_MEASURED = tuple(mode for mode in Mode if mode != Mode.FP8)
+"""Modes whose times every table holds. FP8 came later: tables that were made before serve plans without it."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,18 @@ class KernelCost:
         ]
 
     @staticmethod
-    def load(path: Path | None = None) -> KernelCost:
+    def load(path: Path | None = None, candidates: Collection[Mode] = ()) -> KernelCost:
         """Times that `trtconvert measure` wrote, or those that come with the program.
 
+        Args:
+            candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
         Raises:
             UserError: not such a file, or one that lacks a mode at some head size.
         """
         path = path or KERNEL_COST
         try:
             cost = KernelCost(json.loads(path.read_text(encoding="utf-8")))
-            if lacking := cost._lacking():
+            if lacking := cost._lacking(ALWAYS_MEASURED):
                 raise ValueError(lacking)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(
@@ -74,15 +79,23 @@ class KernelCost:
                 got=f"{type(error).__name__}: {error}",
                 remedy="measure again on the GPU that the plan is for, or remove plan.kernel_cost",
             ) from error
+        if lacking := cost._lacking(candidates):
+            raise UserError(
+                f"{path} cannot price a mode that the plan may choose",
+                expected="times of every mode among plan.candidates",
+                got=f"{lacking}, measured {cost.date} on an {cost.gpu}",
+                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or take "
+                "the mode out of plan.candidates",
+            )
         return cost
 
-    def _lacking(self) -> str:
-        """What a table must have and this one has not; empty if nothing."""
+    def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
+        """What a table must have for some modes and this one has not; empty if nothing."""
         if not self._rows:
             return "no rows"
         for size, prompt in sorted({(shape.head_dim, shape.to_prompt) for shape, _, _ in self._rows}):
             here = {mode for shape, mode, _ in self._rows if (shape.head_dim, shape.to_prompt) == (size, prompt)}
-            if missing := [mode.name.lower() for mode in Mode if mode not in here]:
+            if missing := [mode.name.lower() for mode in sorted(modes) if mode not in here]:
                 return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
         if any(not (0 < seconds < math.inf) for _, _, seconds in self._rows):
             return "times that are not positive"
@@ -90,15 +103,18 @@ class KernelCost:
 
     def seconds(self, shape: AttentionShape, mode: Mode) -> float:
         """Time of one call. Linear in the logarithms of work and time between measured points; beyond them, the work's
-        share of the largest point, or the smallest point's time, which is launch and latency."""
+        share of the largest point, or the smallest point's time, which is launch and latency. Infinite for a mode that was not
+        measured."""
         rows = [row for row in self._rows if row[0].to_prompt == shape.to_prompt] or self._rows
         sizes = sorted({measured.head_dim for measured, _, _ in rows})
         nearest = min(sizes, key=lambda size: abs(size - shape.head_dim))
         points = sorted((m.flops, t) for m, kind, t in rows if m.head_dim == nearest and kind == mode)
+        if not points:
+            return math.inf
         work, times = (np.array(column) for column in zip(*points, strict=True))
         inside = float(np.exp(np.interp(np.log(shape.flops), np.log(work), np.log(times))))
         return inside * max(1.0, shape.flops / work[-1])
 
     def table(self, shapes: Sequence[AttentionShape]) -> Tensor:
-        """[len(shapes), 4] seconds in each mode."""
+        """[len(shapes), modes] seconds, infinite in modes that were not measured."""
         return torch.tensor([[self.seconds(shape, mode) for mode in Mode] for shape in shapes], dtype=torch.float64)

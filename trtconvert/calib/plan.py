@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import INT8_VALUES, Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.schedules import sigma_rule_modes
 from trtconvert.attention.sites import Site
@@ -44,10 +44,8 @@ BISECTIONS = 6
 FRONTIER_DB = (60, 50, 40, 30)
 """PSNR that the error model promises at the frontier's points; each point is then sampled."""
 
-FIXED = 6
-"""Plans to compare with, see `_fixed_plans`."""
-
-POINTS = FIXED + len(FRONTIER_DB) + BISECTIONS
+OTHER_POINTS = 2 + len(FRONTIER_DB) + BISECTIONS
+"""Plans that are sampled beside one mode everywhere: two more to compare with, see `_fixed_plans`, and those of the search."""
 
 
 def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, bins: int) -> Plan:
@@ -63,6 +61,16 @@ def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, b
         names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
         modes = torch.tensor([Mode[name.upper()] for name in names], dtype=torch.int32)
     return {site: modes.clone() for site in sites}
+
+
+def kernel_cost(section: PlanSection) -> tuple[KernelCost, set[Mode]]:
+    """The kernels' times by which a search prices its plans, and the modes that it may choose, FP16 among them.
+
+    Raises:
+        UserError: as `KernelCost.load`.
+    """
+    allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
+    return KernelCost.load(section.kernel_cost, allowed), allowed
 
 
 def search(
@@ -84,16 +92,20 @@ def search(
         batch: for which attention times are taken.
         bar: shows the progress.
     """
-    cost = KernelCost.load(section.kernel_cost)
+    cost, allowed = kernel_cost(section)
+    shapes = [AttentionShape(batch, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
+    seconds = cost.table(shapes)
     seeds = range(section.seed, section.seed + section.samples)
-    bar.total(section.steps + bins + POINTS)
+    bar.total(section.steps + bins + len(_priced(seconds)) + OTHER_POINTS)
 
     def int8_sites(plan: Plan) -> Int8Sites:
         named = {site: AttentionTables(**tables[site], modes=modes) for site, modes in plan.items()}
         return Int8Sites(named, model.timestep_max, attention.scaling, attention.smooth_k)
 
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
-    sensitivity = measure_sensitivity(model, int8_sites(exact), bins, seeds=seeds, steps=section.steps, done=bar.step)
+    sensitivity = measure_sensitivity(
+        model, int8_sites(exact), bins, modes=allowed, seeds=seeds, steps=section.steps, done=bar.step
+    )
     with torch.no_grad():
         full = model.sample(model.denoiser, seeds, steps=section.steps, solver="ddim")
     measured: dict[tuple[int, ...], dict[str, float]] = {}
@@ -108,9 +120,7 @@ def search(
         bar.step()
         return measured[key]
 
-    shapes = [AttentionShape(batch, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
-    allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
-    points = search_plan(sensitivity, cost.table(shapes), model.sigmas, budget, measure, allowed)
+    points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, allowed)
     return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
 
 
@@ -125,7 +135,8 @@ def search_plan(
     """Plans around the fastest one whose samples keep the budget.
 
     Args:
-        seconds: [S, 4] attention time of each site in each mode, in any unit.
+        seconds: [S, modes] attention time of each site in each mode, in any unit; infinite where nobody knows, and such a mode
+            is not chosen.
         sigmas: as in `make_plan`.
         budget: what a plan must keep.
         measure: draws samples with a plan and gives every figure of the budget.
@@ -137,7 +148,9 @@ def search_plan(
     sites, bins = sensitivity.sites, len(sensitivity.gain)
     cost = sensitivity.cost().clone()
     cost[..., [mode for mode in Mode if mode not in allowed]] = math.inf
-    time = seconds[:, None] * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, 4]; unseen bins count a little
+    cost.masked_fill_(seconds[:, None].isinf(), math.inf)
+    time = seconds[:, None] * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, modes]; unseen bins count a little
+    int8_values = torch.tensor(INT8_VALUES)
 
     def point(name: str, plan: Plan) -> PlanPoint:
         found = measure(plan)
@@ -148,12 +161,13 @@ def search_plan(
             figures=found,
             keeps_budget=keeps_budget(budget, found),
             allowed=set(chosen.unique().tolist()) <= set(allowed),
-            int8_values=float(((chosen >= Mode.BALANCED).double().mean(0) * sensitivity.steps).sum()),
+            int8_values=float((torch.isin(chosen, int8_values).double().mean(0) * sensitivity.steps).sum()),
             modes={site: modes.tolist() for site, modes in plan.items()},
         )
 
     unseen = sensitivity.steps == 0
-    fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in _fixed_plans(sigmas, bins).items()}
+    compared = _fixed_plans(sigmas, bins, _priced(seconds))
+    fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in compared.items()}
     points = [point(name, {site: modes.clone() for site in sites}) for name, modes in fixed.items()]
     points += [point(f"model, {db} dB", fastest_plan(sites, cost, time, 10 ** (-db / 10))) for db in FRONTIER_DB]
 
@@ -169,16 +183,21 @@ def search_plan(
     return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
 
 
-def _fixed_plans(sigmas: Tensor, bins: int) -> dict[str, Tensor]:
-    """Plans without a search: one mode everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning report,
-    table 4.4)."""
+def _priced(seconds: Tensor) -> list[Mode]:
+    """Modes whose time is known at every site, which a plan may have everywhere."""
+    return [mode for mode in Mode if seconds[:, mode].isfinite().all()]
+
+
+def _fixed_plans(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, Tensor]:
+    """Plans without a search: one of `modes` everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning
+    report, table 4.4)."""
     rule = sigma_rule_modes(sigmas, bins)
 
     def everywhere(mode: Mode) -> Tensor:
         return torch.full((bins,), int(mode), dtype=torch.int32)
 
     late = torch.where(rule == int(Mode.PRECISION), everywhere(Mode.FP16), everywhere(Mode.AGGRESSIVE))
-    plans = {f"{mode.name.lower()} everywhere": everywhere(mode) for mode in Mode}
+    plans = {f"{mode.name.lower()} everywhere": everywhere(mode) for mode in modes}
     return plans | {"sigma rule": rule, "aggressive, late steps fp16": late}
 
 
@@ -186,13 +205,15 @@ def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float) -> 
     """The plan of least total time whose total cost is at most `limit`, to proven optimality.
 
     Args:
-        cost, time: [S, T, 4] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen.
+        cost, time: [S, T, modes] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen, whatever
+            its time, which may be infinite too.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, eye_array, kron, vstack
 
     count = cost.shape[0] * cost.shape[1]
     modes = len(Mode)
+    time = time.masked_fill(cost.isinf(), 0)
     # Scaled to about one, so that the solver's tolerances mean the same for every model.
     weights = (cost / limit).flatten().numpy()
     one_mode_each = kron(eye_array(count), np.ones((1, modes)))

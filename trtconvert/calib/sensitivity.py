@@ -9,7 +9,7 @@ one another) the plan's search settles by sampling, see `plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
 
-INT8_MODES = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE)
+INT8_MODES = tuple(mode for mode in Mode if mode != Mode.FP16)
+"""Modes that quantise something; FP16 is exact here."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Sensitivity:
 
     Attributes:
         sites: names, in the order of the first axis.
-        error: [S, T, 4] mean squared error at the denoiser's output when one site alone runs in each `Mode`; zero for FP16.
+        error: [S, T, modes] mean squared error at the denoiser's output when one site alone runs in each `Mode`; zero for FP16,
+            NaN for modes that were not measured.
         gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
         steps: [T] share of the denoising steps that fall into each bin.
     """
@@ -77,10 +79,10 @@ class Sensitivity:
     steps: Tensor
 
     def cost(self) -> Tensor:
-        """[S, T, 4] squared error that each choice is modelled to add to the final samples.
+        """[S, T, modes] squared error that each choice is modelled to add to the final samples.
 
-        FP16 adds nothing, whatever the gain. What was not measured costs infinity: any other mode in a bin that no step fell
-        into, and what gave a NaN or Inf.
+        FP16 adds nothing, whatever the gain. What was not measured costs infinity: modes that were left out, any but FP16
+        in a bin that no step fell into, and what gave a NaN or Inf.
         """
         cost = (self.error * self.gain[:, None]).nan_to_num(nan=math.inf, posinf=math.inf)
         cost[:, self.steps == 0] = math.inf
@@ -89,18 +91,28 @@ class Sensitivity:
 
 
 def measure_sensitivity(
-    model: DiffusionModel, sites: Int8Sites, bins: int, *, seeds: range, steps: int, done: Callable[[], None]
+    model: DiffusionModel,
+    sites: Int8Sites,
+    bins: int,
+    *,
+    modes: Collection[Mode] = tuple(Mode),
+    seeds: range,
+    steps: int,
+    done: Callable[[], None],
 ) -> Sensitivity:
     """Measure one site and mode at a time on the model's own trajectories.
 
     Args:
         sites: their modes do not matter.
+        modes: to measure; each takes a pass through the model for each site in every step.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
         done: called `steps + bins + 1` times.
     """
     names = list(sites.tables)
-    squared = torch.zeros(len(names), bins, len(Mode), dtype=torch.float64)
+    measured = [mode for mode in INT8_MODES if mode in modes]
+    squared = torch.full((len(names), bins, len(Mode)), math.nan, dtype=torch.float64)
+    squared[..., [Mode.FP16, *measured]] = 0
     visits = torch.zeros(bins, dtype=torch.float64)
     exact = intercepted(model, lambda call: call.exact())
     bins_of = _bins_of_calls(model, bins)
@@ -111,7 +123,7 @@ def measure_sensitivity(
         index = bins_of(inputs, named, len(output))
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
         for row, name in enumerate(names):
-            for mode in INT8_MODES:
+            for mode in measured:
                 tables = sites.tables[name].with_modes(mode)
 
                 def handler(call: SiteCall, name: str = name, tables: AttentionTables = tables) -> Tensor:

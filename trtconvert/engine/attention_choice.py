@@ -186,7 +186,7 @@ def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, fr
 
 
 def one_node_model(case: AttentionCase) -> ir.Model:
-    """A model of one `Int8Attention` node. Its timestep bins have the four modes in their order.
+    """A model of one `Int8Attention` node. It has one timestep bin for each of `Mode`, in their order.
 
     Inputs are q, k, v, timestep [B] and, if the case has one, mask; the output is out.
     """

@@ -18,6 +18,7 @@ MODE_FILLS = {
     Mode.PRECISION: "#c3e6d6",
     Mode.BALANCED: "#6cbb9b",
     Mode.AGGRESSIVE: "#17694c",
+    Mode.FP8: "#24306e",
 }
 
 DARK_INK, LIGHT_INK = "#000000", "#ffffff"

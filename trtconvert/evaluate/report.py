@@ -17,7 +17,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import INT8_VALUES, Mode
 from trtconvert.bundle import ComponentRecord, Manifest, check_files, read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.frontier import read_frontier
@@ -33,9 +33,6 @@ SAMPLES, FRONTIER = "samples.png", "frontier.json"
 
 ATTENTION = {"plugin": "INT8", "native": "the model's own precision, not INT8"}
 """What an engine's attention runs in, for people."""
-
-INT8_VALUES = (Mode.BALANCED, Mode.AGGRESSIVE)
-"""Modes whose second product is INT8 too."""
 
 FOLDED_CHARTS = 12
 """With more sites than this, the charts by head are folded away at first."""

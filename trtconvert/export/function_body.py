@@ -3,7 +3,7 @@
 The body is the executable specification. ONNX Runtime runs it anywhere, so the INT8 numerics of a model are seen without a
 GPU; TensorRT never does, because the `plugin` lowering strips it. It follows `trtconvert.attention.reference` line by line;
 a change there belongs here as well. All arithmetic is FP32: an INT8 product of at most 256 elements and a u8·s8 sum over
-128 keys are exact in it.
+128 keys are exact in it. E4M3 is a cast there and back, which rounds to nearest even and saturates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import onnx
 import onnx.parser
 
-from trtconvert.attention.reference import MIN_TOKEN_SCALE, TILE, TINY_SCALE
+from trtconvert.attention.reference import FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
 
 DOMAIN, OP, VERSION = "trtconvert", "Int8Attention", 1
 OPSET = 20
@@ -73,9 +73,14 @@ _CONSTANTS = f"""
         zero = Constant<value = float {{0.0}}>()
         one = Constant<value = float {{1.0}}>()
         two = Constant<value = float {{2.0}}>()
+        three = Constant<value = float {{3.0}}>()
+        four = Constant<value = float {{4.0}}>()
         top = Constant<value = float {{127.0}}>()
         bottom = Constant<value = float {{-127.0}}>()
         u8_top = Constant<value = float {{255.0}}>()
+        log2_e = Constant<value = float {{{LOG2_E!r}}}>()
+        ln_2 = Reciprocal(log2_e)
+        fp8_exponent = Constant<value = float {{{float(FP8_EXPONENT)!r}}}>()
         lowest = Constant<value = float {{-1e30}}>()
         infinite = Reciprocal(zero)
         hidden = Neg(infinite)
@@ -144,9 +149,12 @@ _TABLES = """
         per_batch = Constant<value = int64[5] {-1, 1, 1, 1, 1}>()
         mode = Reshape(mode_float, per_batch)
         is_int8 = Greater(mode, zero)
-        int8_values = GreaterOrEqual(mode, two)
+        scaled_values = GreaterOrEqual(mode, two)
         is_balanced = Equal(mode, two)
-        is_aggressive = Greater(mode, two)
+        is_aggressive = Equal(mode, three)
+        is_fp8 = Equal(mode, four)
+        int8_values = Or(is_balanced, is_aggressive)
+        rounded_sum = Or(is_aggressive, is_fp8)
         per_query_head = Concat<axis = 0>(batch, kv_heads, minus_one, one_i, one_i)
         per_kv_head = Concat<axis = 0>(batch, kv_heads, one_i, one_i, one_i)
         per_channel = Concat<axis = 0>(batch, kv_heads, one_i, one_i, dim)
@@ -168,7 +176,7 @@ _SCALES = {
         k_step = Identity(k_static)
         k_step_t = Identity(k_static)
 """,
-    # Queries per token, keys per tile, in modes 1 and 2.
+    # Queries per token, keys per tile, in modes 1, 2 and 4.
     "dynamic": """
         careful = Not(is_aggressive)
         q_abs = Abs(q_heads)
@@ -230,7 +238,8 @@ _MASKS = {
     "additive": _MASK_SHAPE + "        mask_float = Cast<to = 1>(mask_grouped)\n        z = Add(logits, mask_float)",
 }
 
-# Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; the row sum is that of the unquantised weights but in mode 3.
+# Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 E4M3 by E4M3, the weights relative to a power of two of
+# each row. The row sum is that of the unquantised weights but in modes 3 and 4.
 _SECOND_PRODUCT = """
         v_moved = Sub(v_heads, v_offset_row)
         v_equal = Div(v_moved, v_scale_row)
@@ -242,7 +251,10 @@ _SECOND_PRODUCT = """
         v_over = Div(v_equal, v_token)
         v_round = Round(v_over)
         v_int8 = Clip(v_round, bottom, top)
-        v_used_keys = Where(int8_values, v_int8, v_heads)
+        v_fp8_stored = Cast<to = 17>(v_equal)
+        v_fp8 = Cast<to = 1>(v_fp8_stored)
+        v_scaled = Where(is_fp8, v_fp8, v_int8)
+        v_used_keys = Where(scaled_values, v_scaled, v_heads)
         v_used = Pad(v_used_keys, token_axis_pads, zero)
         v_token_t = Transpose<perm = [0, 1, 2, 4, 3]>(v_token)
         v_bias = Log(v_token_t)
@@ -267,17 +279,27 @@ _SECOND_PRODUCT = """
         tile_factor = Div(tile_weight, u8_top)
         p_weighted = Mul(p_u8, tile_factor)
         p_int8 = Reshape(p_weighted, untiled)
-        int8_sum = ReduceSum<keepdims = 1>(p_int8, minus_one)
-        row_sum = Where(is_aggressive, int8_sum, exact_sum)
-        p_padded = Pad(p, last_axis_pads, zero)
+        row_octaves = Mul(row_max, log2_e)
+        row_ceiling = Ceil(row_octaves)
+        fp8_reference = Sub(row_ceiling, fp8_exponent)
+        w_octaves = Mul(w_keys, log2_e)
+        w_octaves_less = Sub(w_octaves, fp8_reference)
+        w_less_reference = Mul(w_octaves_less, ln_2)
+        p_lifted = Exp(w_less_reference)
+        p_fp8_stored = Cast<to = 17>(p_lifted)
+        p_fp8 = Cast<to = 1>(p_fp8_stored)
+        p_float = Where(is_fp8, p_fp8, p)
+        p_padded = Pad(p_float, last_axis_pads, zero)
         p_used = Where(int8_values, p_int8, p_padded)
+        used_sum = ReduceSum<keepdims = 1>(p_used, minus_one)
+        row_sum = Where(rounded_sum, used_sum, exact_sum)
         weighted = MatMul(p_used, v_used)
         some = Greater(row_sum, zero)
         divisor = Where(some, row_sum, one)
         mean = Div(weighted, divisor)
         mean_scaled = Mul(mean, v_scale_row)
         mean_moved = Add(mean_scaled, v_offset_row)
-        mean_used = Where(int8_values, mean_moved, mean)
+        mean_used = Where(scaled_values, mean_moved, mean)
         visible = Where(some, mean_used, zero)
         t_nan_rows = Reshape(t_nan, per_batch)
         result = Where(t_nan_rows, nan, visible)

@@ -336,7 +336,7 @@ def _check_tables(site: str, tables: AttentionTables) -> None:
         table = getattr(tables, field.name)
         problem = ""
         if field.name == "modes":
-            problem = "" if set(table.tolist()) <= set(Mode) else "a mode outside 0 to 3"
+            problem = "" if set(table.tolist()) <= set(Mode) else f"a mode outside 0 to {max(Mode)}"
         elif not torch.isfinite(table).all():
             problem = "NaN or Inf"
         elif field.name.endswith("scale") and not (table > 0).all():
@@ -344,7 +344,7 @@ def _check_tables(site: str, tables: AttentionTables) -> None:
         if problem:
             raise UserError(
                 f"the table {field.name} of {site} cannot be used",
-                expected="finite numbers, positive scales, modes 0 to 3",
+                expected=f"finite numbers, positive scales, modes 0 to {max(Mode)}",
                 got=problem,
                 remedy="calibrate again",
             )

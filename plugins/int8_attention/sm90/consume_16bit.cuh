@@ -19,9 +19,9 @@ __device__ __forceinline__ void issue_scores(Score (&s)[N], uint64_t query, uint
 #pragma unroll
   for (int half = kFirst / 32; half < (kFirst + kCount) / 32; ++half) pin(half_of(s, half));
   wgmma_fence();
-  if constexpr (kMode == 1 && kCount == 64) {
+  if constexpr (kMode != 0 && kCount == 64) {
     issue_qk_int8<kDimQk, false>(s, query, key);
-  } else if constexpr (kMode == 1) {
+  } else if constexpr (kMode != 0) {
     issue_qk_int8<kDimQk, false>(half_of(s, kFirst / 32), query, advance(key, kFirst / 32 * kHalfTile * 16));
   } else {
 #pragma unroll

@@ -92,13 +92,13 @@ __device__ void produce_queries(const Params& p, uint8_t* shared) {
         mbarrier_arrive(full);
         continue;
       }
-      const uint32_t table_bytes = S::kInt8Pv ? p.head_dim * int(sizeof(float)) : 0;
+      const uint32_t table_bytes = S::kBytePv ? p.head_dim * int(sizeof(float)) : 0;
       mbarrier_arrive_expect(full, S::kQueryBytes + S::kRowScaleBytes + 2 * table_bytes);
       const uint32_t own = ring + S::kConsumerArea + w * S::kConsumerBytes, beside = own + S::kQueryBytes + n % 2 * S::kBesideBytes;
       const unsigned index = (first + head) * p.query_blocks + block;
       bulk_copy(own, p.q_images + index * p.q_block_bytes, S::kQueryBytes, full);
       bulk_copy(beside, p.row_scales + uint64_t(index) * kQueryBlock, S::kRowScaleBytes, full);
-      if constexpr (S::kInt8Pv) {
+      if constexpr (S::kBytePv) {
         const uint32_t tables = beside + S::kRowScaleBytes;
         const int64_t row = (int64_t(task.bin) * p.kv_heads + head / p.group) * p.head_dim;
         bulk_copy(tables, p.v_scale + row, table_bytes, full);
@@ -167,7 +167,7 @@ __device__ void produce_values(const Params& p, const CUtensorMap& values, uint8
           for (int block = 0; block < kDimPv / 64; ++block)
             tensor_copy(target + half * S::kHalfBytes + block * kSwizzledBlock, &values,
                         {block * 64, step * S::kKeys + half * kHalfTile, kv_head, batch}, full);
-      } else if constexpr (S::kOnes > 0 && !S::kSwizzled) {
+      } else if constexpr (S::kOnes > 0 && !S::kSwizzled && !S::kFp8Pv) {
 #pragma unroll
         for (int half = 0; half < S::kKeys / kHalfTile; ++half)
           bulk_copy(target + half * S::kHalfBytes, image + half * kHalfTile * 2 * kDimPv, kHalfTile * 2 * kDimPv, full);

@@ -157,6 +157,20 @@ __device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) 
   return result;
 }
 
+// Four values in FP8 (E4M3, to the nearest, at most 448), the first lowest.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t result;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(result)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return result;
+}
+
 // ---- wgmma ----
 
 // Shared-memory operand without swizzle. A core matrix is 8 rows of 16 contiguous bytes (128 bytes).
@@ -215,6 +229,7 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_NAMES_44 TRT_NAMES_40 ",%40,%41,%42,%43"
 #define TRT_NAMES_48 TRT_NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define TRT_NAMES_52 TRT_NAMES_48 ",%48,%49,%50,%51"
+#define TRT_NAMES_68 TRT_NAMES_64 ",%64,%65,%66,%67"
 #define TRT_NAMES_64 TRT_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define TRT_REGS_4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define TRT_REGS_8(C, d, i) \
@@ -228,6 +243,7 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_REGS_48(C, d) TRT_REGS_40(C, d), TRT_REGS_8(C, d, 40)
 #define TRT_REGS_52(C, d) TRT_REGS_48(C, d), TRT_REGS_4(C, d, 48)
 #define TRT_REGS_64(C, d) TRT_REGS_48(C, d), TRT_REGS_8(C, d, 48), TRT_REGS_8(C, d, 56)
+#define TRT_REGS_68(C, d) TRT_REGS_64(C, d), TRT_REGS_4(C, d, 64)
 
 // Accumulators of R registers; both operands in shared memory, or A in registers. `use_d` 0 starts from zero.
 #define TRT_WGMMA_SS(OP, C, R, DESC_A, DESC_B, PRED, TAIL)                                     \
@@ -268,6 +284,22 @@ __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (
   if constexpr (N == 80) TRT_WGMMA_RS("m64n80k32.s32.u8.s8", "+r", 40, "%40", "%41", "%42", "%43", "%44", "%45", "");
   if constexpr (N == 96) TRT_WGMMA_RS("m64n96k32.s32.u8.s8", "+r", 48, "%48", "%49", "%50", "%51", "%52", "%53", "");
   if constexpr (N == 128) TRT_WGMMA_RS("m64n128k32.s32.u8.s8", "+r", 64, "%64", "%65", "%66", "%67", "%68", "%69", "");
+}
+
+// d[64 x N] += a[64 x 32] * b[N x 32]^T in FP8 (E4M3), A in registers. The tensor cores add with some 13 bits below the largest
+// exponent of the sum, so that long sums of one sign lose what is added last.
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+  constexpr int use_d = 1;
+  static_assert(N == 56 || N == 72 || N == 88 || N == 104 || N == 136);
+#define TRT_WGMMA_E4M3(N, R, A0, A1, A2, A3, DESC_B, PRED) \
+  TRT_WGMMA_RS("m64n" #N "k32.f32.e4m3.e4m3", "+f", R, A0, A1, A2, A3, DESC_B, PRED, ", 1, 1")
+  if constexpr (N == 56) TRT_WGMMA_E4M3(56, 28, "%28", "%29", "%30", "%31", "%32", "%33");
+  if constexpr (N == 72) TRT_WGMMA_E4M3(72, 36, "%36", "%37", "%38", "%39", "%40", "%41");
+  if constexpr (N == 88) TRT_WGMMA_E4M3(88, 44, "%44", "%45", "%46", "%47", "%48", "%49");
+  if constexpr (N == 104) TRT_WGMMA_E4M3(104, 52, "%52", "%53", "%54", "%55", "%56", "%57");
+  if constexpr (N == 136) TRT_WGMMA_E4M3(136, 68, "%68", "%69", "%70", "%71", "%72", "%73");
+#undef TRT_WGMMA_E4M3
 }
 
 // clang-format off

@@ -15,7 +15,7 @@ namespace trtconvert::attention::sm90 {
 // A thread's rows within its query block are first_row() and first_row() + 8.
 __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-// Modes 1 to 3: S = Q8 K8^T for a tile (N 64) or half of one (32), added to what S holds where it was started. `query` and `key`
+// Modes 1 to 4: S = Q8 K8^T for a tile (N 64) or half of one (32), added to what S holds where it was started. `query` and `key`
 // are the operands' descriptors.
 template <int kDimQk, bool kStarted, int N>
 __device__ __forceinline__ void issue_qk_int8(int32_t (&s)[N], uint64_t query, uint64_t key) {

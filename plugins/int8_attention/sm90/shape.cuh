@@ -18,6 +18,7 @@ constexpr int kSwizzledBlock = kHalfTile * 128;  // 64 keys of 64 channels in 16
 constexpr int kMaxStages = 4;
 constexpr int kProducers = 3;  // threads: of queries, keys and values
 constexpr float kLog2Of255 = 7.99435343685885f;
+constexpr float kLog2Of448 = 8.80735492205760f;  // the largest number of FP8 (E4M3)
 // Accumulators of QK^T start at the bits of this float, 1.5 * 2^23: as long as a sum stays within +-2^22 the accumulator
 // read as a float is kMagic + sum, so no conversion is needed, and sums compare like their bits.
 constexpr float kMagic = 12582912.f;
@@ -97,7 +98,8 @@ class BarrierAddresses {
 // Sizes that follow from the mode and the padded head dims.
 template <int kMode, int kDimQk, int kDimPv>
 struct Shape {
-  static constexpr bool kInt8Qk = kMode >= 1, kInt8Pv = kMode >= 2;
+  static constexpr bool kInt8Qk = kMode >= 1, kInt8Pv = kMode == 2 || kMode == 3, kFp8Pv = kMode == 4, kBytePv = kInt8Pv || kFp8Pv;
+  static_assert(!kFp8Pv || has_fp8_values(kDimPv));
   // Warpgroups that compute. Three hide each other's latencies best where S (64 registers a thread), O (kDimPv / 2) and what
   // the mode adds fit into 160 registers. The INT8 second product adds its integer sums, kDimPv / 2 more.
   static constexpr int kConsumers = kDimPv <= (kInt8Pv ? 80 : 128) ? 3 : 2;
@@ -115,35 +117,38 @@ struct Shape {
   static constexpr int kChunks = kDimPv / kChunk;
   // Mode 0 may take half tiles: the key tile is part of the numerics in the INT8 modes only.
   static constexpr int kKeys = kMode == 0 && kDimPv >= 128 ? kHalfTile : kKeyTile;
-  // Modes 0 and 1: a thread's registers of S, and how many of the next tile's there is room for while P and O are in use.
+  // Modes 0, 1 and 4: a thread's registers of S, and how many of the next tile's there is room for while P and O are in use.
   static constexpr int kScores = kKeys / 2;
   static constexpr int kAhead = kDimPv <= 64 ? kScores : kMode == 1 && kDimPv == 128 ? 0 : 32;
   // Whether there is room for P beside the S that it may have to be computed from again.
-  static constexpr bool kOptimistic = !kInt8Pv && kDimPv <= 80;
+  static constexpr bool kOptimistic = !kBytePv && kDimPv <= 80;
   static constexpr int kQueryBytes = kQueryBlock * (kInt8Qk ? kDimQk : 2 * kDimPv);
   static constexpr int kKeyBytes = kKeys * (kInt8Qk ? kDimQk : 2 * kDimPv);
-  static constexpr int kValueBytes = kKeys * (kInt8Pv ? kDimPv : 2 * kDimPv);
+  static constexpr int kValueRows = kFp8Pv ? fp8_value_rows(kDimPv) : kDimPv;
+  static constexpr int kValueBytes = kKeys * (kBytePv ? kValueRows : 2 * kDimPv);
   // V in 16 bits of whole 64 channels lies in blocks of 64 keys by 64 channels with the 128-byte swizzle, which the copy engine
   // writes straight from the caller's tensor; else as the images of params.h.
-  static constexpr bool kSwizzled = !kInt8Pv && swizzled_values(kDimPv);
+  static constexpr bool kSwizzled = !kBytePv && swizzled_values(kDimPv);
   // Eight more columns of V in 16 bits, the first of ones, the others zero: the row sums of P come out of the second product.
   // In the swizzled layout one block serves all stages; else they lie behind the channels of each 64 keys of each stage.
-  // Written once.
-  static constexpr int kOnes = !kInt8Pv && kDimPv <= 96 ? 8 : 0;
+  // Written once. In FP8 the pre-pass has them in the image.
+  static constexpr int kOnes = kFp8Pv || (!kInt8Pv && kDimPv <= 96) ? 8 : 0;
   static constexpr int kOnesBytes = kSwizzled && kOnes > 0 ? kSwizzledBlock : 0;
   static constexpr int kHalfBytes = kHalfTile * 2 * (kDimPv + (kSwizzled ? 0 : kOnes));  // of 64 keys of V in 16 bits
-  static constexpr int kValueRoom = kInt8Pv ? kValueBytes : kKeys / kHalfTile * kHalfBytes;
-  // What the tile needs of TileScales: everything in mode 2, the last 16 bytes in modes 1 and 3.
+  static constexpr int kValueRoom = kBytePv ? kValueBytes : kKeys / kHalfTile * kHalfBytes;
+  // What the tile needs of TileScales: everything in mode 2, the last 16 bytes in modes 1, 3 and 4.
   static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, log2_v_max);
   static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
   static constexpr int kStageBytes = kValueRoom + kKeyBytes;
   // A consumer's own: its queries, and twice, as one task's are in use until its end, what belongs to them: the rows' scales
-  // (base-2 exponents per unit of S and of K's scale) and with V in INT8 its channels' v_scale and v_offset.
+  // (base-2 exponents per unit of S and of K's scale) and with V in 8 bits its channels' v_scale and v_offset.
   static constexpr int kRowScaleBytes = kQueryBlock * int(sizeof(float));
-  static constexpr int kTableBytes = kInt8Pv ? 2 * kDimPv * int(sizeof(float)) : 0;
+  static constexpr int kTableBytes = kBytePv ? 2 * kDimPv * int(sizeof(float)) : 0;
   static constexpr int kBesideBytes = kRowScaleBytes + kTableBytes;
   static constexpr int kExtremes = kQueryBytes + 2 * kBesideBytes;
-  static constexpr int kConsumerBytes = kExtremes + (kMode == 2 ? int(sizeof(Extremes)) : 0);
+  // In mode 4 also O but for the last few tiles, in FP32.
+  static constexpr int kSums = kExtremes + (kMode == 2 ? int(sizeof(Extremes)) : 0);
+  static constexpr int kConsumerBytes = kSums + (kFp8Pv ? kWarpgroup * kDimPv / 2 * int(sizeof(float)) : 0);
   static constexpr int kFit = (kSharedLimit - int(sizeof(Barriers)) - kOnesBytes - kConsumers * kConsumerBytes) /
                               (kStageBytes + kScaleBytes);
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
@@ -170,7 +175,7 @@ struct Shape {
   }
   static __device__ __forceinline__ uint64_t value_descriptor(uint32_t address, int stage) {
     const int moved = stage * kStageBytes;
-    if (kInt8Pv) return matrix_descriptor(address + moved, kDimPv * 16, 128);
+    if (kBytePv) return matrix_descriptor(address + moved, kValueRows * 16, 128);
     if (!kSwizzled) return matrix_descriptor(address + moved, 128, kHalfTile * 16);
     return swizzled_descriptor(address + moved, kSharedOnes ? kOnesBlock - moved : kSwizzledBlock, 1024);
   }
@@ -198,12 +203,14 @@ constexpr int largest(std::initializer_list<int> values) {
 
 template <int kDimQk, int kDimPv>
 struct Config {
+  static constexpr int kFp8Mode = has_fp8_values(kDimPv) ? 4 : 1;  // what mode 4 is computed as
   // One producer warpgroup and room for the most consumers of any mode; where a mode uses fewer, the rest give their
   // registers away.
   static constexpr int kWarpgroups = 1 + Shape<1, kDimQk, kDimPv>::kConsumers;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kSharedBytes = largest({Shape<0, kDimQk, kDimPv>::kSharedBytes, Shape<1, kDimQk, kDimPv>::kSharedBytes,
-                                               Shape<2, kDimQk, kDimPv>::kSharedBytes, Shape<3, kDimQk, kDimPv>::kSharedBytes});
+                                               Shape<2, kDimQk, kDimPv>::kSharedBytes, Shape<3, kDimQk, kDimPv>::kSharedBytes,
+                                               Shape<kFp8Mode, kDimQk, kDimPv>::kSharedBytes});
 };
 
 // Position in the ring. Each task begins with the first stage, which is a constant: the compiler has to know that descriptors are
@@ -237,8 +244,10 @@ struct Share {
 // By one thread: `elements` of the batch have each mode.
 __device__ __forceinline__ Share share_out(const int (&elements)[kModes], int batch) {
   int left = batch, thread_blocks = gridDim.x, modes = 0;
-  for (int count : elements) modes += count > 0;
+#pragma unroll 1
+  for (int mode = 0; mode < kModes; ++mode) modes += elements[mode] > 0;
   Share share = {0, int(blockIdx.x), 0, {}};
+#pragma unroll 1
   for (int mode = 0; mode < kModes; ++mode) {
     if (elements[mode] == 0) continue;
     // In proportion; the modes to come need one each.

@@ -36,7 +36,7 @@ typedef enum { TRTCONVERT_FLOAT16 = 0, TRTCONVERT_BFLOAT16 = 1 } TrtConvertDataT
 
 typedef enum {
   TRTCONVERT_SCALING_CALIBRATED = 0,  /* q_scale and k_scale are used as they are */
-  TRTCONVERT_SCALING_DYNAMIC = 1,     /* modes 1 and 2 take Q per token and K per 128 keys from the data */
+  TRTCONVERT_SCALING_DYNAMIC = 1,     /* modes 1, 2 and 4 take Q per token and K per 128 keys from the data */
 } TrtConvertScaling;
 
 typedef enum {
@@ -87,7 +87,8 @@ typedef struct {
   const float* v_scale;  /* [T, Hkv, D]: amax / 127 per channel */
   const float* k_offset; /* [T, Hkv, D] */
   const float* v_offset; /* [T, Hkv, D] */
-  const int32_t* modes;  /* [T]: 0 fp16, 1 INT8 QK, 2 INT8 with token scales, 3 INT8 with calibrated scales only */
+  const int32_t* modes;  /* [T]: 0 fp16, 1 INT8 QK, 2 INT8 with token scales, 3 INT8 with calibrated scales only,
+                            4 INT8 QK and FP8 PV */
 
   /* Masks. */
   const void* mask;            /* broadcastable to [B, H, Nq, Nk], or null when mask_kind is NONE */
