@@ -51,6 +51,19 @@ def test_a_good_build_passes():
     check_gates(GOOD, MODES, VerifySection())
 
 
+def test_fp8_has_room_for_its_coarser_steps_and_a_recipe_decides():
+    rough = GOOD.model_copy(update={"error": 0.02})
+    in_fp8 = MODES | {"b": [Mode.PRECISION, Mode.FP8]}
+    check_gates(rough, in_fp8, VerifySection())
+    check_gates(rough, MODES, VerifySection(max_error=0.02))
+    for quality, modes, section in (
+        (rough, in_fp8, VerifySection(max_error=0.01)),
+        (GOOD.model_copy(update={"error": 0.04}), in_fp8, VerifySection()),
+    ):
+        with pytest.raises(GateError, match="torch reference"):
+            check_gates(quality, modes, section)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -302,9 +302,10 @@ class VerifySection(_Section):
     min_site_sqnr: Number = Field(
         default=15.0, description="dB, of each site's output in each timestep bin against exact attention."
     )
-    max_error: Annotated[Number, Field(gt=0)] = Field(
-        default=0.01,
-        description="Relative L2 error of the exported denoiser against the torch reference of the same INT8 arithmetic.",
+    max_error: Annotated[Number, Field(gt=0)] | None = Field(
+        default=None,
+        description="Relative L2 error of the exported denoiser against the torch reference of the same arithmetic. By default "
+        "0.01, or 0.03 where a site runs in fp8: it counts what falls on the other side of a rounding edge.",
     )
     max_component_error: Annotated[Number, Field(gt=0)] = Field(
         default=0.02,
