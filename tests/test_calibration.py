@@ -257,6 +257,20 @@ def test_samples_of_one_call_go_to_their_own_bins():
     assert rows.tokens.tolist() == [4, 4]
 
 
+def test_frames_of_a_sample_are_observed_together():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, 2, 5, 8, generator=generator) for _ in range(3))
+    observer = RangeObserver(["site"], 10.0, 2)
+    observer(SiteCall("site", q, k, v, None, 1.0, torch.tensor([1.0, 1.0, 1.0, 9.0, 9.0, 9.0]), "", lambda: q, 3))
+    folded = observer.finish()["site"]
+    # The same tokens as those of one element each.
+    (joined,) = observed([x.unflatten(0, (2, 3)).transpose(1, 2).flatten(2, 3)[:1] for x in (q, k, v)]).values()
+    assert folded.bin.tolist() == [0, 1] and folded.tokens.tolist() == [15, 15]
+    for name, x in joined.tensors().items():
+        if name != "bin":
+            torch.testing.assert_close(folded.of_bin(0).tensors()[name], x, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_merge_by_concatenation():
     generator = torch.Generator().manual_seed(0)
     batches = [[torch.randn(2, 2, 5, 8, generator=generator) for _ in range(3)] for _ in range(4)]

@@ -23,6 +23,7 @@ from tiny_pipelines import PIPELINES, errors_beside  # noqa: E402
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.attention.sites import find_sites  # noqa: E402
 from trtconvert.cache import Cache  # noqa: E402
+from trtconvert.calib.calibrate import sites_to_convert  # noqa: E402
 from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
 from trtconvert.errors import UserError  # noqa: E402
@@ -32,7 +33,7 @@ from trtconvert.models.diffusers import as_images, diffusers_model, load_pipelin
 from trtconvert.models.identity import identity  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
-from trtconvert.recipe import ModelSection, load_recipe  # noqa: E402
+from trtconvert.recipe import AttentionSection, ModelSection, load_recipe  # noqa: E402
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersDenoiser  # noqa: E402
 
@@ -396,6 +397,16 @@ def test_sites_and_weights_are_called_as_in_the_pipeline(flux):
         "transformer.single_transformer_blocks.0.attn",
     ]
     assert all(name.startswith("transformer.") for name in model.denoiser.state_dict())
+
+
+def test_attention_of_frames_and_of_places_is_converted(tmp_path):
+    """AnimateDiff attends within each of the 4 frames, and at each place to the same place of all frames."""
+    tiny_pipelines.animatediff().save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=32, width=32, frames=4, tokens=8, batch=[1, 1, 2])
+    sites, left = sites_to_convert(model, AttentionSection())
+    assert not left
+    folds = {("motion" in site.name, site.folds, site.query_tokens) for site in sites}
+    assert folds == {(False, 4, 64), (True, 64, 4), (False, 4, 16), (True, 16, 4)}
 
 
 def test_noise_of_diffusion_and_of_flow_matching(saved, flux):

@@ -386,6 +386,20 @@ class ThreeAxes(Blocks):
         return self.attn(x + scaled_dot_product_attention(x, x, x, None, 0.0, True))
 
 
+class RowsAndColumns(Blocks):
+    """Attention of the pixels of each row, and of each column, as of frames and of places: samples have four of either."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns = Scaled(0.3), Scaled(0.3)
+
+    def blocks(self, x):
+        x = x.unflatten(1, (4, 4))
+        x = x + self.rows(x.flatten(0, 1)).unflatten(0, (-1, 4))
+        x = x.transpose(1, 2)
+        return (x + self.columns(x.flatten(0, 1)).unflatten(0, (-1, 4))).transpose(1, 2).flatten(1, 2)
+
+
 class CountsImages(Blocks):
     def __init__(self):
         super().__init__()
@@ -395,14 +409,21 @@ class CountsImages(Blocks):
         return self.attn(x) + torch.tensor([1.0] * x.shape[0])[:, None, None]
 
 
-@pytest.mark.parametrize("denoiser", [NamesAlike(), ThreeAxes()], ids=lambda x: type(x).__name__)
+def coarser_later(tables):
+    """Two timestep bins, the second with values in steps that are twenty times as large."""
+    two = AttentionTables(*(torch.cat([x, x]) for x in vars(tables).values()))
+    two.v_scale[1] *= 20
+    return two.with_modes(torch.tensor([Mode.BALANCED, Mode.AGGRESSIVE]))
+
+
+@pytest.mark.parametrize("denoiser", [NamesAlike(), ThreeAxes(), RowsAndColumns()], ids=lambda x: type(x).__name__)
 def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
     model = replace(tiny_models.build(), denoiser=denoiser.eval().requires_grad_(False))
     tables = {}
 
     def observe(call):
         if not call.obstacle:
-            tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+            tables[call.name] = coarser_later(tables_from_data(call.q, call.k, call.v, Mode.BALANCED))
         return call.exact()
 
     def quantised(call):

@@ -144,10 +144,59 @@ class SharedKeys(nn.Module):
         return scaled_dot_product_attention(heads, heads[:1], heads[:1]).transpose(1, 2).reshape(x.shape)
 
 
-@pytest.mark.parametrize("attention", [Windows(), SharedKeys()])
-def test_a_site_whose_batch_is_not_the_timesteps_is_left(attention):
+class SomeOfEach(nn.Module):
+    """Three elements of two samples."""
+
+    def forward(self, x):
+        heads = x.reshape(3, -1, 2, 32).transpose(1, 2)
+        return scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+
+
+class FramesFirst(nn.Module):
+    def forward(self, x):
+        frames = x.unflatten(1, (2, -1)).transpose(0, 1)
+        heads = frames.flatten(0, 1).unflatten(2, (2, 32)).transpose(1, 2)
+        out = scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        return out.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        (SharedKeys(), "not that of the timestep"),
+        (SomeOfEach(), "not that of the timestep"),
+        (FramesFirst(), "do not lie side by side"),
+    ],
+)
+def test_a_site_whose_elements_belong_to_no_one_sample_is_left(attention, reason):
     _, left = select_sites(find_sites(Model(Attention(), attention), INPUTS, "timestep"), ["*"], [])
-    assert [site.name for site in left] == ["blocks.1"] and "not that of the timestep" in left[0].obstacle
+    assert [site.name for site in left] == ["blocks.1"] and reason in left[0].obstacle
+
+
+def test_windows_take_the_timestep_of_their_sample():
+    model, seen = Model(Attention(), Windows()), []
+    chosen, left = select_sites(find_sites(model, INPUTS, "timestep"), ["*"], [])
+    assert [(site.name, site.folds, site.query_tokens) for site in chosen] == [("blocks.0", 1, 6), ("blocks.1", 2, 3)]
+    assert not left
+    InterceptedDenoiser(model, INPUTS, "timestep", lambda c: (seen.append((c.timestep, c.folds)), c.exact())[1])(
+        **INPUTS
+    )
+    assert [(timestep.tolist(), folds) for timestep, folds in seen] == [([0.25, 0.5], 1), ([0.25, 0.25, 0.5, 0.5], 2)]
+
+
+def test_more_places_than_kernels_take_are_left():
+    class Places(nn.Module):
+        def forward(self, x):
+            heads = x.reshape(-1, 1, 2, 32).transpose(1, 2)
+            return scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+
+    inputs = {"x": torch.randn(1, 2**16, 64), "timestep": torch.tensor([0.25])}
+    assert "65536 elements" in find_sites(Model(Places()), inputs, "timestep")[0].obstacle
+
+
+def test_frames_of_one_sample_lie_side_by_side_whatever_the_model_does():
+    one = {name: x[:1] for name, x in INPUTS.items()}
+    assert [site.obstacle for site in find_sites(Model(FramesFirst()), one, "timestep")] == [""]
 
 
 class MoreKeysThanValues(nn.Module):

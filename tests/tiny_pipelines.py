@@ -337,6 +337,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "ltx": (ltx, {"height": 32, "width": 32, "frames": 9, "call": {"decode_timestep": 0.0}}),
     "wan": (wan, {"height": 32, "width": 32, "frames": 9}),
     "cogvideox": (cogvideox, {"height": 64, "width": 64, "frames": 9}),
+    "animatediff": (animatediff, {"height": 32, "width": 32, "frames": 4}),
 }
 """What makes each pipeline, and the options of `diffusers_model` for it."""
 

@@ -148,6 +148,13 @@ def test_few_keys(mode: Mode, dim: int, keys: int, queries: int) -> None:
     check(qkv, tables, kind=kind, layout=layout, scaling=("calibrated", "dynamic")[turn // 3 % 2])
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+def test_thousands_of_places_of_a_video(mode: Mode) -> None:
+    """At each place, to the same place of all frames."""
+    qkv = draw("gauss", 2 * 72 * 128, 2, 2, 16, 16, 40)
+    check(qkv, reference.tables_from_data(*qkv, mode))
+
+
 @pytest.mark.parametrize("keys", [16, 77, 128])
 @pytest.mark.parametrize("dim", [40, 64, 128])
 @pytest.mark.parametrize("mode", list(Mode))

@@ -23,6 +23,9 @@ from trtconvert.errors import UserError
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
 
+MAX_BATCH = 65_535
+"""Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
+
 
 @dataclass(frozen=True)
 class SiteCall:
@@ -33,9 +36,10 @@ class SiteCall:
         q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D].
         mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
         scale: factor of the logits.
-        timestep: [B] FP32, what the denoiser was given.
+        timestep: [B] FP32, what the denoiser was given for the sample that each element of the batch belongs to.
         obstacle: why this call cannot become INT8 attention; empty when it can.
         exact: computes the call as the model wrote it.
+        folds: neighbouring elements of the batch that belong to one sample: its frames, windows or places.
     """
 
     name: str
@@ -47,11 +51,12 @@ class SiteCall:
     timestep: Tensor
     obstacle: str
     exact: Callable[[], Tensor]
+    folds: int = 1
 
 
 @dataclass(frozen=True)
 class Site:
-    """What is known of a site without running it. `obstacle` as in `SiteCall`."""
+    """What is known of a site without running it. `obstacle` and `folds` as in `SiteCall`."""
 
     name: str
     heads: int
@@ -62,6 +67,7 @@ class Site:
     query_tokens: int
     key_tokens: int
     obstacle: str = ""
+    folds: int = 1
 
 
 Handler = Callable[[SiteCall], Tensor]
@@ -118,6 +124,10 @@ class _Interception(TorchFunctionMode):
         if self._calls[module] > 1:
             name += f"#{self._calls[module]}"
 
+        batch = self._timestep.shape[0]
+        folds = _folds(query, key, value, batch)
+        timestep = self._timestep if folds <= 1 else self._timestep[:, None].expand(batch, folds).reshape(-1)
+
         def exact() -> Tensor:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -130,9 +140,10 @@ class _Interception(TorchFunctionMode):
             value,
             attn_mask,
             query.shape[-1] ** -0.5 if scale is None else scale,
-            self._timestep,
-            _obstacle(query, key, value, dropout_p, is_causal, self._timestep.shape[0]),
+            timestep,
+            _obstacle(query, key, value, dropout_p, is_causal, folds),
             exact,
+            max(folds, 1),
         )
 
     def _calling_module(self) -> str:
@@ -162,11 +173,22 @@ def first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output.sample
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, batch: int) -> str:
+def _folds(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
+    """How many elements of the attention's batch each sample has; 0 where samples have no such number, or share keys."""
+    elements = q.shape[0]
+    if elements == batch == k.shape[0] == v.shape[0]:
+        return 1
+    # While a model is exported each comparison makes a demand on its sizes: none that is not needed.
+    if q.dim() != 4 or any(x.shape[0] != elements for x in (k, v)) or elements % batch:
+        return 0
+    return elements // batch
+
+
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, folds: int) -> str:
     if q.dim() != 4:
         return f"its tensors have {q.dim()} dimensions, [batch, heads, tokens, head_dim] is needed"
-    if any(x.shape[0] != batch for x in (q, k, v)):  # whose scales follow which timestep?
-        return "its batch is not that of the timestep: windows, frames, or keys that all samples share"
+    if not folds:  # whose scales follow which timestep?
+        return "its batch is not that of the timestep or a multiple of it, as frames or windows are, or its samples share keys"
     if q.shape[-1] not in HEAD_DIMS:
         return f"head_dim {q.shape[-1]} is not a multiple of 8 from 32 to 256"
     if v.shape[-1] != q.shape[-1]:
@@ -183,6 +205,9 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, bat
 def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input: str) -> list[Site]:
     """All attention sites of one forward, in the order of their calls.
 
+    Where a sample has several elements of an attention's batch, a second forward with another last sample tells whether they lie
+    side by side. Of a batch of one they always do.
+
     Args:
         inputs: example inputs by name.
         timestep_input: the name of the timestep among them.
@@ -190,6 +215,7 @@ def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input
         UserError: a site has unequal numbers of keys and values.
     """
     found: dict[str, Site] = {}
+    seen: dict[str, Tensor] = {}
 
     def handler(call: SiteCall) -> Tensor:
         keys, values = call.k.shape[-2], call.v.shape[-2]
@@ -210,13 +236,45 @@ def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input
             call.mask is not None,
             call.q.shape[-2],
             call.k.shape[-2],
-            call.obstacle,
+            call.obstacle or _too_many(call.q.shape[0]),
+            call.folds,
         )
+        if call.folds > 1 and not call.obstacle:
+            seen[call.name] = _signature(call)
+        return call.exact()
+
+    def compare(call: SiteCall) -> Tensor:
+        if call.name in seen:
+            difference = (_signature(call) - seen[call.name]).abs().amax(1)
+            if (difference[: -call.folds] > 1e-3 * seen[call.name].abs().max()).any():
+                mixed = "frames or windows of its samples do not lie side by side in its batch"
+                found[call.name] = replace(found[call.name], obstacle=mixed)
         return call.exact()
 
     with torch.no_grad():
         InterceptedDenoiser(denoiser, inputs, timestep_input, handler)(*inputs.values())
+        if seen:
+            others = _with_another_last_sample(inputs, timestep_input)
+            InterceptedDenoiser(denoiser, inputs, timestep_input, compare)(*others.values())
     return list(found.values())
+
+
+def _too_many(elements: int) -> str:
+    return f"its batch has {elements} elements, kernels take {MAX_BATCH}" if elements > MAX_BATCH else ""
+
+
+def _signature(call: SiteCall) -> Tensor:
+    """[B, D + D] means of queries and keys over heads and tokens: what an element of the batch is recognised by."""
+    return torch.cat([x.float().mean((1, 2)) for x in (call.q, call.k)], 1)
+
+
+def _with_another_last_sample(inputs: Mapping[str, Tensor], timestep_input: str) -> dict[str, Tensor]:
+    batch = next(x for name, x in inputs.items() if name != timestep_input).shape[0]
+    others = {}
+    for name, x in inputs.items():
+        of_samples = name != timestep_input and x.is_floating_point() and x.dim() > 0 and x.shape[0] == batch
+        others[name] = torch.cat([x[:-1], 1 - x[-1:]]) if of_samples else x
+    return others
 
 
 def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> tuple[list[Site], list[Site]]:

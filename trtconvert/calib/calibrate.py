@@ -44,8 +44,16 @@ def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[
     """The model's attention sites, split as a recipe asks; see `select_sites`."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     device = next(model.denoiser.parameters()).device
-    inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
-    found = find_sites(model.denoiser, inputs, model.timestep_input)
+
+    def find() -> list[Site]:
+        inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
+        return find_sites(model.denoiser, inputs, model.timestep_input)
+
+    found = find()
+    batch = model.inputs[0].shape[0]
+    if isinstance(batch, str) and sizes[batch] == 1 < model.dims[batch][2] and any(site.folds > 1 for site in found):
+        sizes[batch] = 2  # of one sample it cannot be told which elements of an attention's batch belong to a sample
+        found = find()
     return select_sites(found, section.include, section.exclude)
 
 

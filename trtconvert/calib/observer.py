@@ -103,12 +103,14 @@ class RangeObserver:
 
     def __call__(self, call: SiteCall) -> Tensor:
         if call.name in self._sites:
-            q, k, v = call.q, call.k, call.v
-            reduced = {"q_low": q.amin(2), "q_high": q.amax(2)}
-            for name, x in (("k", k), ("v", v)):
+            reduced = {"q_low": call.q.amin(2), "q_high": call.q.amax(2)}
+            for name, x in (("k", call.k), ("v", call.v)):
                 reduced |= {f"{name}_low": x.amin(2), f"{name}_high": x.amax(2)}
                 reduced[f"{name}_total"] = x.sum(2, dtype=torch.float32)
-            self._calls.setdefault(call.name, []).append((self._count, _Extremes(call.timestep, k.shape[2], reduced)))
+            if call.folds > 1:  # of places there are thousands
+                reduced = {name: _of_samples(x, name, call.folds) for name, x in reduced.items()}
+            extremes = _Extremes(call.timestep[:: call.folds], call.folds * call.k.shape[2], reduced)
+            self._calls.setdefault(call.name, []).append((self._count, extremes))
             self._count += 1
         return call.exact()
 
@@ -143,6 +145,12 @@ class RangeObserver:
         if damaged:
             raise min(damaged, key=lambda item: item[0])[1]
         return found
+
+
+def _of_samples(reduced: Tensor, name: str, folds: int) -> Tensor:
+    """[B, heads, D] what an attention's batch [B · folds, heads, D] comes to for each sample."""
+    each = reduced.unflatten(0, (-1, folds))
+    return each.sum(1) if name.endswith("total") else each.amin(1) if name.endswith("low") else each.amax(1)
 
 
 def _rows(reduced: dict[str, Tensor], tokens: Tensor, group: Tensor, bins: int) -> Rows:

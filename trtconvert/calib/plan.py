@@ -93,7 +93,7 @@ def search(
         bar: shows the progress.
     """
     cost, allowed = kernel_cost(section)
-    shapes = [AttentionShape(batch, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
+    shapes = [AttentionShape(batch * s.folds, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
     seconds = cost.table(shapes)
     seeds = range(section.seed, section.seed + section.samples)
     bar.total(section.steps + bins + len(_priced(seconds)) + OTHER_POINTS)
