@@ -25,7 +25,7 @@ from trtconvert.models.diffusers import load_pipeline
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
 
-@pytest.mark.parametrize("name", ["flux", "stable_diffusion_xl"])
+@pytest.mark.parametrize("name", ["flux", "stable_diffusion_xl", "animatediff"])
 def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
     """In FP16 throughout, twenty steps: each call, and what the engine draws, is torch's, from a CUDA graph but for two calls."""
     make, options = tiny_pipelines.PIPELINES[name]
@@ -51,13 +51,17 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
     pipe.set_progress_bar_config(disable=True)
     width = tiny_pipelines.WIDTH
     shapes = {"prompt_embeds": (1, 8, width), "pooled_prompt_embeds": (1, width)}
-    if name == "stable_diffusion_xl":
+    size = {"height": 32, "width": 32}
+    if name == "animatediff":
+        del shapes["pooled_prompt_embeds"]
+        size["num_frames"] = options["frames"]
+    if name != "flux":
         shapes |= {f"negative_{embedding}": shape for embedding, shape in shapes.items()}
     embeddings = {embedding: torch.randn(shape).cuda().half() for embedding, shape in shapes.items()}
 
     def images() -> torch.Tensor:
         seeded = torch.Generator().manual_seed(1)
-        return pipe(height=32, width=32, num_inference_steps=20, output_type="pt", generator=seeded, **embeddings)[0]
+        return pipe(**size, num_inference_steps=20, output_type="pt", generator=seeded, **embeddings)[0]
 
     full = images()
     with runtime.load(tmp_path / "bundle", backend="tensorrt") as bundle:
