@@ -33,6 +33,8 @@ SHARED = {"flux": {"img_ids", "txt_ids"}, "cogvideox": {"image_rotary_emb.0", "i
 """Inputs that belong to no sample."""
 WITHOUT_GUIDANCE = ("flux",)
 CALLS_PER_STEP = {"wan": 2}
+PROMPTS_FOR_EACH_FRAME = "animatediff"
+"""Its denoiser takes the prompt once for each frame of each sample: not a row of a sample, nor one for all."""
 
 
 class Watched(nn.Module):
@@ -63,7 +65,7 @@ class Recording:
         return SHARED.get(self.name, set())
 
 
-@pytest.fixture(scope="module", params=PIPELINES)
+@pytest.fixture(scope="module", params=[name for name in PIPELINES if name != PROMPTS_FOR_EACH_FRAME])
 def recording(request, tmp_path_factory) -> Recording:
     folder = tmp_path_factory.mktemp(request.param)
     make, options = PIPELINES[request.param]
@@ -132,6 +134,15 @@ def test_a_recorded_video_pipeline_is_calibrated(tmp_path):
 
 
 # What cannot be recorded or replayed -----------------------------------------------------------------------------------
+
+
+def test_prompts_for_each_frame_are_refused_with_what_to_do(tmp_path):
+    make, options = PIPELINES[PROMPTS_FOR_EACH_FRAME]
+    make().save_pretrained(tmp_path / "pipeline")
+    model = diffusers_model(tmp_path / "pipeline", tokens=TOKENS, **options)
+    section = CalibrationSection(samples=SAMPLES, batch=2, steps=STEPS)
+    with pytest.raises(UserError, match=r"(?s)cannot be recorded.*encoder_hidden_states.*calibrate on denoise"):
+        record(model, section, PER_RUN, "weights", tmp_path / "i.safetensors", Quiet())  # type: ignore[arg-type]
 
 
 class Positioned(nn.Module):
