@@ -101,10 +101,8 @@ __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1)
   // The same in every lane, and through the shuffle the compiler knows.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   // Not among the cases: the compiler would put the others elsewhere, and at another address mode 2 is up to 15 % slower.
-  if (has_fp8_values(kDimPv) && share.mode == 4) {
-    if constexpr (has_fp8_values(kDimPv)) attend<4, false, kDimQk, kDimPv>(p, schedule, values, shared, warpgroup, share);
-    return;
-  }
+  if constexpr (has_fp8_values(kDimPv))
+    if (share.mode == 4) return attend<4, false, kDimQk, kDimPv>(p, schedule, values, shared, warpgroup, share);
   switch (share.mode) {
     case 0:
       p.bf16 ? attend<0, true, kDimQk, kDimPv>(p, schedule, values, shared, warpgroup, share)

@@ -110,11 +110,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (consumer >= mine.active) {
-      mbarrier_arrive(barriers.query_empty(consumer));
-      mbarrier_arrive(barriers.task_done());
-      continue;
-    }
+    if (!takes_part(mine, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     const uint32_t row_scales = ring + own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
@@ -160,12 +156,8 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       turns.pass();
       // Asked now, needed later: an answer takes some fifty cycles.
       const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
-      float c[2] = {load_shared(row_scales), load_shared(row_scales + 32)};  // base-2 exponent per unit of the score
-      if constexpr (kMode == 1) {
-        const float k = load_shared(ring + S::tile_scales_at(at.stage) + uint32_t(offsetof(TileScales, k)));
-        c[0] *= k;
-        c[1] *= k;
-      }
+      float c[2];
+      load_exponents<S>(c, row_scales, ring, at.stage);
       wgmma_wait<0>();
       pin(s);
       pin(o);
@@ -187,11 +179,12 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
             settled = true;
           }
           weights_16bit<kBf16, kSums, kScores>(score, c, reference, probability, rows.sum);
-          const bool outgrown = too_large<kBf16>(probability) || too_coarse(rows);
+          const bool outgrown = too_large<kBf16>(probability) || too_coarse(rows, kLargestPlainReference);
           settle = __any_sync(0xffffffffu, outgrown & !settled);
         } while (__builtin_expect(settle, 0));
       } else {
-        if (__builtin_expect(__any_sync(0xffffffffu, outgrows(rows, s, c)), 0)) settle_references(rows, s, c, reference, o);
+        const bool outgrown = outgrows(rows, s, c, kRescaleThreshold, kLargestPlainReference);
+        if (__builtin_expect(__any_sync(0xffffffffu, outgrown), 0)) settle_references(rows, s, c, reference, o);
         if constexpr (kSums && kPartial) {
           const auto existing = [&](int i) { return column_of(i) < columns ? float(s[i]) : -INFINITY; };
           weights_16bit<kBf16, kSums, kScores>(existing, c, reference, probability, rows.sum);

@@ -87,23 +87,8 @@ __device__ __forceinline__ void take_weights(Rows& rows, float (&o)[kHalf]) {
 // Beyond this the product of a maximum and c has no fraction left, and might be off by more than one.
 constexpr float kLargestWholeReference = 0x1p23f;
 
-__device__ __forceinline__ bool too_coarse_for_fp8(const Rows& rows) {
-  return fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > kLargestWholeReference;
-}
-
-// Whether one of this thread's rows needs settle_fp8(): its maximum grew too far, or the reference is too coarse. The scores are x c.
-template <int N>
-__device__ __forceinline__ bool outgrows_fp8(const Rows& rows, const int32_t (&x)[N], const float (&c)[2]) {
-  float largest[2];
-  thread_maxima(x, largest);
-  bool result = too_coarse_for_fp8(rows);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) result |= largest[r] * c[r] > rows.reference[r] + kMostGrowth;
-  return result;
-}
-
-// Takes the row maxima of such a tile, and brings O and the sums to the new references. `reference` becomes what the tile's x c are
-// relative to: where it is too coarse the maxima are subtracted from x, as in settle_references().
+// Takes the row maxima of a tile that outgrows(), and brings O and the sums to the new references. `reference` becomes what the
+// tile's x c are relative to.
 template <int N, int kAll>
 __device__ __forceinline__ void settle_fp8(Rows& rows, int32_t (&x)[N], const float (&c)[2], float (&reference)[2], float (&o)[kAll]) {
   float peak[2], factor[2];
@@ -120,12 +105,7 @@ __device__ __forceinline__ void settle_fp8(Rows& rows, int32_t (&x)[N], const fl
   }
 #pragma unroll
   for (int i = 0; i < kAll - 4; ++i) o[i] *= factor[i / 2 % 2];
-  if (__any_sync(0xffffffffu, too_coarse_for_fp8(rows))) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] -= int32_t(peak[i / 2 % 2]);
-    reference[0] -= maximum[0];
-    reference[1] -= maximum[1];
-  }
+  if (__any_sync(0xffffffffu, too_coarse(rows, kLargestWholeReference))) subtract_maxima(x, peak, maximum, reference);
 }
 
 // exp2(x c + shift) of a tile as the A operand of the second product. `value(i)` gives x[i] as a float.
@@ -161,11 +141,7 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (consumer >= mine.active) {
-      mbarrier_arrive(barriers.query_empty(consumer));
-      mbarrier_arrive(barriers.task_done());
-      continue;
-    }
+    if (!takes_part(mine, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     const uint32_t row_scales = own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
@@ -206,10 +182,8 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
       turns.pass();
       // Asked now, needed later: an answer takes some fifty cycles.
       const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
-      float c[2] = {load_shared(row_scales), load_shared(row_scales + 32)};  // base-2 exponent per unit of the score
-      const float k = load_shared(ring + S::tile_scales_at(at.stage) + uint32_t(offsetof(TileScales, k)));
-      c[0] *= k;
-      c[1] *= k;
+      float c[2];
+      load_exponents<S>(c, row_scales, ring, at.stage);
       wgmma_wait<0>();
       pin(s);
       pin(o);
@@ -223,7 +197,8 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
       const int columns = kPartial ? mine.last_columns : kKeyTile;
       if constexpr (kPartial) hide_columns(s, columns);
       float reference[2] = {rows.reference[0], rows.reference[1]};
-      if (__builtin_expect(__any_sync(0xffffffffu, outgrows_fp8(rows, s, c)), 0)) settle_fp8(rows, s, c, reference, o[0]);
+      const bool outgrown = outgrows(rows, s, c, kMostGrowth, kLargestWholeReference);
+      if (__builtin_expect(__any_sync(0xffffffffu, outgrown), 0)) settle_fp8(rows, s, c, reference, o[0]);
       const float shift[2] = {kLog2OfLargestWeight - reference[0], kLog2OfLargestWeight - reference[1]};
       if constexpr (kPartial) {
         const auto existing = [&](int i) { return column_of(i) < columns ? float(s[i]) : -INFINITY; };

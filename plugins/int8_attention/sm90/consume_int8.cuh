@@ -177,11 +177,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
     const float* const row_scales = reinterpret_cast<const float*>(own + S::kQueryBytes + n % 2 * S::kBesideBytes);
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (consumer >= mine.active) {
-      mbarrier_arrive(barriers.query_empty(consumer));
-      mbarrier_arrive(barriers.task_done());
-      continue;
-    }
+    if (!takes_part(mine, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     if constexpr (kMode == 2) find_extremes(extremes, row_scales);
 

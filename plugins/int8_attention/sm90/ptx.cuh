@@ -229,8 +229,8 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_NAMES_44 TRT_NAMES_40 ",%40,%41,%42,%43"
 #define TRT_NAMES_48 TRT_NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define TRT_NAMES_52 TRT_NAMES_48 ",%48,%49,%50,%51"
-#define TRT_NAMES_68 TRT_NAMES_64 ",%64,%65,%66,%67"
 #define TRT_NAMES_64 TRT_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TRT_NAMES_68 TRT_NAMES_64 ",%64,%65,%66,%67"
 #define TRT_REGS_4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define TRT_REGS_8(C, d, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])

@@ -41,6 +41,17 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Base-2 exponents of a thread's rows per unit of a stage's scores. `row_scales` are the rows', in shared memory, `ring` its start.
+template <typename S>
+__device__ __forceinline__ void load_exponents(float (&c)[2], uint32_t row_scales, uint32_t ring, int stage) {
+  c[0] = load_shared(row_scales), c[1] = load_shared(row_scales + 32);
+  if constexpr (S::kInt8Qk) {
+    const float k = load_shared(ring + S::tile_scales_at(stage) + uint32_t(offsetof(TileScales, k)));
+    c[0] *= k;
+    c[1] *= k;
+  }
+}
+
 template <bool kBf16>
 __device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
   uint32_t result;
@@ -111,25 +122,36 @@ __device__ __forceinline__ void thread_maxima(const float (&x)[N], float (&maxim
   maximum[1] = fmaxf(partial[2], partial[3]);
 }
 
-// Modes 0 and 1: whether a reference is so large that its rounding might carry weights out of their range.
-__device__ __forceinline__ bool too_coarse(const Rows& rows) {
-  return fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > kLargestPlainReference;
+// Modes 0, 1 and 4: whether a reference is so large that its rounding might carry weights out of their range.
+__device__ __forceinline__ bool too_coarse(const Rows& rows, float largest) {
+  return fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > largest;
 }
 
-// Modes 0 and 1: whether one of this thread's rows needs settle_references(): its maximum grew past the threshold, or the reference
-// is too coarse. The scores are x c.
+// Modes 0, 1 and 4: whether one of this thread's rows needs another reference: its maximum grew by more than 2^most, or the
+// reference is too coarse. The scores are x c.
 template <typename Score, int N>
-__device__ __forceinline__ bool outgrows(const Rows& rows, const Score (&x)[N], const float (&c)[2]) {
+__device__ __forceinline__ bool outgrows(const Rows& rows, const Score (&x)[N], const float (&c)[2], float most,
+                                         float largest_reference) {
   float largest[2];
   thread_maxima(x, largest);
-  bool result = too_coarse(rows);
+  bool result = too_coarse(rows, largest_reference);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) result |= largest[r] * c[r] > rows.reference[r] + kRescaleThreshold;
+  for (int r = 0; r < 2; ++r) result |= largest[r] * c[r] > rows.reference[r] + most;
   return result;
 }
 
-// Takes the row maxima of such a tile. `reference` becomes what its x c are relative to: large maxima are subtracted from x, as
-// subtracting before multiplying is exact where it counts.
+// Brings a tile whose references are too coarse to its maxima: subtracting before multiplying is exact where it counts. `peak` and
+// `maximum` are those of x and of x c, `reference` what x c are relative to.
+template <typename Score, int N>
+__device__ __forceinline__ void subtract_maxima(Score (&x)[N], const float (&peak)[2], const float (&maximum)[2],
+                                                float (&reference)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] -= Score(peak[i / 2 % 2]);
+  reference[0] -= maximum[0];
+  reference[1] -= maximum[1];
+}
+
+// Modes 0 and 1: takes the row maxima of such a tile. `reference` becomes what its x c are relative to.
 template <typename Score, int N, int kChunks, int kHalf>
 __device__ __forceinline__ void settle_references(Rows& rows, Score (&x)[N], const float (&c)[2], float (&reference)[2],
                                                   float (&o)[kChunks][kHalf]) {
@@ -140,12 +162,7 @@ __device__ __forceinline__ void settle_references(Rows& rows, Score (&x)[N], con
   take_maxima(rows, maximum, o);
   reference[0] = rows.reference[0];
   reference[1] = rows.reference[1];
-  if (__any_sync(0xffffffffu, fmaxf(fabsf(reference[0]), fabsf(reference[1])) > kLargestPlainReference)) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] -= Score(peak[i / 2 % 2]);
-    reference[0] -= maximum[0];
-    reference[1] -= maximum[1];
-  }
+  if (__any_sync(0xffffffffu, too_coarse(rows, kLargestPlainReference))) subtract_maxima(x, peak, maximum, reference);
 }
 
 }  // namespace trtconvert::attention::sm90

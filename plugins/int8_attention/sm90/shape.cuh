@@ -391,6 +391,15 @@ struct ConsumerTask {
   }
 };
 
+// Whether a consumer has a part in a task; where it has none, it is done with its queries and with the task at once.
+template <typename S>
+__device__ __forceinline__ bool takes_part(const ConsumerTask<S>& mine, int consumer, const BarrierAddresses& barriers) {
+  if (consumer < mine.active) return true;
+  mbarrier_arrive(barriers.query_empty(consumer));
+  mbarrier_arrive(barriers.task_done());
+  return false;
+}
+
 // A bool that the compiler knows. (std::bool_constant converts on the host only.)
 template <bool kValue>
 struct Known {
