@@ -147,6 +147,11 @@ class SiteRecord(_Record):
     modes: list[int]
     reason: str = ""
 
+    @property
+    def in_int8(self) -> bool:
+        """Whether it quantises in some timestep bin: a plan may leave a converted site in FP16, mode 0."""
+        return any(self.modes)
+
 
 class DiffusersRecord(_Record):
     """How a diffusers pipeline calls one of its models.
@@ -265,6 +270,11 @@ class Manifest(_Record):
     quality: QualityRecord
     files: dict[str, FileRecord] = Field(default_factory=dict)
     digest: str = ""
+
+    @property
+    def sites(self) -> list[SiteRecord]:
+        """The attention sites of all components."""
+        return [site for component in self.components.values() for site in component.sites]
 
     @field_validator("components")
     @classmethod

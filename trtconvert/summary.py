@@ -139,7 +139,7 @@ def _calibration(made: Provenance) -> str:
 
 
 def _sites(component: ComponentRecord) -> str:
-    in_int8 = sum(any(site.modes) for site in component.sites)
+    in_int8 = sum(site.in_int8 for site in component.sites)
     in_fp16 = sum(bool(site.modes) for site in component.sites) - in_int8
     left = [f"{site.name}: {site.reason}" for site in component.sites if not site.modes]
     return (

@@ -95,7 +95,7 @@ class InterceptedDenoiser(nn.Module):
 
     def forward(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
         named = dict(zip(self.input_names, inputs, strict=False)) | by_name
-        batch = next(x for name, x in named.items() if name != self.timestep_input).shape[0]
+        batch = _samples(named, self.timestep_input)
         timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
         with _Interception(self.denoiser, self.handler, timestep):
             return first_tensor(self.denoiser(**named))
@@ -164,6 +164,11 @@ class _Interception(TorchFunctionMode):
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 """The function that every call of a module goes through."""
+
+
+def _samples(inputs: Mapping[str, Tensor], timestep_input: str) -> int:
+    """How many samples a call of a denoiser is for: as many as its first input has, but the timestep."""
+    return next(x for name, x in inputs.items() if name != timestep_input).shape[0]
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -253,7 +258,7 @@ def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input
 
     with torch.no_grad():
         InterceptedDenoiser(denoiser, inputs, timestep_input, handler)(*inputs.values())
-        if seen:
+        if seen and _samples(inputs, timestep_input) > 1:
             others = _with_another_last_sample(inputs, timestep_input)
             InterceptedDenoiser(denoiser, inputs, timestep_input, compare)(*others.values())
     return list(found.values())
@@ -269,8 +274,7 @@ def _signature(call: SiteCall) -> Tensor:
 
 
 def _with_another_last_sample(inputs: Mapping[str, Tensor], timestep_input: str) -> dict[str, Tensor]:
-    batch = next(x for name, x in inputs.items() if name != timestep_input).shape[0]
-    others = {}
+    batch, others = _samples(inputs, timestep_input), {}
     for name, x in inputs.items():
         of_samples = name != timestep_input and x.is_floating_point() and x.dim() > 0 and x.shape[0] == batch
         others[name] = torch.cat([x[:-1], 1 - x[-1:]]) if of_samples else x

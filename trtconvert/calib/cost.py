@@ -70,7 +70,7 @@ class KernelCost:
         path = path or KERNEL_COST
         try:
             cost = KernelCost(json.loads(path.read_text(encoding="utf-8")))
-            if lacking := cost._lacking(ALWAYS_MEASURED):
+            if lacking := cost._lacking():
                 raise ValueError(lacking)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(

@@ -113,7 +113,7 @@ def gates(manifest: Manifest) -> list[Gate]:
     """The gates that the build passed, as `verify.check_gates` compares them."""
     quality, section = manifest.quality, manifest.recipe.verify
     db, site, index = quality.worst_site()
-    max_error = error_limit(section, (s.modes for c in manifest.components.values() for s in c.sites))
+    max_error = error_limit(section, (site.modes for site in manifest.sites))
     return [
         Gate(
             "Images against full precision, PSNR",
@@ -154,9 +154,9 @@ def gates(manifest: Manifest) -> list[Gate]:
 def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
     """The figures at the top."""
     quality, section = manifest.quality, manifest.recipe.verify
-    sites = [site for component in manifest.components.values() for site in component.sites]
+    sites = manifest.sites
     modes = [mode for site in sites for mode in site.modes]
-    in_int8 = sum(any(site.modes) for site in sites)
+    in_int8 = sum(site.in_int8 for site in sites)
     share = sum(Mode(mode) in INT8_VALUES for mode in modes) / len(modes) if modes else 0.0
     found = [
         Tile("Images match full precision", f"{quality.psnr:.1f} dB", f"PSNR; the gate is {section.min_psnr:g} dB"),

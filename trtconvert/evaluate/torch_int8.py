@@ -26,7 +26,7 @@ class TorchInt8:
 
     def __init__(self, model: DiffusionModel, folder: Path, manifest: Manifest) -> None:
         device = next(model.denoiser.parameters()).device
-        sites = [site for component in manifest.components.values() for site in component.sites if site.modes]
+        sites = [site for site in manifest.sites if site.modes]
         modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
         calibration = Calibration.load(folder / manifest.calibration)
         tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
