@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from trtconvert import __version__
-from trtconvert.errors import TrtconvertError, UserError
+from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 
 if TYPE_CHECKING:
     from trtconvert.cache import Cache
@@ -75,8 +75,7 @@ class _Commands(click.Group):
             if isinstance(error, TrtconvertError):
                 click.echo(f"error: {error}", err=True)
                 sys.exit(error.exit_code)
-            text = str(error).strip().splitlines()
-            click.echo(f"internal error: {type(error).__name__}: {text[0] if text else 'no message'}", err=True)
+            click.echo(f"internal error: {kind_and_first_line(error)}", err=True)
             click.echo("  remedy: this is a fault of trtconvert; please report it with the output of --debug", err=True)
             sys.exit(1)
         finally:

@@ -43,3 +43,9 @@ class BackendUnavailable(TrtconvertError):
 def first_line(error: BaseException) -> str:
     """What an error of another library says first, for `got`; the name of its class where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def kind_and_first_line(error: BaseException) -> str:
+    """The same after its class, for what may be anything: of `KeyError("x")` the first line alone is `'x'`."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from tolerances import INT8_CALL, INT8_IMAGES_PSNR
+from tolerances import INT8_CALL, INT8_IMAGES_PSNR, SAME_IMAGES_PSNR
 
 from trtconvert import runtime
 from trtconvert.cache import Cache
@@ -71,6 +71,10 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
         assert pipe.device.type == "cuda"
         drawn = images()
         assert bundle["denoiser"].graphs_recorded == 1
+        # The VAE, which still is torch's, goes to the CPU between calls, whole or in parts; the engine stays.
+        for offload in (pipe.enable_model_cpu_offload, pipe.enable_sequential_cpu_offload):
+            offload()
+            assert pipe.vae.device.type != "cuda" and psnr(images().float(), drawn.float()).min() >= SAME_IMAGES_PSNR
     assert len(errors) == 20 and max(errors) <= INT8_CALL
     assert drawn.device.type == "cuda" and psnr(drawn.float(), full.float()).min() >= INT8_IMAGES_PSNR
 

@@ -19,7 +19,7 @@ from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
 from trtconvert.calib.recorded import is_shared, open_inputs, read_inputs, whole
 from trtconvert.entry_point import import_function
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.models.base import Denoiser, DiffusionModel
 from trtconvert.recipe import CalibrationSection
 
@@ -153,7 +153,7 @@ def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser,
         raise UserError(
             f"{model.name} cannot take {place}",
             expected="values and sizes that the denoiser's forward takes",
-            got=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            got=kind_and_first_line(error),
             remedy="record the inputs of this model; if it is out of memory, lower calibration.batch",
         ) from error
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trtconvert.calib.identity import CLASSIFIER_WEIGHTS, EXTRACTOR
 from trtconvert.entry_point import function_identity, import_function
-from trtconvert.errors import TrtconvertError, UserError
+from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.evaluate.optional import require
 from trtconvert.files import sha256
 
@@ -77,7 +77,7 @@ class Extractor:
             raise UserError(
                 f"the feature extractor '{self.name}' fails on the images",
                 expected="images of the channels and size that it was made for",
-                got=f"{list(images.shape[1:])}, {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                got=f"{list(images.shape[1:])}, {kind_and_first_line(error)}",
                 remedy="choose another with --features, or plan.features in the recipe; --debug shows where it failed",
             ) from error
 
@@ -123,9 +123,7 @@ def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
         return state
     # Damaged checkpoints raise whatever the unpickler stumbles over.
     except Exception as error:
-        got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
-        if isinstance(error, SafetensorError):
-            got = f"a damaged file, {error}"
+        got = f"a damaged file, {error}" if isinstance(error, SafetensorError) else kind_and_first_line(error)
         raise UserError(
             f"cannot read the weights {path}",
             expected=what,
