@@ -400,6 +400,19 @@ class RowsAndColumns(Blocks):
         return (x + self.columns(x.flatten(0, 1)).unflatten(0, (-1, 4))).transpose(1, 2).flatten(1, 2)
 
 
+class ToldSizes(Blocks):
+    """Attention of each image four times over, as of the frames of a video, and repetitions that are told what they come to."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Scaled(0.3)
+
+    def blocks(self, x):
+        x = x + self.attn(x.repeat_interleave(4, dim=0, output_size=4 * x.shape[0])).unflatten(0, (-1, 4)).mean(1)
+        twice = torch.repeat_interleave(x, repeats=2, dim=0, output_size=2 * x.shape[0])
+        return x + twice.unflatten(0, (-1, 2)).sum(1)
+
+
 class CountsImages(Blocks):
     def __init__(self):
         super().__init__()
@@ -416,7 +429,9 @@ def coarser_later(tables):
     return two.with_modes(torch.tensor([Mode.BALANCED, Mode.AGGRESSIVE]))
 
 
-@pytest.mark.parametrize("denoiser", [NamesAlike(), ThreeAxes(), RowsAndColumns()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "denoiser", [NamesAlike(), ThreeAxes(), RowsAndColumns(), ToldSizes()], ids=lambda x: type(x).__name__
+)
 def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
     model = replace(tiny_models.build(), denoiser=denoiser.eval().requires_grad_(False))
     tables = {}

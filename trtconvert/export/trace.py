@@ -182,7 +182,7 @@ def _exported(
         return program
 
     try:
-        with torch.no_grad(), _FourAxes(), warnings.catch_warnings(), _stderr_of_success():
+        with torch.no_grad(), _AsExportersTakeIt(), warnings.catch_warnings(), _stderr_of_success():
             # One symbol for a dimension that several inputs share is what is wanted here.
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
             try:
@@ -240,17 +240,26 @@ def _stderr_of_success() -> Iterator[None]:
     sys.stderr.write(written.getvalue())
 
 
-class _FourAxes(TorchFunctionMode):
-    """Attention of tensors [B, N, D] as that of [1, B, N, D]: the exporter takes no other than those of four axes."""
+class _AsExportersTakeIt(TorchFunctionMode):
+    """Calls of torch in a form that every version of it can export, with the results that they have.
+
+    Attention of tensors [B, N, D] is that of [1, B, N, D]: the exporter takes no other than those of four axes. What is repeated
+    a number of times is not told how many that gives, of which torch 2.11 makes a constant.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        tensors = [named.pop(name) for name in ("query", "key", "value")]
-        if any(x.dim() != 3 for x in tensors):
-            return func(*args, **(kwargs or {}))
-        return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
+        named = dict(kwargs or {})
+        if func is scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | named
+            tensors = [named.pop(name) for name in ("query", "key", "value")]
+            if all(x.dim() == 3 for x in tensors):
+                return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
+            return func(*tensors, *args[3:], **named)
+        if func in (torch.repeat_interleave, Tensor.repeat_interleave):
+            repeats = named.get("repeats", args[1] if len(args) > 1 else None)
+            if isinstance(repeats, (int, torch.SymInt)):
+                named.pop("output_size", None)
+        return func(*args, **named)
 
 
 def _with_complex_as_pairs(
