@@ -376,6 +376,16 @@ def test_symbolic_dimensions_follow_the_sizes(tmp_path):
     assert model.output.shape == ("batch", 16, "height", 8)
 
 
+def test_the_smallest_sizes_of_what_is_repeated_for_each_frame_go_together(tmp_path):
+    """AnimateDiff passes a prompt for each of the 4 frames, and guidance doubles both."""
+    tiny_pipelines.animatediff().save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=32, width=32, frames=4, tokens=8, batch=[1, 1, 2])
+    assert [spec.shape[0] for spec in model.inputs] == ["batch", "batch", "batch_2"]
+    assert model.dims == {"batch": (1, 2, 4), "batch_2": (4, 8, 16)}
+    smallest = model.example(0, {name: low for name, (low, _, _) in model.dims.items()})
+    assert model.denoiser(**smallest).shape == (1, 4, 4, 8, 8)
+
+
 def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path):
     """QwenImage tells its model the shape of each image, and keeps rotations of one call for the next, which may be none that
     was made to find out shapes alone."""

@@ -478,10 +478,13 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
         stem = follows[0] if len(follows) == 1 else "tokens"
         number = sum(other.partition("_")[0] == stem for other in dims)
         title = f"{stem}_{number + 1}" if number else stem
-        symbols[title] = sizes
         *_, low, high = sizes
-        # A pipeline with guidance calls with twice as many; the same engine serves it without.
-        dims[title] = (ranges["batch"][0] if stem == "batch" else low, sizes[0], high)
+        if stem == "batch":
+            # A pipeline with guidance calls with twice as many; the same engine serves it without. What has rows for each frame
+            # has as many for a sample then: the smallest sizes are those of one call.
+            low = ranges["batch"][0] * max(1, sizes[0] // symbols.get("batch", sizes)[0])
+        symbols[title] = sizes
+        dims[title] = (low, sizes[0], high)
         return title
 
     shapes = {name: tuple(symbol(name, axis) for axis in range(x.dim())) for name, x in example.items()}
