@@ -5,6 +5,7 @@ import ctypes
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 
@@ -397,6 +398,49 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class FragileEngine(HostEngine):
+    """One that does not bear two threads which make contexts or let go of them, as TensorRT's. Attributes: met: how often two did."""
+
+    def __init__(self, cuda) -> None:
+        super().__init__(cuda)
+        self.met, self._one = 0, threading.Lock()
+
+    def create_execution_context(self, strategy):
+        self.change()
+        context = HostContext(self.cuda)
+        weakref.finalize(context, self.change)
+        return context
+
+    def change(self):
+        if not self._one.acquire(blocking=False):
+            self.met += 1
+            return
+        time.sleep(0.0005)
+        self._one.release()
+
+
+def test_contexts_of_an_engine_are_made_and_go_one_at_a_time(cuda, machine):
+    """From threads with a stream each, whose lanes open and close."""
+    scratch, types = Scratch(torch.device("cpu")), (torch.float32, torch.float32)
+    scratch.reserve(HostEngine.device_memory_size_v2)
+    engine, wrong = FragileEngine(cuda), []
+    plan = Plan(TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
+
+    def work(handle):
+        for _ in range(10):
+            lane = Lane(plan, machine.stream(handle), 0)
+            if not right(lane, 4):
+                wrong.append(handle)
+            lane.close()
+
+    threads = [threading.Thread(target=work, args=(handle,)) for handle in (7, 8, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not engine.met
 
 
 def contexts_of(lane):

@@ -49,19 +49,19 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
 
     pipe = load_pipeline(tmp_path / "pipeline").to("cuda", torch.float16)
     pipe.set_progress_bar_config(disable=True)
-    width = tiny_pipelines.WIDTH
-    shapes = {"prompt_embeds": (1, 8, width), "pooled_prompt_embeds": (1, width)}
-    size = {"height": 32, "width": 32}
-    if name == "animatediff":
-        del shapes["pooled_prompt_embeds"]
-        size["num_frames"] = options["frames"]
-    if name != "flux":
-        shapes |= {f"negative_{embedding}": shape for embedding, shape in shapes.items()}
-    embeddings = {embedding: torch.randn(shape).cuda().half() for embedding, shape in shapes.items()}
+    given = {"height": 32, "width": 32}
+    if name == "animatediff":  # whose scales are of what its text encoder gives
+        given |= {"prompt": "a cat", "num_frames": options["frames"]}
+    else:
+        width = tiny_pipelines.WIDTH
+        shapes = {"prompt_embeds": (1, 8, width), "pooled_prompt_embeds": (1, width)}
+        if name != "flux":
+            shapes |= {f"negative_{embedding}": shape for embedding, shape in shapes.items()}
+        given |= {embedding: torch.randn(shape).cuda().half() for embedding, shape in shapes.items()}
 
     def images() -> torch.Tensor:
         seeded = torch.Generator().manual_seed(1)
-        return pipe(**size, num_inference_steps=20, output_type="pt", generator=seeded, **embeddings)[0]
+        return pipe(**given, num_inference_steps=20, output_type="pt", generator=seeded)[0]
 
     full = images()
     with runtime.load(tmp_path / "bundle", backend="tensorrt") as bundle:
@@ -75,7 +75,7 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
         for offload in (pipe.enable_model_cpu_offload, pipe.enable_sequential_cpu_offload):
             offload()
             assert pipe.vae.device.type != "cuda" and psnr(images().float(), drawn.float()).min() >= SAME_IMAGES_PSNR
-    assert len(errors) == 20 and max(errors) <= INT8_CALL
+    assert len(errors) == 3 * 20 and max(errors) <= INT8_CALL
     assert drawn.device.type == "cuda" and psnr(drawn.float(), full.float()).min() >= INT8_IMAGES_PSNR
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
 from trtconvert.engine.signals import DeferredSignals
+
+_ONE_AT_A_TIME = threading.Lock()
+"""A runtime that is made sets the log of the whole library."""
 
 
 def load_engine(trt: Any, log: Any, plan: bytes) -> tuple[Any, Any | None]:
@@ -23,7 +27,8 @@ def load_engine(trt: Any, log: Any, plan: bytes) -> tuple[Any, Any | None]:
         says why.
     """
     with DeferredSignals():
-        runtime = trt.Runtime(log)
+        with _ONE_AT_A_TIME:
+            runtime = trt.Runtime(log)
         runtime.engine_host_code_allowed = True  # the plan carries our plugin library
         engine = runtime.deserialize_cuda_engine(plan)
         torch.cuda.synchronize()

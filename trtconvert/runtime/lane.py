@@ -7,12 +7,13 @@ stream runs in order anyway; concurrency comes from several streams, each of whi
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class Plan:
         inputs, input_dtypes, outputs, output_dtypes: names and types, in the signature's order.
         device: the GPU.
         scratch: memory for execution contexts.
+        changing: held while an execution context is made or goes. TensorRT lets different threads use different contexts, and
+            no more: one made while another one went, of the same engine, has crashed the process (TensorRT 10.6).
     """
 
     trt: Any
@@ -65,6 +68,7 @@ class Plan:
     output_dtypes: tuple[torch.dtype, ...]
     device: torch.device
     scratch: Scratch
+    changing: Any = field(default_factory=threading.RLock, init=False)
 
     def empty_outputs(self, call: Call) -> list[Tensor]:
         """Room for what a call gives."""
@@ -95,15 +99,21 @@ class _Context:
         self._plan = plan
         self._scratch = scratch
         strategy = plan.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        self._context = plan.engine.create_execution_context(strategy)
-        if self._context is None:
-            raise plan.failure("TensorRT could not make an execution context")
-        if not self._context.set_optimization_profile_async(profile, stream.cuda_stream):
-            raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
+        with plan.changing:
+            self._context = plan.engine.create_execution_context(strategy)
+            if self._context is None:
+                raise plan.failure("TensorRT could not make an execution context")
+            if not self._context.set_optimization_profile_async(profile, stream.cuda_stream):
+                raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
         self._context.set_device_memory(scratch.data_ptr(), scratch.numel())
         self._shapes: tuple[tuple[int, ...], ...] | None = None
         self._names = plan.inputs + plan.outputs
         self._addresses = [0] * len(self._names)
+
+    def __del__(self) -> None:
+        # Whoever lets go of it last: a lane that closes, a graph that makes room, an error on the way, the garbage collector.
+        with self._plan.changing:
+            self._context = None
 
     def has_shapes_of(self, call: Call) -> bool:
         """Whether it was told the call's shapes last."""
