@@ -322,7 +322,7 @@ def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):
     assert {str(path) for path in left} == {"model_index.json", "scheduler", "tokenizer", "tokenizer_2"}
 
 
-def test_heights_within_the_range_are_drawn(half):
+def test_heights_within_the_range_are_drawn(half, one_noise):
     """In half precision, by the components alone; the decoder's output is a line through its input."""
     pipe = load_pipeline(half.pipeline)
     with runtime.load(half.bundle) as bundle:

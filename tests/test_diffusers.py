@@ -173,7 +173,7 @@ def test_a_call_shows_what_the_denoiser_ignores(converted, ignored):
 
 
 @pytest.mark.slow
-def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path):
+def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path, one_noise):
     converted = convert(tmp_path, "stable_diffusion_xl", dtype="float16")
     pipe = converted.torch_pipeline()
     full = images(pipe, converted.name)
