@@ -401,7 +401,11 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
 
 
 class FragileEngine(HostEngine):
-    """One that does not bear two threads which make contexts or let go of them, as TensorRT's. Attributes: met: how often two did."""
+    """One that, as TensorRT's, does not bear two threads which make contexts or let go of them.
+
+    Attributes:
+        met: how often two did.
+    """
 
     def __init__(self, cuda) -> None:
         super().__init__(cuda)

@@ -99,6 +99,7 @@ class _Context:
         self._plan = plan
         self._scratch = scratch
         strategy = plan.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self._context: Any = None
         with plan.changing:
             self._context = plan.engine.create_execution_context(strategy)
             if self._context is None:
