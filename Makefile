@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
-COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f)
+COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
 .PHONY: setup demo test lint bench tensorrt clean
 
@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): $(COMPILED)
 	@echo "Setting up $(VENV). Compiling the CUDA kernels takes some 20 minutes of processor time: 10 minutes on two cores."
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev]'
 	touch $@
 
