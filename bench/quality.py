@@ -71,7 +71,7 @@ def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluat
 
 def show_plans(bundle: Path) -> None:
     """What the bundle runs, and the plans that were tried before it."""
-    sites = [site for c in read_manifest(bundle).components.values() for site in c.sites if site.modes]
+    sites = [site for site in read_manifest(bundle).sites if site.modes]
     modes = [mode for site in sites for mode in site.modes]
     share = sum(mode >= Mode.BALANCED for mode in modes) / len(modes)
     print(f"\nBoth products in INT8 at {share:.0%} of sites and timestep bins.")

@@ -298,16 +298,17 @@ TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MA
 
 
 @pytest.fixture
-def open_lane(cuda, machine):
-    """Makes lanes with room for so many graphs, on one stream and in one memory."""
+def plan_of():
+    """Makes plans of engines that compute in one memory."""
     scratch, types = Scratch(torch.device("cpu")), (torch.float32, torch.float32)
     scratch.reserve(HostEngine.device_memory_size_v2)
+    return lambda engine: Plan(TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
 
-    def make(graphs):
-        plan = Plan(TRT, HostEngine(cuda), LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
-        return Lane(plan, machine.stream(7), graphs)
 
-    return make
+@pytest.fixture
+def open_lane(cuda, machine, plan_of):
+    """Makes lanes with room for so many graphs, on one stream and in one memory."""
+    return lambda graphs: Lane(plan_of(HostEngine(cuda)), machine.stream(7), graphs)
 
 
 CALLS = {length: Call(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8, REFUSED)}
@@ -382,6 +383,15 @@ def test_a_call_that_is_refused_leaves_no_shapes_behind(open_lane):
     assert right(lane, 4) and contexts_of(lane)[0].shape == (4,)
 
 
+def at_once(work, each):
+    """Runs work(x) for each x, in threads of their own, to the end."""
+    threads = [threading.Thread(target=work, args=(x,)) for x in each]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
     """From two threads: each call is two kernels, with what lies between them in the memory of both."""
     cuda.pause, wrong, lanes = 0.0005, [], [open_lane(0), open_lane(0)]
@@ -392,11 +402,7 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
                 if not right(lane, 8):
                     wrong.append(lane)
 
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, lanes)
     assert not wrong
 
 
@@ -425,12 +431,10 @@ class FragileEngine(HostEngine):
         self._one.release()
 
 
-def test_contexts_of_an_engine_are_made_and_go_one_at_a_time(cuda, machine):
+def test_contexts_of_an_engine_are_made_and_go_one_at_a_time(cuda, machine, plan_of):
     """From threads with a stream each, whose lanes open and close."""
-    scratch, types = Scratch(torch.device("cpu")), (torch.float32, torch.float32)
-    scratch.reserve(HostEngine.device_memory_size_v2)
     engine, wrong = FragileEngine(cuda), []
-    plan = Plan(TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
+    plan = plan_of(engine)
 
     def work(handle):
         for _ in range(10):
@@ -439,11 +443,7 @@ def test_contexts_of_an_engine_are_made_and_go_one_at_a_time(cuda, machine):
                 wrong.append(handle)
             lane.close()
 
-    threads = [threading.Thread(target=work, args=(handle,)) for handle in (7, 8, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, (7, 8, 9))
     assert not wrong and not engine.met
 
 
