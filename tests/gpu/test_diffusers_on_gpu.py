@@ -22,6 +22,9 @@ import tiny_pipelines
 
 from trtconvert.models.diffusers import load_pipeline
 
+#: The convolutions of a U-Net take minutes where TensorRT times every way to compute each of them.
+ENGINE = {"backend": "tensorrt", "attention": "plugin", "optimization_level": 1}
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
 
@@ -39,7 +42,7 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
         },
         "attention": {"modes": ["precision", "balanced"]},
         "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
-        "engine": {"backend": "tensorrt", "attention": "plugin"},
+        "engine": ENGINE,
         "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
         "output": {"grid": 2},
     }
@@ -93,7 +96,7 @@ def test_engines_alone_draw_a_prompt(tmp_path):
         "components": {"all": {}, "vae_encoder": {}},
         "attention": {"modes": "precision"},
         "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
-        "engine": {"backend": "tensorrt", "attention": "plugin"},
+        "engine": ENGINE,
         "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
         "output": {"grid": 2},
     }
