@@ -9,10 +9,11 @@ import onnxruntime
 import pytest
 import torch
 from exports import changed, export, run
-from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, NotImplemented
 from torch import nn
 
 from trtconvert.bundle import TRANSPOSED
+from trtconvert.export.booleans import choose_by_logic
 from trtconvert.export.concats import promote_concats
 from trtconvert.export.epsilons import keep_epsilons
 from trtconvert.export.interleaves import join_interleaves
@@ -39,6 +40,15 @@ class Concatenates(nn.Module):
 class Stacks(nn.Module):
     def forward(self, x):
         return torch.stack([x.float(), x], -1)
+
+
+class Masks(nn.Module):
+    """Truth values where others are: what is true is hidden, or shown, or replaced by other truth values."""
+
+    def forward(self, x):
+        shown, beyond = x > 0, x[:1] > 1
+        masks = [shown.masked_fill(beyond, False), shown.masked_fill(beyond, True), torch.where(beyond, x > 2, shown)]
+        return torch.stack(masks).float()
 
 
 class Projects(nn.Module):
@@ -96,11 +106,13 @@ class WritesRows(nn.Module):
         (Squeezes(), torch.randn(2, 4, 3), drop_idle_squeezes, 1),
         (Concatenates(), torch.randn(2, 4).half(), promote_concats, 1),
         (Stacks(), torch.randn(2, 4).half(), promote_concats, 1),
+        (Masks(), 2 * torch.randn(8, 64), choose_by_logic, 3),
     ],
 )
 def test_a_rewrite_makes_what_onnx_refuses_run(module, x, rewrite, count):
     model = export(module, x).model
-    with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError, Fail, InvalidGraph)):
+    refusals = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, Fail, InvalidGraph, NotImplemented)
+    with pytest.raises(refusals):
         run(model, x)
     assert rewrite(model) == count
     got, expected = run(model, x), module(x)
@@ -108,7 +120,7 @@ def test_a_rewrite_makes_what_onnx_refuses_run(module, x, rewrite, count):
     assert rewrite(model) == 0
 
 
-@pytest.mark.parametrize("rewrite", [drop_idle_squeezes, promote_concats])
+@pytest.mark.parametrize("rewrite", [drop_idle_squeezes, promote_concats, choose_by_logic])
 def test_a_graph_without_such_nodes_stays_as_it_is(rewrite):
     model = export(Projects(), torch.randn(2, 3)).model
     before = ir.to_proto(model).SerializeToString(deterministic=True)

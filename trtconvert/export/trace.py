@@ -22,6 +22,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError, first_line
+from trtconvert.export.booleans import choose_by_logic
 from trtconvert.export.complex_pairs import complex_as_pairs
 from trtconvert.export.concats import drop_rejoins, promote_concats
 from trtconvert.export.epsilons import keep_epsilons
@@ -162,7 +163,10 @@ def _exported(
     Raises:
         UserError: it cannot be exported.
     """
-    symbols = {name: torch.export.Dim(name, min=low, max=high) for name, (low, _, high) in dims.items() if low < high}
+    # Of 1 to 2 torch.export, for which no dynamic size is 1, makes 2, and is silent where a model does so too.
+    symbols = {
+        name: torch.export.Dim(name, min=low, max=max(high, 3)) for name, (low, _, high) in dims.items() if low < high
+    }
     shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in specs)
     values = tuple(inputs.values())
 
@@ -216,6 +220,7 @@ def _exported(
     weights = name_weights(program.model, prefix)
     drop_idle_squeezes(program.model)
     promote_concats(program.model)
+    choose_by_logic(program.model)
     fold_sizes(program.model)
     keep_epsilons(program.model)
     with warnings.catch_warnings(), weights_apart(program.model, weights):
