@@ -413,6 +413,19 @@ class ToldSizes(Blocks):
         return x + twice.unflatten(0, (-1, 2)).sum(1)
 
 
+class WritesPositions(Blocks):
+    """Positions that are made on the way, behind some rows of zeros, as CogVideoX makes them for other sizes than its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Scaled(0.3)
+
+    def blocks(self, x):
+        positions = x.new_zeros(1, *x.shape[1:])
+        positions.data[:, 3:].copy_(torch.arange(x.shape[1] - 3.0)[:, None].expand(-1, x.shape[2]) / 8)
+        return self.attn(x + positions)
+
+
 class CountsImages(Blocks):
     def __init__(self):
         super().__init__()
@@ -430,7 +443,7 @@ def coarser_later(tables):
 
 
 @pytest.mark.parametrize(
-    "denoiser", [NamesAlike(), ThreeAxes(), RowsAndColumns(), ToldSizes()], ids=lambda x: type(x).__name__
+    "denoiser", [NamesAlike(), ThreeAxes(), RowsAndColumns(), ToldSizes(), WritesPositions()], ids=lambda x: type(x).__name__
 )
 def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
     model = replace(tiny_models.build(), denoiser=denoiser.eval().requires_grad_(False))
@@ -469,8 +482,11 @@ def test_of_a_model_that_cannot_be_traced_the_message_alone_is_printed(capfd):
     assert "def forward" not in "".join(capfd.readouterr())
 
 
-def test_a_size_that_the_exporter_would_fix_is_refused():
-    model = replace(tiny_models.build(), denoiser=CountsImages().eval().requires_grad_(False))
+@pytest.mark.parametrize("most", [2, 8])
+def test_a_size_that_the_exporter_would_fix_is_refused(most):
+    model = replace(
+        tiny_models.build(), denoiser=CountsImages().eval().requires_grad_(False), dims={"batch": (1, 1, most)}
+    )
     with pytest.raises(UserError, match=r"(?s)for one size only.*expected: .*batch.*got: batch = 2.*remedy: fix"):
         tiny_models.traced(model)
     tiny_models.traced(replace(model, dims={"batch": (2, 2, 2)}))

@@ -249,7 +249,8 @@ class _AsExportersTakeIt(TorchFunctionMode):
     """Calls of torch in a form that every version of it can export, with the results that they have.
 
     Attention of tensors [B, N, D] is that of [1, B, N, D]: the exporter takes no other than those of four axes. What is repeated
-    a number of times is not told how many that gives, of which torch 2.11 makes a constant.
+    a number of times is not told how many that gives, of which torch 2.11 makes a constant. What is written to `.data`, as
+    CogVideoX does with positions, would not be traced, and what is copied into more rows than it has not be repeated.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -260,6 +261,10 @@ class _AsExportersTakeIt(TorchFunctionMode):
             if all(x.dim() == 3 for x in tensors):
                 return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
             return func(*tensors, *args[3:], **named)
+        if func == Tensor.data.__get__:
+            return args[0].detach()
+        if func is Tensor.copy_ and len(args) > 1:
+            return func(args[0], args[1].expand_as(args[0]), *args[2:], **named)
         if func in (torch.repeat_interleave, Tensor.repeat_interleave):
             repeats = named.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, (int, torch.SymInt)):
