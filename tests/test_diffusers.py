@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +18,7 @@ from tolerances import FLIPPED_CALL, INT8_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+import tiny_models  # noqa: E402
 import tiny_pipelines  # noqa: E402
 from tiny_pipelines import PIPELINES, errors_beside  # noqa: E402
 
@@ -28,7 +30,7 @@ from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
 from trtconvert.errors import UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr  # noqa: E402
-from trtconvert.models.base import DiffusionModel, intercepted  # noqa: E402
+from trtconvert.models.base import DiffusionModel, InputSpec, intercepted  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
 from trtconvert.models.identity import identity  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
@@ -270,10 +272,10 @@ def test_what_would_change_the_model_is_not_there(flux):
         transformer = bundle.as_diffusers()
         assert not hasattr(transformer, "load_lora_adapter")
         for name in ("set_attn_processor", "num_parameters"):
-            with pytest.raises(
-                AttributeError, match=rf"has no '{name}': it runs as it was converted.*before `trtconvert build`"
-            ):
+            with pytest.raises(AttributeError) as error:
                 getattr(transformer, name)
+            assert isinstance(error.value, UserError) and f"has no '{name}'" in str(error.value)
+            assert re.search(r"(?s)it runs as it was converted.*remedy: .*before `trtconvert build`", str(error.value))
         with pytest.raises(UserError, match=r"(?s)cannot be replaced.*OnnxRuntimeComponent"):
             transformer.refit({})
 
@@ -431,6 +433,53 @@ def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
     assert bool((flow.sigmas.diff() >= 0).all()) and bool(flow.sigmas.isfinite().all())
 
 
+def test_a_pipeline_without_a_vae_denoises_images(tmp_path):
+    """As DeepFloyd IF does, whose latents are pixels."""
+    unet = tiny_pipelines.unet(in_channels=3, out_channels=6)
+    scheduler = diffusers.DDPMScheduler(variance_type="learned_range")
+    nothing = dict.fromkeys(("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker"))
+    pipe = diffusers.IFPipeline(unet=unet, scheduler=scheduler, requires_safety_checker=False, **nothing)
+    pipe.save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=16, width=24, tokens=8)
+    images = model.sample(model.denoiser, [3, 4], steps=2, solver="ddim")
+    assert images.shape == (2, 3, 16, 24) and images.min() >= 0 and images.max() <= 1 and len(images.unique()) > 100
+
+
+def test_a_pipeline_that_changes_its_model_is_refused_before_anything_is_made_of_it(tmp_path):
+    make, options = PIPELINES["pixart"]
+    diffusers.PixArtSigmaPAGPipeline(**make().components).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"(?s)has no 'attn_processors'.*remedy: .*perturbed attention"):
+        diffusers_model(tmp_path, **{"tokens": 8} | options)
+    unguided = {"call": options["call"] | {"pag_scale": 0.0}}
+    assert diffusers_model(tmp_path, **{"tokens": 8} | options | unguided).inputs
+
+
+def test_a_pipeline_that_fails_by_itself_is_told_from_a_fault_of_ours(tmp_path, saved, monkeypatch):
+    def fails(*_, **__):
+        raise IndexError("index out of range in self")
+
+    model = diffusers_model(saved, height=32, width=32)
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", fails)
+    with pytest.raises(UserError, match=r"(?s)a call of StableDiffusionPipeline failed.*got: IndexError: index out of"):
+        model.sample(model.denoiser, [0], steps=2, solver="ddim")
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", fails)
+    with pytest.raises(UserError, match=r"(?s)unet cannot be run.*expected: .*sample \[.*got: IndexError: .*remedy"):
+        sites_to_convert(model, AttentionSection())
+
+
+def test_integers_of_an_example_are_what_the_pipeline_passes():
+    """Positions are looked up in tables, and masks say which tokens there are: what is drawn may be neither."""
+    shapes = {"sample": ("batch", 4), "timestep": ("batch",), "positions": (1, "tokens"), "labels": ("batch",)}
+    kinds = {"positions": "int64", "labels": "int64"}
+    model = replace(
+        tiny_models.build(),
+        inputs=tuple(InputSpec(name, kinds.get(name, "float32"), shape) for name, shape in shapes.items()),
+        whole_numbers={"positions": torch.tensor([[7, 8, 9]])},
+    )
+    example = model.example(0, {"batch": 2, "tokens": 5})
+    assert example["positions"].tolist() == [[7, 8, 9, 7, 8]] and set(example["labels"].tolist()) <= {0, 1}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
@@ -438,7 +487,7 @@ def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
         ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
         ("flux", {"height": 32.0}, ["model.options.height is no size", "got: 32.0"]),
-        ("flux", {"call": {"no_such": 1}}, ["FluxPipeline cannot be called", "no_such", "`call`"]),
+        ("flux", {"call": {"no_such": 1}}, ["a call of FluxPipeline failed", "no_such", "`call`"]),
         ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
         ("flux", {"prompts": "a cat"}, ["options.prompts is no list of prompts", "got: 'a cat'"]),
         ("flux", {"prompts": []}, ["options.prompts is no list of prompts", "got: []"]),

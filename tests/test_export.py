@@ -443,7 +443,9 @@ def coarser_later(tables):
 
 
 @pytest.mark.parametrize(
-    "denoiser", [NamesAlike(), ThreeAxes(), RowsAndColumns(), ToldSizes(), WritesPositions()], ids=lambda x: type(x).__name__
+    "denoiser",
+    [NamesAlike(), ThreeAxes(), RowsAndColumns(), ToldSizes(), WritesPositions()],
+    ids=lambda x: type(x).__name__,
 )
 def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
     model = replace(tiny_models.build(), denoiser=denoiser.eval().requires_grad_(False))

@@ -24,7 +24,7 @@ from trtconvert.calib.identity import data_identity, data_name
 from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
 from trtconvert.calib.provenance import Provenance
 from trtconvert.calib.shards import Shards
-from trtconvert.errors import UserError
+from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.models.base import DiffusionModel, intercepted
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
@@ -41,13 +41,27 @@ class Steps(Protocol):
 
 
 def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
-    """The model's attention sites, split as a recipe asks; see `select_sites`."""
+    """The model's attention sites, split as a recipe asks; see `select_sites`.
+
+    Raises:
+        UserError: the model fails on its own inputs; and see `find_sites` and `select_sites`.
+    """
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     device = next(model.denoiser.parameters()).device
 
     def find() -> list[Site]:
         inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
-        return find_sites(model.denoiser, inputs, model.timestep_input)
+        try:
+            return find_sites(model.denoiser, inputs, model.timestep_input)
+        except TrtconvertError:
+            raise
+        except Exception as error:  # whatever the model raises
+            raise UserError(
+                f"{model.name} cannot be run",
+                expected="a model that takes " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
+                got=kind_and_first_line(error),
+                remedy="correct the sizes in model.options, or the model; --debug shows where it failed",
+            ) from error
 
     found = find()
     batch = model.inputs[0].shape[0]

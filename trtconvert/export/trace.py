@@ -35,7 +35,7 @@ from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.sizes import fold_sizes
 from trtconvert.export.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights, weights_apart
-from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent
+from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent, resized
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
     """
     sizes = {name: _trace_size(size) for name, size in component.dims.items()}
     inputs = {
-        spec.name: _resized(component.example[spec.name], spec, sizes).to(
+        spec.name: resized(component.example[spec.name], spec, sizes).to(
             dtype if spec.dtype == "float32" else torch.int64
         )
         for spec in component.inputs
@@ -288,14 +288,6 @@ def _cause_of(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
-
-
-def _resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor with the sizes of its symbolic dimensions, its rows repeated or left out."""
-    for axis, dim in enumerate(spec.shape):
-        if isinstance(dim, str):
-            x = x.index_select(axis, torch.arange(sizes[dim]) % x.shape[axis])
-    return x
 
 
 class _TracedDenoiser(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -140,6 +140,7 @@ class DiffusionModel:
         diffusers: how pipelines of diffusers call it, for a denoiser of one.
         components: the other models of its pipeline.
         signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
+        whole_numbers: what its integer inputs hold, of any sizes, by name: masks, labels, positions that are looked up in tables.
     """
 
     name: str
@@ -156,6 +157,7 @@ class DiffusionModel:
     signal: Tensor | None = None
     diffusers: DiffusersRecord | None = None
     components: Components | None = None
+    whole_numbers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).
@@ -179,7 +181,8 @@ class DiffusionModel:
         return (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1)
 
     def example(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Random inputs of the given sizes: N(0, 1), small labels, timesteps spread over the schedule.
+        """Inputs of the given sizes: N(0, 1), timesteps spread over the schedule, and `whole_numbers`, or 0 and 1 where they are
+        not given.
 
         Args:
             sizes: a size for every symbolic dimension.
@@ -193,6 +196,8 @@ class DiffusionModel:
                 count = max(1, int(torch.Size(shape).numel()))
                 strata = (torch.arange(count) + torch.rand(count, generator=generator)) / count
                 inputs[spec.name] = self.timesteps_at(strata).reshape(shape).to(getattr(torch, spec.dtype))
+            elif spec.name in self.whole_numbers:
+                inputs[spec.name] = resized(self.whole_numbers[spec.name], spec, sizes)
             elif spec.dtype == "int64":
                 inputs[spec.name] = torch.randint(0, 2, shape, generator=generator)
             else:
@@ -200,8 +205,16 @@ class DiffusionModel:
         return inputs
 
 
-class _Reached(Exception):
-    """The denoiser was called: the sampler took what it was asked for."""
+def resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:
+    """A tensor with the sizes of its symbolic dimensions, its rows repeated or left out."""
+    for axis, dim in enumerate(spec.shape):
+        if isinstance(dim, str):
+            x = x.index_select(axis, torch.arange(sizes[dim]) % x.shape[axis])
+    return x
+
+
+class _Reached(BaseException):
+    """The denoiser was called: the sampler took what it was asked for. No `Exception`: nothing that samplers handle."""
 
 
 def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> None:

@@ -101,6 +101,8 @@ def diffusers_model(
     }
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     sizes = {name: opt for name, (_, opt, _) in ranges.items()}
+    # A pipeline that changes its model while it draws is refused now, rather than by the first samples of what was built.
+    _first_inputs(caller, flat.record, timestep, range(sizes["batch"]), sizes)
     return DiffusionModel(
         name=f"{type(pipe).__name__} {component}",
         denoiser=flat,
@@ -116,6 +118,7 @@ def diffusers_model(
         signal=schedule.signal,
         diffusers=flat.record,
         components=PipelineComponents(caller, ranges, flat.record, timestep, shape),
+        whole_numbers={name: x.long() for name, x in inputs.example.items() if specs[name].dtype == "int64"},
     )
 
 
@@ -221,13 +224,8 @@ class PipelineSampler:
                 device=device,
             )
             with torch.no_grad(), self.caller.denoising_with(dropped_in):
-                images.append(as_images(self.caller(chunk, steps, self.sizes).cpu(), decoded=self.decodes))
+                images.append(as_images(self.caller(chunk, steps, self.sizes).cpu(), decoded=self.caller.decodes))
         return torch.cat(images)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the pipeline turns latents into images."""
-        return getattr(self.caller.pipe, "vae", None) is not None
 
 
 @dataclass(frozen=True)
@@ -256,19 +254,35 @@ class _Condition:
     timestep: str
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        def stop(**named: Tensor) -> Tensor:
-            raise Called(named)
-
-        cpu = torch.device("cpu")
-        stopping = DiffusersDenoiser(stop, self.record, self.timestep, dtype=torch.float32, device=cpu)
-        with self.caller.denoising_with(stopping):
-            tensors = self.caller.until_called([0] * len(captions), self.sizes, captions)
+        tensors = _first_inputs(self.caller, self.record, self.timestep, [0] * len(captions), self.sizes, captions)
         batch = len(tensors[self.first])
         return {
             name: x[-len(captions) :]
             for name, x in tensors.items()
             if name not in (self.first, self.timestep) and x.dim() and len(x) == batch
         }
+
+
+def _first_inputs(
+    caller: PipelineCaller,
+    record: DiffusersRecord,
+    timestep: str,
+    seeds: Sequence[int],
+    sizes: Mapping[str, int],
+    captions: Sequence[str] | None = None,
+) -> dict[str, Tensor]:
+    """What a converted denoiser is given by the pipeline's first call of it.
+
+    Raises:
+        UserError: see `PipelineCaller.until_called`; or the pipeline wants of its model what a converted one does not have.
+    """
+
+    def stop(**named: Tensor) -> Tensor:
+        raise Called(named)
+
+    stopping = DiffusersDenoiser(stop, record, timestep, dtype=torch.float32, device=torch.device("cpu"))
+    with caller.denoising_with(stopping):
+        return caller.until_called(seeds, sizes, captions)
 
 
 def as_images(output: Tensor, *, decoded: bool) -> Tensor:

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from trtconvert.errors import BackendUnavailable, UserError, first_line
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line, kind_and_first_line
 from trtconvert.models.saved import INDEX, is_saved_pipeline
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
@@ -241,6 +241,11 @@ class PipelineCaller:
     def has_text_encoder(self) -> bool:
         return getattr(self.pipe, "text_encoder", None) is not None
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the pipeline gives images: it turns latents into them, or denoises pixels."""
+        return self.pipe.components.get("vae", self.pipe) is not None
+
     def __call__(
         self,
         seeds: Sequence[int],
@@ -255,6 +260,8 @@ class PipelineCaller:
             captions: one per seed, instead of the prompts.
         Returns:
             What the pipeline gives: images in [0, 1], or latents where it has no decoder.
+        Raises:
+            UserError: the pipeline refuses its arguments, or fails with them.
         """
         named = {"height": "height", "width": "width", "frames": "num_frames"}
         arguments: dict[str, Any] = {named[name]: size for name, size in sizes.items() if name in named}
@@ -262,13 +269,24 @@ class PipelineCaller:
             arguments["prompt"] = list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])
         else:
             arguments |= self._embeddings(seeds)
-        output = self.pipe(
-            **arguments,
-            num_inference_steps=steps,
-            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-            output_type="pt" if getattr(self.pipe, "vae", None) is not None else "latent",
-            **self.arguments,
-        )
+        try:
+            output = self.pipe(
+                **arguments,
+                num_inference_steps=steps,
+                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                output_type="pt" if self.decodes else "latent",
+                **self.arguments,
+            )
+        except TrtconvertError:
+            raise
+        except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
+            raise UserError(
+                f"a call of {type(self.pipe).__name__} failed",
+                expected="sizes and arguments that the pipeline takes, and a pipeline that runs with them",
+                got=kind_and_first_line(error),
+                remedy="correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
+                "pipeline itself; --debug shows where it failed",
+            ) from error
         return output[0]
 
     def _embeddings(self, seeds: Sequence[int]) -> dict[str, Tensor | None]:
@@ -334,20 +352,13 @@ class PipelineCaller:
         """Run the pipeline until one of its models raises `Called`, and give what that brings.
 
         Raises:
-            UserError: the pipeline refuses its arguments, or does not call that model.
+            UserError: the pipeline fails, or does not call that model.
         """
         try:
             with torch.no_grad():
                 self(seeds, 2, sizes, captions)
         except Called as called:
             return called.arguments
-        except (ValueError, TypeError) as error:
-            raise UserError(
-                f"{type(self.pipe).__name__} cannot be called",
-                expected="sizes and arguments that the pipeline takes",
-                got=first_line(error),
-                remedy="correct model.options in the recipe; `call` there holds further arguments of the pipeline",
-            ) from error
         raise UserError(
             f"{type(self.pipe).__name__} does not call the model that is converted",
             expected="a pipeline that denoises with its model, and uses the components that the recipe names",
@@ -369,8 +380,8 @@ class PipelineCaller:
             setattr(self.pipe, self.component, own)
 
 
-class Called(Exception):
-    """The pipeline has come to the model that is looked for."""
+class Called(BaseException):
+    """The pipeline has come to the model that is looked for. No `Exception`: nothing that pipelines handle."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()

@@ -27,6 +27,10 @@ PACKING = ("return_dict", "generator")
 """Parameters that change no arithmetic: how results are packed, and randomness that a text encoder or a VAE does not draw."""
 
 
+class NotConverted(UserError, AttributeError):
+    """What a model had, and its converted one has not. `hasattr` and `getattr` with a default take it for what it is."""
+
+
 class _DropIn(nn.Module):
     """What a pipeline needs of any of its models: `config`, `dtype`, `device`.
 
@@ -61,9 +65,12 @@ class _DropIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(
-                f"the converted {self._record.model} has no '{name}': it runs as it was converted, with what pipelines need "
-                "of it; what changes a model, such as LoRA, is done and saved before `trtconvert build`"
+            raise NotConverted(
+                f"the converted {self._record.model} has no '{name}'",
+                expected="a pipeline that calls its model, and reads its configuration, type and device",
+                got="a use of the model itself: it runs as it was converted",
+                remedy="do what changes a model, such as LoRA, and save it before `trtconvert build`; pipelines that change "
+                "theirs while they draw, as for perturbed attention guidance, keep it as it is",
             ) from None
 
 
