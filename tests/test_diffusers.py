@@ -433,6 +433,59 @@ def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
     assert bool((flow.sigmas.diff() >= 0).all()) and bool(flow.sigmas.isfinite().all())
 
 
+def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
+    """As Wan 2.2 has them, the second for what little noise is left in the last steps: two steps do not come to it."""
+    make, options = PIPELINES["wan"]
+    second = make().transformer
+    second.proj_out.weight.neg_()
+    pipe = diffusers.WanPipeline(**make().components | {"transformer_2": second}, boundary_ratio=0.3)
+    pipe.save_pretrained(tmp_path)
+
+    def drawn(name, timesteps):
+        model = diffusers_model(tmp_path, denoiser=name, tokens=8, batch=1, **options)
+        assert model.diffusers.component == name
+
+        def denoiser(**named):
+            timesteps.append(float(named["timestep"]))
+            return model.denoiser(**named)
+
+        return model.sample(denoiser, [3], steps=10, solver="ddim")
+
+    high, low = [], []
+    assert torch.equal(drawn("transformer", high), drawn("transformer_2", low))
+    assert high and low and min(high) >= 300 > max(low)
+    with pytest.raises(UserError, match=r"(?s)no denoiser 'unet'.*got: vae, transformer, .*model.options.denoiser"):
+        diffusers_model(tmp_path, denoiser="unet", tokens=8, **options)
+
+
+def test_timesteps_of_tokens_are_those_of_their_sample(tmp_path):
+    """Wan 2.2 of 5B has one for each, since it may be given a first frame without noise; where it is not, they are the same."""
+    make, options = PIPELINES["wan"]
+    diffusers.WanPipeline(**make().components, expand_timesteps=True).save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, tokens=8, **options)
+    record, timestep = model.diffusers, next(spec for spec in model.inputs if spec.name == "timestep")
+    assert timestep.shape == ("batch",) and record.timestep_sizes == [3 * 2 * 2]
+    expected = as_images(model.sample.caller([3, 4], 2, model.sample.sizes), decoded=True)
+    torch.testing.assert_close(model.sample(model.denoiser, [3, 4], steps=2, solver="ddim"), expected)
+
+    taken = []
+    dropped_in = DiffusersDenoiser(
+        lambda **named: taken.append(named["timestep"]) or named["hidden_states"],
+        record,
+        "timestep",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    named = model.example(0, {"batch": 2})
+    for timesteps in (torch.full((2, 12), 7.0), torch.tensor(7.0), torch.tensor([7.0, 7.0])):
+        dropped_in(**named | {"timestep": timesteps})
+        assert taken.pop().tolist() == [7.0, 7.0]
+    with pytest.raises(UserError, match=r"(?s)values of 'timestep'.*got: others within a sample.*shape \[2, 12\]"):
+        dropped_in(**named | {"timestep": torch.arange(24.0).reshape(2, 12)})
+    with pytest.raises(UserError, match=r"(?s)a timestep for each token.*expected: one size.*got: a range of height"):
+        diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
+
+
 def test_a_pipeline_without_a_vae_denoises_images(tmp_path):
     """As DeepFloyd IF does, whose latents are pixels."""
     unet = tiny_pipelines.unet(in_channels=3, out_channels=6)

@@ -166,6 +166,8 @@ class DiffusersRecord(_Record):
             type that the model wants where the signature has another), {"dict": …} and {"list": …} hold such values, and
             {"value": X} is a constant that the exported model has taken in.
         timestep_factor: of a denoiser, whose timestep is so many times the signature's.
+        timestep_sizes: of a denoiser that takes a timestep for each token or frame of a sample: of these, beside the batch. The
+            signature has one for a sample.
         results: of other models: what the method returns, by field, in the same terms. {"unused": SHAPE} is a tensor that the
             pipeline did not look into, and that is no output of the component.
         attributes: of other models: numbers, lists and small tensors among the model's own attributes, which pipelines read.
@@ -180,6 +182,7 @@ class DiffusersRecord(_Record):
     parameters: list[str]
     arguments: dict[str, dict[str, Any]]
     timestep_factor: float = 1.0
+    timestep_sizes: list[int] = Field(default_factory=list)
     results: dict[str, dict[str, Any]] = Field(default_factory=dict)
     attributes: dict[str, Any] = Field(default_factory=dict)
 

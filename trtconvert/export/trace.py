@@ -261,7 +261,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
             if all(x.dim() == 3 for x in tensors):
                 return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
             return func(*tensors, *args[3:], **named)
-        if func == Tensor.data.__get__:
+        if func == Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return args[0].detach()
         if func is Tensor.copy_ and len(args) > 1:
             return func(args[0], args[1].expand_as(args[0]), *args[2:], **named)

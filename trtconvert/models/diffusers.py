@@ -33,7 +33,7 @@ from trtconvert.models.pipelines import (
     size_range,
 )
 from trtconvert.runtime.arguments import parameters_of, put_together
-from trtconvert.runtime.diffusers import DiffusersDenoiser
+from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
 
 
 def diffusers_model(
@@ -46,6 +46,7 @@ def diffusers_model(
     tokens: int = 77,
     prompts: Sequence[str] = PROMPTS,
     call: Mapping[str, Any] | None = None,
+    denoiser: str | None = None,
 ) -> DiffusionModel:
     """The denoiser of a pipeline, with the pipeline as its sampler.
 
@@ -58,26 +59,20 @@ def diffusers_model(
         tokens: of seeded prompt embeddings.
         prompts: what samples show, by turns.
         call: further arguments of the pipeline's call, such as guidance_scale.
+        denoiser: which of the pipeline's components it is, where there are several: `transformer_2` of Wan 2.2.
     Raises:
         UserError: no such pipeline, or one whose denoiser an engine cannot take.
         BackendUnavailable: diffusers is not installed.
     """
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights)
-    component = next((name for name in COMPONENTS if isinstance(getattr(pipe, name, None), nn.Module)), None)
-    if component is None:
-        raise UserError(
-            f"{type(pipe).__name__} has no denoiser",
-            expected=" or ".join(COMPONENTS) + " among its components",
-            got=", ".join(pipe.components),
-            remedy="convert a pipeline that denoises with one model",
-        )
+    component = _denoiser(pipe, COMPONENTS if denoiser is None else (denoiser,))
     caller = PipelineCaller(pipe, component, tokens, tuple(prompts), dict(call or {}))
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
     ranges = {name: size_range(name, size) for name, size in wanted.items() if size is not None}
     refuse_unknown(caller, ranges)
     inputs, schedule = observe_sizes(caller.denoiser_arguments, ranges), _schedule(pipe)
-    timestep = _timestep_name(inputs.example)
+    timestep, timestep_sizes = _timestep(inputs)
     first, *others = (name for name in inputs.example if name != timestep)
     model: nn.Module = getattr(pipe, component)
     record = DiffusersRecord(
@@ -90,6 +85,7 @@ def diffusers_model(
         arguments=inputs.structure,
         # Some flow-matching pipelines divide their timesteps by 1000 and begin with 1.
         timestep_factor=1 / schedule.timesteps if inputs.example[timestep].max() <= 1 else 1.0,
+        timestep_sizes=timestep_sizes,
     )
     flat = FlatDenoiser(model, record, timestep).eval().requires_grad_(False)
     batch = inputs.example[first].shape[0]
@@ -170,6 +166,8 @@ class FlatDenoiser(nn.Module):
     def call(self, named: Mapping[str, Tensor], return_dict: bool) -> Any:
         """What the model returns."""
         timestep = named[self.timestep_input] * self.record.timestep_factor
+        if sizes := self.record.timestep_sizes:
+            timestep = timestep.reshape(-1, *[1] * len(sizes)).expand(-1, *sizes)
         arguments = put_together(self.record.arguments, {**named, self.timestep_input: timestep})
         return getattr(self, self.record.component)(**arguments, return_dict=return_dict)
 
@@ -299,19 +297,55 @@ def as_images(output: Tensor, *, decoded: bool) -> Tensor:
     return output.float().clamp(0, 1)
 
 
+def _denoiser(pipe: Any, names: Sequence[str]) -> str:
+    """The first of the names that is a model of the pipeline.
+
+    Raises:
+        UserError: none is.
+    """
+    models = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
+    found = next((name for name in names if name in models), None)
+    if found is None:
+        raise UserError(
+            f"{type(pipe).__name__} has no denoiser" + (f" '{names[0]}'" if len(names) == 1 else ""),
+            expected=" or ".join(names) + " among its models",
+            got=", ".join(models) or "no models",
+            remedy="convert a pipeline that denoises with one model, or name it in model.options.denoiser",
+        )
+    return found
+
+
 # What the pipeline tells ----------------------------------------------------------------------------------------------
 
 
-def _timestep_name(example: Mapping[str, Tensor]) -> str:
-    batch = next(x for name, x in example.items() if name != "timestep").shape[0]
-    if "timestep" not in example or example["timestep"].numel() not in (1, batch):
+def _timestep(inputs: Observed) -> tuple[str, list[int]]:
+    """The timestep's name, and its sizes beside the batch where the pipeline passes one for each token or frame.
+
+    Raises:
+        UserError: there is none that all of a sample has in common.
+    """
+    x = inputs.example.get("timestep")
+    batch = next(x for name, x in inputs.example.items() if name != "timestep").shape[0]
+    got = ", ".join(inputs.example) if x is None else f"one of shape {list(x.shape)}"
+    if x is not None and x.dim() < 2 and x.numel() in (1, batch):
+        return "timestep", []
+    if x is not None and x.dim() > 1 and x.shape[0] == batch and is_of_samples(x):
+        sizes = inputs.shapes["timestep"][1:]
+        numbers = [size for size in sizes if isinstance(size, int)]
+        if len(numbers) == len(sizes):
+            return "timestep", numbers
         raise UserError(
-            "the pipeline gives its denoiser no timestep that an engine can follow",
-            expected="'timestep', one for all samples or one for each",
-            got=f"{list(example['timestep'].shape)}" if "timestep" in example else ", ".join(example),
-            remedy="convert a pipeline whose samples are denoised as a whole",
+            "the pipeline passes a timestep for each token, and their number varies",
+            expected="one size",
+            got=f"a range of {', '.join(dict.fromkeys(size for size in sizes if isinstance(size, str)))}",
+            remedy="give model.options.height, width and frames as one number each, and build a bundle for each",
         )
-    return "timestep"
+    raise UserError(
+        "the pipeline gives its denoiser no timestep that an engine can follow",
+        expected="'timestep', one for all samples or one for each",
+        got=got,
+        remedy="convert a pipeline whose samples are denoised as a whole",
+    )
 
 
 @dataclass(frozen=True)
@@ -331,7 +365,9 @@ class _Schedule:
 def _schedule(pipe: Any) -> _Schedule:
     scheduler = pipe.scheduler
     timesteps = int(scheduler.config.num_train_timesteps)
-    if "FlowMatch" in type(scheduler).__name__ or scheduler.config.get("use_flow_sigmas"):
+    # TrigFlow's angle comes to the model of Sana Sprint as sin/(cos + sin): the share of noise, as in flow matching.
+    kinds = ("FlowMatch", "FlowMap", "SCM")
+    if any(kind in type(scheduler).__name__ for kind in kinds) or scheduler.config.get("use_flow_sigmas"):
         # x = (1 - σ)·x₀ + σ·n with σ = t / timesteps (Lipman et al. 2023, arXiv 2210.02747, the path of section 4.1). The ends,
         # where the ratio is 0 or infinite, move by half a timestep.
         sigma = torch.arange(timesteps + 1, dtype=torch.float64).clamp(0.5, timesteps - 0.5) / timesteps

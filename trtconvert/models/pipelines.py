@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 COMPONENTS = ("transformer", "unet")
-"""Where pipelines keep what denoises."""
+"""Where pipelines keep what denoises, unless the recipe says otherwise."""
 
 BATCH = [1, 2, 8]
 """Images per call of a pipeline, (min, opt, max), unless the recipe says otherwise."""
@@ -48,6 +48,9 @@ PROMPTS = (
     "a bowl of fruit on a wooden table, oil painting",
     "a city street at night after rain, neon signs",
 )
+
+_ALL_NOISES = 50
+"""Steps that come to every noise closely enough for any of several denoisers to be called."""
 
 _TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
 """What models call the width of prompt embeddings in their configuration; the first that is there is it."""
@@ -354,9 +357,14 @@ class PipelineCaller:
         Raises:
             UserError: the pipeline fails, or does not call that model.
         """
+        others = self._other_denoisers()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), ExitStack() as idling:
+                for other in others:
+                    idling.enter_context(replaced(other, "forward", _idle))
                 self(seeds, 2, sizes, captions)
+                if others:  # one that takes the last steps alone
+                    self(seeds, _ALL_NOISES, sizes, captions)
         except Called as called:
             return called.arguments
         raise UserError(
@@ -365,6 +373,12 @@ class PipelineCaller:
             got="a run without a call",
             remedy="convert another pipeline, or take the component out of the recipe",
         )
+
+    def _other_denoisers(self) -> list[nn.Module]:
+        """Wan 2.2 has a `transformer` for high noise and a `transformer_2` for low noise."""
+        kind = self.component.partition("_")[0]
+        parts = {name: part for name, part in self.pipe.components.items() if name.partition("_")[0] == kind}
+        return [part for name, part in parts.items() if name != self.component and isinstance(part, nn.Module)]
 
     @contextmanager
     def denoising_with(self, denoiser: DiffusersDenoiser) -> Iterator[None]:
@@ -378,6 +392,14 @@ class PipelineCaller:
             yield
         finally:
             setattr(self.pipe, self.component, own)
+
+
+def _idle(*arguments: Any, **named: Any) -> Any:
+    """Instead of the forward of a denoiser that is not looked at: no noise was found."""
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    x = next(x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
+    return Transformer2DModelOutput(sample=torch.zeros_like(x))
 
 
 class Called(BaseException):
@@ -527,7 +549,7 @@ def shapes_of(
     Args:
         title, remedy: for the message.
     Raises:
-        UserError: the shapes depend on the tensors' values, or an operation does not tell shapes beforehand.
+        UserError: the shapes depend on the tensors' values, an operation does not tell shapes beforehand, or the function fails.
     """
     try:
         # While they are exported, models do not keep what they have computed for the next call, as QwenImage keeps its rotations.
@@ -538,6 +560,16 @@ def shapes_of(
             f"{title} cannot be converted",
             expected="a model whose operations depend on the shapes of its inputs alone",
             got=f"{error}, whose results depend on values",
+            remedy=remedy,
+        ) from error
+    except TrtconvertError:
+        raise
+    except Exception as error:  # whatever the model raises
+        raise UserError(
+            f"{title} cannot be converted",
+            expected="a model that takes what its pipeline passes: "
+            + ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()),
+            got=kind_and_first_line(error),
             remedy=remedy,
         ) from error
 

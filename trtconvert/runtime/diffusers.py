@@ -155,11 +155,18 @@ class DiffusersDenoiser(_DropIn):
         sample = next(x for name, x in named.items() if name != self._timestep)
         timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
         batch = sample.shape[0] if sample.dim() else 1
-        if timestep.numel() not in (1, batch):
+        if self._record.timestep_sizes and timestep.shape == (batch, *self._record.timestep_sizes):
+            got = f"others within a sample, in a tensor of shape {list(timestep.shape)}"
+            fits = is_of_samples(timestep)
+            timestep = timestep.flatten(1)[:, 0]
+        else:
+            got = f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}"
+            fits = timestep.numel() in (1, batch)
+        if not fits:
             raise UserError(
                 f"the converted {self._record.model} cannot take these values of '{self._timestep}'",
                 expected=f"one for all samples, or one for each of {batch}",
-                got=f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}",
+                got=got,
                 remedy="denoise every sample as a whole: use a pipeline without timesteps of each token or frame",
             )
         named[self._timestep] = timestep.reshape(-1).expand(batch)
@@ -280,6 +287,12 @@ class _Method:
 
             results["latent_dist"] = DiagonalGaussianDistribution(results["latent_dist"])
         return self._output(**results) if return_dict else tuple(results.values())
+
+
+def is_of_samples(timestep: Tensor) -> bool:
+    """Whether a timestep [B, …] of tokens or frames is the same for all of a sample. Waits for the device."""
+    by_sample = timestep.flatten(1)
+    return bool((by_sample == by_sample[:, :1]).all())
 
 
 def _whole_numbers(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
