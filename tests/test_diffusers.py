@@ -12,6 +12,7 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from support import refusal, run
 from tolerances import FLIPPED_CALL, INT8_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
@@ -30,9 +31,11 @@ from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
 from trtconvert.errors import UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr  # noqa: E402
+from trtconvert.images import read_picture  # noqa: E402
 from trtconvert.models.base import DiffusionModel, InputSpec, intercepted  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
 from trtconvert.models.identity import identity  # noqa: E402
+from trtconvert.models.pipelines import PROMPTS, PipelineCaller  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
 from trtconvert.recipe import AttentionSection, ModelSection, load_recipe  # noqa: E402
@@ -484,6 +487,61 @@ def test_timesteps_of_tokens_are_those_of_their_sample(tmp_path):
         dropped_in(**named | {"timestep": torch.arange(24.0).reshape(2, 12)})
     with pytest.raises(UserError, match=r"(?s)a timestep for each token.*expected: one size.*got: a range of height"):
         diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
+
+
+def picture(path: Path, seed: int) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):
+    pipe = diffusers.FluxKontextPipeline(**PIPELINES["flux"][0]().components)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    options = {"tokens": 8, "height": 32, "width": 32, "call": {"_auto_resize": False, "max_area": 32 * 32}}
+    drawn = []
+    for seed in (0, 1):
+        files = {"image": picture(tmp_path / f"{seed}.png", seed)}
+        model = diffusers_model(tmp_path / "pipeline", images=files, **options)
+        assert model.inputs[0].shape[:2] == ("batch", 2 * 16)  # tokens of the latents, and of the image
+        drawn.append(model.sample(model.denoiser, [3, 4], steps=2, solver="ddim"))
+        alone = model.sample(model.denoiser, [4], steps=2, solver="ddim")
+        torch.testing.assert_close(drawn[-1][1:], alone, atol=1e-4, rtol=0)
+    assert (drawn[0] - drawn[1]).abs().max() > 0.01
+    for given, expected in (
+        ({"picture": tmp_path / "0.png"}, r"(?s)FluxKontextPipeline takes no picture.*expected: .*image.*model.images"),
+        ({"image": tmp_path / "2.png"}, r"(?s)cannot read the image .*2.png.*got: No such file.*model.images"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            diffusers_model(tmp_path / "pipeline", images=given, **options)
+
+
+def test_each_sample_gets_an_image_where_a_pipeline_wants_that(tmp_path):
+    """LTX takes one image for one sample only, and a list of them for several."""
+    pipe, options = diffusers.LTXImageToVideoPipeline(**PIPELINES["ltx"][0]().components), PIPELINES["ltx"][1]
+    image = read_picture(picture(tmp_path / "image.png", 0), "")
+    caller = PipelineCaller(pipe, "transformer", 8, PROMPTS, options["call"], {"image": image})
+    sizes = {name: options[name] for name in ("height", "width", "frames")}
+    with torch.no_grad():
+        both, alone = caller([3, 4], 2, sizes), caller([4], 2, sizes)
+        torch.testing.assert_close(both[1:], alone, atol=1e-4, rtol=0)
+        with pytest.raises(UserError, match="a call of LTXImageToVideoPipeline failed"):
+            caller([3, 4], 2, sizes | {"height": 33})
+
+
+def test_images_are_part_of_what_a_model_is(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {source: diffusers, weights: pipeline, images: {image: a.png}}\nverify: {min_psnr: 33}\n"
+    )
+    (tmp_path / "pipeline").mkdir()
+    section = load_recipe(tmp_path / "recipe.yaml").model
+    assert section.images == {"image": tmp_path / "a.png"}
+    with pytest.raises(UserError, match=r"(?s)cannot read the image .*a.png.*No such file.*model.images"):
+        identity(section)
+    found = {identity(section) for seed in (0, 1) if picture(tmp_path / "a.png", seed)}
+    assert len(found | {identity(section.model_copy(update={"images": {}}))}) == 3
+    with pytest.raises(UserError, match=r"(?s)digits-dit takes no images.*remove model.images"):
+        models.load(section.model_copy(update={"source": "digits-dit"}))
 
 
 def test_a_pipeline_without_a_vae_denoises_images(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line
@@ -32,9 +33,38 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
         UserError: it cannot be read, or has another size.
     """
     channels, height, width = shape
+    with _readable(name, otherwise), opened() as image:
+        pixels = np.asarray(_in_8_bits(image).convert("L" if channels == 1 else "RGB"), dtype=np.float32)
+    if pixels.shape[:2] != (height, width):
+        raise UserError(
+            f"the image {name} has the wrong size",
+            expected=f"{width} × {height} pixels",
+            got=f"{pixels.shape[1]} × {pixels.shape[0]}",
+            remedy=f"scale or crop it as the model's training did, or {otherwise}",
+        )
+    return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
+
+
+def read_picture(path: Path, otherwise: str) -> Image.Image:
+    """An image in RGB as programs show it: turned as its EXIF data say.
+
+    Args:
+        otherwise: what a user can do instead of correcting the image.
+    Raises:
+        UserError: it cannot be read.
+    """
+    with _readable(str(path), otherwise), Image.open(path) as image:
+        return ImageOps.exif_transpose(_in_8_bits(image)).convert("RGB")
+
+
+@contextmanager
+def _readable(name: str, otherwise: str) -> Iterator[None]:
+    """
+    Raises:
+        UserError: Pillow cannot read the image.
+    """
     try:
-        with opened() as image:
-            pixels = np.asarray(_in_8_bits(image).convert("L" if channels == 1 else "RGB"), dtype=np.float32)
+        yield
     # What Pillow raises for damaged files of its formats.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = first_line(error)
@@ -44,14 +74,6 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
             got=error.strerror or reason if isinstance(error, OSError) else reason,
             remedy=f"replace the file, or {otherwise}",
         ) from error
-    if pixels.shape[:2] != (height, width):
-        raise UserError(
-            f"the image {name} has the wrong size",
-            expected=f"{width} × {height} pixels",
-            got=f"{pixels.shape[1]} × {pixels.shape[0]}",
-            remedy=f"scale or crop it as the model's training did, or {otherwise}",
-        )
-    return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:

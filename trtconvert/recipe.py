@@ -60,6 +60,11 @@ class ModelSection(_Section):
     weights: Path | None = Field(
         default=None, description="Safetensors file or pipeline folder, relative to the recipe."
     )
+    images: dict[str, Path] = Field(
+        default_factory=dict,
+        description="Images that the pipeline's call takes, by its arguments, such as `image` and `mask_image`; relative to the "
+        "recipe. Other images may be given to the pipeline later; they decide what the model is calibrated and verified on.",
+    )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Keyword arguments for a `package.module:function`, or of "
@@ -500,8 +505,10 @@ def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
     """The recipe with every path in it changed."""
 
     def changed(section: _Section) -> _Section:
-        paths = {name: value for name, value in section if isinstance(value, Path)}
-        return section.model_copy(update={name: change(path) for name, path in paths.items()})
+        paths: dict[str, Any] = {name: change(value) for name, value in section if isinstance(value, Path)}
+        if isinstance(section, ModelSection):
+            paths["images"] = {argument: change(path) for argument, path in section.images.items()}
+        return section.model_copy(update=paths)
 
     sections = {name: changed(section) for name, section in recipe if isinstance(section, _Section)}
     return recipe.model_copy(update=sections)

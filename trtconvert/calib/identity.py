@@ -107,7 +107,7 @@ def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
     section = recipe.calibration
     return {
         "weights": weights,
-        "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights"}),
+        "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights", "images"}),
         "calibration": section.model_dump(mode="json", exclude={"data", "from_"}),
         "data": data_identity(section.data) or "denoise",
         "from": sha256(section.from_) if section.from_ is not None and section.from_.is_file() else "",

@@ -45,6 +45,13 @@ def load(section: ModelSection) -> DiffusionModel:
                 got="none",
                 remedy="add 'weights: digits-dit.safetensors' under 'model'",
             )
+        if section.images:
+            raise UserError(
+                f"{DIGITS} takes no images",
+                expected="a pipeline of diffusers that does",
+                got=", ".join(section.images),
+                remedy="remove model.images from the recipe",
+            )
         return digits_model(section.weights)
     if section.source == DIFFUSERS:
         section = section.model_copy(update={"source": _DIFFUSERS_FUNCTION})
@@ -67,7 +74,9 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
     if manifest.pipeline:
         from trtconvert.models.diffusers import pipeline_sampler
 
-        sampler = pipeline_sampler(bundle.pipeline(), manifest.components["denoiser"], section.options, prompts)
+        sampler = pipeline_sampler(
+            bundle.pipeline(), manifest.components["denoiser"], section.options, prompts, section.images
+        )
         if prompts and not sampler.caller.has_text_encoder:  # it would draw embeddings of its own
             raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
         return sampler
@@ -80,7 +89,7 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its own weights, which this bundle does not hold",
-            expected=f"{section.weights} in the current folder",
+            expected=", ".join(map(str, [section.weights, *section.images.values()])) + " in the current folder",
             got="no such file",
             remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
         )
@@ -113,6 +122,8 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     arguments: dict[str, Any] = dict(section.options)
     if section.weights is not None:
         arguments["weights"] = section.weights
+    if section.images:
+        arguments["images"] = section.images
     try:
         signature.bind(**arguments)
     except TypeError as error:

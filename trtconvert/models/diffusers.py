@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from trtconvert.attention.schedules import ddpm_sigmas
 from trtconvert.attention.sites import first_tensor
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import UserError
+from trtconvert.images import read_picture
 from trtconvert.models.base import Denoiser, DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.models.components import PipelineComponents
 from trtconvert.models.pipelines import (
@@ -47,6 +49,7 @@ def diffusers_model(
     prompts: Sequence[str] = PROMPTS,
     call: Mapping[str, Any] | None = None,
     denoiser: str | None = None,
+    images: Mapping[str, Path] | None = None,
 ) -> DiffusionModel:
     """The denoiser of a pipeline, with the pipeline as its sampler.
 
@@ -60,6 +63,7 @@ def diffusers_model(
         prompts: what samples show, by turns.
         call: further arguments of the pipeline's call, such as guidance_scale.
         denoiser: which of the pipeline's components it is, where there are several: `transformer_2` of Wan 2.2.
+        images: files of images that the pipeline's call takes, by its arguments. All samples are of them.
     Raises:
         UserError: no such pipeline, or one whose denoiser an engine cannot take.
         BackendUnavailable: diffusers is not installed.
@@ -67,7 +71,7 @@ def diffusers_model(
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights)
     component = _denoiser(pipe, COMPONENTS if denoiser is None else (denoiser,))
-    caller = PipelineCaller(pipe, component, tokens, tuple(prompts), dict(call or {}))
+    caller = PipelineCaller(pipe, component, tokens, tuple(prompts), dict(call or {}), _pictures(images or {}))
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
     ranges = {name: size_range(name, size) for name, size in wanted.items() if size is not None}
     refuse_unknown(caller, ranges)
@@ -119,13 +123,17 @@ def diffusers_model(
 
 
 def pipeline_sampler(
-    pipe: Any, component: ComponentRecord, options: Mapping[str, Any], prompts: Sequence[str] = ()
+    pipe: Any,
+    component: ComponentRecord,
+    options: Mapping[str, Any],
+    prompts: Sequence[str] = (),
+    images: Mapping[str, Path] | None = None,
 ) -> PipelineSampler:
     """What samples with a pipeline that is made of a bundle's components.
 
     Args:
         component: the denoiser's record in the manifest; options: of the recipe, see `diffusers_model`.
-        prompts: instead of the recipe's.
+        prompts: instead of the recipe's; images: see `diffusers_model`.
     """
     assert component.diffusers is not None
     caller = PipelineCaller(
@@ -134,6 +142,7 @@ def pipeline_sampler(
         options.get("tokens", 77),
         tuple(prompts or options.get("prompts", PROMPTS)),
         dict(options.get("call") or {}),
+        _pictures(images or {}),
     )
     sizes = {
         name: size_range(name, options[name])[1]
@@ -142,6 +151,10 @@ def pipeline_sampler(
     }
     batch = size_range("batch", options.get("batch") or BATCH)[2]
     return PipelineSampler(caller, component.diffusers, component.timestep_input, sizes, batch)
+
+
+def _pictures(files: Mapping[str, Path]) -> dict[str, Image]:
+    return {argument: read_picture(path, "correct model.images in the recipe") for argument, path in files.items()}
 
 
 class FlatDenoiser(nn.Module):

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trtconvert.entry_point import source_file
 from trtconvert.errors import UserError
@@ -15,12 +16,12 @@ from trtconvert.recipe import ModelSection
 
 
 def identity(section: ModelSection) -> str:
-    """SHA-256 over the weights, the options and the source file of a `package.module:function`.
+    """SHA-256 over the weights, the images, the options and the source file of a `package.module:function`.
 
     Raises:
-        UserError: the weights file cannot be read.
+        UserError: the weights or an image cannot be read.
     """
-    parts = {"source": section.source, "options": section.options}
+    parts: dict[str, Any] = {"source": section.source, "options": section.options}
     if section.weights is not None:
         try:
             parts["weights"] = _contents(section.weights)
@@ -31,9 +32,23 @@ def identity(section: ModelSection) -> str:
                 got=error.strerror or type(error).__name__,
                 remedy="correct model.weights in the recipe",
             ) from error
+    if section.images:
+        parts["images"] = {argument: _image(path) for argument, path in section.images.items()}
     if source := source_file(section.source):
         parts["code"] = sha256(source)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _image(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the image {path}",
+            expected="an image; the path is relative to the recipe",
+            got=error.strerror or type(error).__name__,
+            remedy="correct model.images in the recipe",
+        ) from error
 
 
 def _contents(path: Path) -> str | dict[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
@@ -224,6 +225,7 @@ class PipelineCaller:
     Attributes:
         component: the denoiser's name in it.
         tokens, prompts, arguments: see `diffusers_model`.
+        images: of the call, by argument.
     """
 
     pipe: Any
@@ -231,10 +233,19 @@ class PipelineCaller:
     tokens: int
     prompts: tuple[str, ...]
     arguments: dict[str, Any]
+    images: Mapping[str, Image] = field(default_factory=dict)
     parameters: frozenset[str] = field(init=False)
+    _image_each: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.parameters = frozenset(inspect.signature(self.pipe.__call__).parameters)
+        if unknown := sorted(self.images.keys() - self.parameters):
+            raise UserError(
+                f"{type(self.pipe).__name__} takes no {unknown[0]}",
+                expected="arguments among " + ", ".join(sorted(self.parameters)),
+                got=", ".join(unknown),
+                remedy="correct model.images in the recipe, or convert a pipeline that takes images",
+            )
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
             if getattr(self.pipe, filtering, None) is not None:
@@ -272,6 +283,7 @@ class PipelineCaller:
             arguments["prompt"] = list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])
         else:
             arguments |= self._embeddings(seeds)
+        arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
         try:
             output = self.pipe(
                 **arguments,
@@ -283,6 +295,13 @@ class PipelineCaller:
         except TrtconvertError:
             raise
         except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
+            if self.images and len(seeds) > 1 and not self._image_each:
+                # Some pipelines take one image for all samples, others one for each. Which, they do not say beforehand.
+                self._image_each = True
+                try:
+                    return self(seeds, steps, sizes, captions)
+                except UserError:
+                    self._image_each = False
             raise UserError(
                 f"a call of {type(self.pipe).__name__} failed",
                 expected="sizes and arguments that the pipeline takes, and a pipeline that runs with them",
