@@ -259,6 +259,33 @@ def halves_of(folder: Path, **options: Any) -> dict[str, tuple[OnnxRuntimeCompon
     }
 
 
+def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
+    """Krea 2 and PRX make truth values of the mask that their tokenizers give."""
+    pipe = tiny_pipelines.with_text("pixart")
+    pipe.save_pretrained(tmp_path)
+    tokenize = type(pipe.tokenizer).__call__
+
+    def tokenize_with_truth_values(*arguments, **named):
+        encoded = tokenize(*arguments, **named)
+        encoded["attention_mask"] = encoded["attention_mask"].bool()
+        return encoded
+
+    monkeypatch.setattr(type(pipe.tokenizer), "__call__", tokenize_with_truth_values)
+    model = {"source": "diffusers", "weights": ".", "options": options("pixart")}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"model": model, "components": {"text_encoder": {}}}))
+    made = component_records(tmp_path, load_recipe(tmp_path / "recipe.yaml"))
+    ((stage, record),) = made.values()
+    assert {i.name: i.dtype for i in record.inputs} == {"input_ids": "int64", "attention_mask": "int64"}
+    encoder = DiffusersTextEncoder(OnnxRuntimeComponent(stage.folder / record.onnx, record), record, **FP32_ON_CPU)
+    tokens = tokenize_with_truth_values(
+        pipe.tokenizer, "a cat", padding="max_length", max_length=tiny_pipelines.TOKENS, return_tensors="pt"
+    )
+    given = {"attention_mask": tokens.attention_mask}
+    expected = pipe.text_encoder(tokens.input_ids, **given)[0]
+    assert not tokens.attention_mask.all()
+    assert relative_error(encoder(tokens.input_ids, **given)[0], expected) <= SAME_ARITHMETIC
+
+
 def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
     tiny_pipelines.animatediff().save_pretrained(tmp_path)
     pipe = load_pipeline(tmp_path)

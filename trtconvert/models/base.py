@@ -82,7 +82,7 @@ class ModelComponent:
         inputs, outputs: in the terms of `DiffusionModel`; a dimension of an output may be a line through one of an input,
             "8*height".
         dims: symbolic dimension: (min, opt, max).
-        example: tensors by input, at the opt sizes, as the pipeline passes them.
+        example: tensors by input, at the opt sizes, as the pipeline passes them; integers and truth values as int64.
         high_precision: FP32 unless the recipe says otherwise.
         overflows: its values leave the range of FP16.
         diffusers: how the pipeline calls it.

@@ -105,7 +105,7 @@ class PipelineComponents:
             ),
             outputs=tuple(InputSpec(key, "float32", shape) for key, shape in kept.items()),
             dims=inputs.dims,
-            example=inputs.example,
+            example={key: x if x.is_floating_point() else x.long() for key, x in inputs.example.items()},
             high_precision=method != "forward",
             overflows=bool(getattr(model.config, "force_upcast", False)),
             diffusers=DiffusersRecord(
