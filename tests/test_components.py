@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support import refusal, run
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
-pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 import tiny_pipelines  # noqa: E402
 from tiny_pipelines import PIPELINES, TOKENS, WIDTH, errors_beside  # noqa: E402
 from tolerances import HALF_DENOISER, INT8_CALL, INT8_IMAGES_PSNR, SAME_ARITHMETIC, SAME_IMAGES_PSNR  # noqa: E402
@@ -284,6 +284,73 @@ def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
     expected = pipe.text_encoder(tokens.input_ids, **given)[0]
     assert not tokens.attention_mask.all()
     assert relative_error(encoder(tokens.input_ids, **given)[0], expected) <= SAME_ARITHMETIC
+
+
+def test_one_tensor_may_be_several_results(tmp_path, monkeypatch):
+    """The last of all states is the last state: Krea 2 looks at the one, and the encoder gives both."""
+    tiny_pipelines.with_text("pixart").save_pretrained(tmp_path)
+    call = transformers.T5EncoderModel.__call__
+
+    def last_of_all(*arguments, **named):
+        return (call(*arguments, **named, output_hidden_states=True).hidden_states[-1],)
+
+    monkeypatch.setattr(transformers.T5EncoderModel, "__call__", last_of_all)
+    encoder = diffusers_model(tmp_path, **options("pixart")).components("text_encoder")
+    results = encoder.diffusers.results
+    assert [output.name for output in encoder.outputs] == ["last_hidden_state"]
+    *before, last = results["hidden_states"]["list"]
+    assert results["last_hidden_state"] == last == {"tensor": "last_hidden_state"}
+    assert before and all("unused" in node for node in before)
+
+
+def test_statistics_that_a_pipeline_reads_off_its_vae_are_there(tmp_path):
+    """FLUX.2 norms latents by those of a part of its VAE."""
+    transformer = diffusers.Flux2Transformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 8, 8, 8),
+        guidance_embeds=False,
+    )
+    vae = diffusers.AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    vae.bn.running_mean.uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    parts = {"vae": tiny_pipelines.randomised(vae), "transformer": tiny_pipelines.randomised(transformer)}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = diffusers.Flux2KleinPipeline(
+        scheduler=scheduler, **parts, text_encoder=None, tokenizer=None, is_distilled=True
+    )
+    pipe.save_pretrained(tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+    sizes = {"height": 32, "width": 32}
+    text = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def drawn() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return pipe(prompt_embeds=text, **sizes, num_inference_steps=2, output_type="pt", generator=generator)[0]
+
+    expected = drawn()
+    pipe.vae = DiffusersAutoencoder(halves_of(tmp_path, **sizes, tokens=8, batch=1), **FP32_ON_CPU)
+    assert torch.equal(pipe.vae.bn.running_mean, vae.bn.running_mean)
+    assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
+
+
+def test_lists_of_numbers_in_an_index_are_settings(tmp_path):
+    tiny_pipelines.wan().save_pretrained(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text()) | {"boundary_ratio": [0.5, 0.25]}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    pipe = make_pipeline(tmp_path, {"transformer": None, "vae": None})
+    assert pipe.config.boundary_ratio == [0.5, 0.25]
 
 
 def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):

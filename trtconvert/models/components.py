@@ -236,17 +236,17 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.used: set[str] = set()
-        self._names: dict[int, tuple[str, Tensor]] = {}
+        self._names: dict[int, tuple[set[str], Tensor]] = {}
         self._paused = False
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Watch these as well; a tensor may have several names."""
         for name, x in tensors.items():
-            self._names.setdefault(id(x), (name, x))  # kept, so that no other tensor takes its place
+            self._names.setdefault(id(x), (set(), x))[0].add(name)  # kept, so that no other tensor takes its place
 
     def look(self, values: Any) -> None:
         """Everything in the values is looked into."""
-        self.used |= {self._names[id(x)][0] for x in tree_leaves(values) if id(x) in self._names}
+        self.used.update(*(self._names[id(x)][0] for x in tree_leaves(values) if id(x) in self._names))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -353,6 +353,9 @@ def _results(
     structure, _ = take_apart(per_call[0])
     tensors = [take_apart(fields)[1] for fields in per_call]
     kept: dict[str, tuple[int | str, ...]] = {}
+    outputs: dict[
+        int, str
+    ] = {}  # by tensors, each of which may be several results: the last state, and one of all states
     for key, node in _leaves(structure):
         dims = [inputs.dimension(sizes) for sizes in zip(*(t[key].shape for t in tensors), strict=True)]
         if None in dims:
@@ -364,7 +367,8 @@ def _results(
             )
         shape = tuple(dim for dim in dims if dim is not None)
         if used is None or key in used:
-            kept[key] = shape
+            node["tensor"] = outputs.setdefault(id(tensors[0][key]), key)
+            kept[node["tensor"]] = shape
         else:
             node.clear()
             node["unused"] = list(shape)
@@ -384,7 +388,8 @@ def _config(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Numbers, lists of them and small tensors that the model's own class sets, which pipelines may read off it."""
+    """Numbers, lists of them and small tensors that the model's own class sets, which pipelines may read off it, and the tensors
+    of its parts without parameters."""
     found: dict[str, Any] = {}
     buffers = dict(model.named_buffers(recurse=False))
     for name, value in {**vars(model), **buffers}.items():
@@ -396,4 +401,10 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
             found[name] = {"value": value}
         elif isinstance(value, (list, tuple)) and all(isinstance(x, (bool, int, float)) for x in value):
             found[name] = {"value": list(value)}
+    for name, part in model.named_children():
+        # The statistics of FLUX.2's VAE: the pipeline itself norms the latents with those of its `bn`.
+        inner = _attributes(part) if not list(part.parameters()) else {}
+        tensors = {key: value for key, value in inner.items() if "tensor" in value}
+        if tensors:
+            found[name] = {"module": tensors}
     return found

@@ -237,8 +237,8 @@ class DiffusersAutoencoder(_DropIn):
         for method, (component, signature) in halves.items():
             called = _Method(component, signature)
             setattr(self, method, called.parameters.of(called))
-        for name, value in record.attributes.items():
-            setattr(self, name, torch.tensor(value["tensor"]) if "tensor" in value else value["value"])
+        for name, node in record.attributes.items():
+            setattr(self, name, _attribute(node))
 
 
 class _Method:
@@ -287,6 +287,13 @@ class _Method:
 
             results["latent_dist"] = DiagonalGaussianDistribution(results["latent_dist"])
         return self._output(**results) if return_dict else tuple(results.values())
+
+
+def _attribute(node: Mapping[str, Any]) -> Any:
+    """What a record keeps of an attribute, see `DiffusersRecord.attributes`."""
+    if "module" in node:
+        return SimpleNamespace(**{name: _attribute(inner) for name, inner in node["module"].items()})
+    return torch.tensor(node["tensor"]) if "tensor" in node else node["value"]
 
 
 def is_of_samples(timestep: Tensor) -> bool:

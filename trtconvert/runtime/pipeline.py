@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.libraries import library_class
@@ -50,7 +50,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         entry = index.get(name)
         if name in parts:
             given[name] = parts[name]
-        elif not isinstance(entry, list):  # a setting, or something newer than the pipeline that was saved
+        elif not _is_part(entry):  # a setting, or something newer than the pipeline that was saved
             given |= {name: entry} if name in index else {}
         elif (folder / name).is_dir():
             given[name] = _loaded(folder / name, entry)
@@ -70,6 +70,11 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
     if given.get("safety_checker") is None and "requires_safety_checker" in parameters:
         given["requires_safety_checker"] = False
     return kind(**given)
+
+
+def _is_part(entry: Any) -> TypeGuard[list[Any]]:
+    """Whether an entry of an index is a part: its library and its class, or None twice where it was saved without."""
+    return isinstance(entry, list) and len(entry) == 2 and all(x is None or isinstance(x, str) for x in entry)
 
 
 def _loaded(folder: Path, entry: list[str]) -> Any:
