@@ -457,6 +457,9 @@ def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
     high, low = [], []
     assert torch.equal(drawn("transformer", high), drawn("transformer_2", low))
     assert high and low and min(high) >= 300 > max(low)
+    model = diffusers_model(tmp_path, denoiser="transformer_2", tokens=8, batch=1, **options)
+    with pytest.raises(UserError, match=r"(?s)does not call its transformer_2 in 2 steps.*remedy: take more steps"):
+        model.sample(model.denoiser, [3], steps=2, solver="ddim")
     with pytest.raises(UserError, match=r"(?s)no denoiser 'unet'.*got: vae, transformer, .*model.options.denoiser"):
         diffusers_model(tmp_path, denoiser="unet", tokens=8, **options)
 

@@ -212,7 +212,8 @@ class PipelineSampler:
         """Images, or the channels of latents one below the other where the pipeline has no decoder; frames likewise.
 
         Raises:
-            UserError: another solver than "ddim", which stands for the pipeline's own scheduler.
+            UserError: another solver than "ddim", which stands for the pipeline's own scheduler; or so few steps that the
+                pipeline, which has several denoisers, does not come to this one.
         """
         if solver != "ddim":
             raise UserError(
@@ -223,12 +224,12 @@ class PipelineSampler:
             )
         # An engine has a device, and the pipeline goes there; other denoisers take tensors from the CPU to theirs.
         device = getattr(denoiser, "device", torch.device("cpu"))
-        images = []
+        images, counted = [], _Counted(denoiser)
         for start in range(0, len(seeds), self.batch):
             chunk = seeds[start : start + self.batch]
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
             dropped_in = DiffusersDenoiser(
-                _Conditioned(denoiser, given) if given else denoiser,
+                _Conditioned(counted, given) if given else counted,
                 self.record,
                 self.timestep_input,
                 dtype=torch.float32,
@@ -236,7 +237,26 @@ class PipelineSampler:
             )
             with torch.no_grad(), self.caller.denoising_with(dropped_in):
                 images.append(as_images(self.caller(chunk, steps, self.sizes).cpu(), decoded=self.caller.decodes))
+        if not counted.calls:
+            raise UserError(
+                f"{self.record.pipeline} does not call its {self.record.component} in {steps} steps",
+                expected="steps that come to the noise which it is for",
+                got="images that it has no part in",
+                remedy="take more steps",
+            )
         return torch.cat(images)
+
+
+@dataclass
+class _Counted:
+    """A denoiser, and how often it was called."""
+
+    denoiser: Denoiser
+    calls: int = 0
+
+    def __call__(self, **named: Tensor) -> Tensor:
+        self.calls += 1
+        return self.denoiser(**named)
 
 
 @dataclass(frozen=True)
