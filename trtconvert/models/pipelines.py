@@ -553,7 +553,7 @@ def refuse_numbers(size: str, structure: Structure, other: Structure) -> None:
     for name, node in structure.items():
         if node != other.get(name):
             raise UserError(
-                f"the pipeline tells its model '{name}' as a number, which an engine takes in as it is",
+                f"the pipeline tells its model '{name}' as a number or a list, which an engine takes in as it is",
                 expected=f"one {size}",
                 got=f"a range of {size}",
                 remedy=f"give model.options.{size} as one number, and build a bundle for each",
