@@ -1,14 +1,19 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch engines auto] [--exports FOLDER] [--json FILE]
+    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain engines auto] [--exports FOLDER]
+                           [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
 billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What is
-measured is time, and how far each output is from torch in FP32. The engines come from one ONNX export and differ in the lowering
+measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the lowering
 of attention alone, and of the norms, rotary embeddings and projections that the plugin takes with it; the plugin's has a timestep
 bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan that uses each for as many
 steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or
 TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that it builds and times.
+
+`plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
+The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
+compile` changes in a graph besides attention.
 
 Engines are called as our runtime does, through a CUDA graph. Latency is the median of CUDA events over repeated calls with
 rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their
@@ -46,11 +51,15 @@ from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
+from trtconvert.engine.builder import build_plan
 from trtconvert.engine.engine_choice import fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.export import storage
+from trtconvert.export.concats import promote_concats
 from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import DiffusionModel, InputSpec, intercepted
 from trtconvert.recipe import EngineSection
@@ -63,6 +72,7 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0
 """One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
+PLAIN = "TensorRT of torch.onnx.export"
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -204,6 +214,29 @@ def export(model: DiffusionModel, tables: dict[str, AttentionTables], path: Path
     options = SiteOptions(TIMESTEP_MAX, "calibrated", True)
     storage.save(trace(model, tables, options, dims={}, dtype=torch.float16), unfinished)
     unfinished.rename(path)
+
+
+def export_plain(model: DiffusionModel, path: Path) -> None:
+    """Write the ONNX model in FP16 as torch's exporter makes it. The denoiser has to be on the CPU.
+
+    Two things are repaired, without which no parser takes it: where SDXL joins FP16 and FP32 the exporter leaves the cast out,
+    and where Wan writes into a tensor it names the default reduction, which TensorRT 10.6 refuses.
+    """
+    example = {
+        spec.name: torch.randn(spec.shape, dtype=torch.float32 if spec.name == "timestep" else torch.float16)
+        for spec in model.inputs
+    }
+    program = torch.onnx.export(
+        model.denoiser, tuple(example.values()), input_names=list(example), output_names=["out"], dynamo=True,
+        optimize=False, verbose=False,
+    )  # fmt: skip
+    assert program is not None  # only None where it writes to a file
+    promote_concats(program.model)
+    program.optimize()
+    leave_out_default_reductions(program.model)
+    unfinished = path.with_suffix(".partial")
+    program.save(unfinished, external_data=True)
+    unfinished.rename(path)  # the file of weights keeps the name that the model has for it
 
 
 # Measuring --------------------------------------------------------------------------------------------------------------
@@ -399,25 +432,46 @@ class Bench:
         memory = torch.cuda.max_memory_allocated() - held
         self.add(what, lambda i: forward(**self.inputs[i % len(self.inputs)]), memory, built)
 
+    def to_cpu(self) -> None:
+        """Once torch is done with the denoiser: the exporters want it there."""
+        self.model.denoiser.cpu()
+        torch.cuda.empty_cache()
+
     def export(self, folder: Path) -> Path:
         """The ONNX model in a folder, made unless it is there."""
         path = folder / f"{self.model.name}.onnx"
-        self.model.denoiser.cpu()  # torch is done with it, and the exporter wants it there
-        torch.cuda.empty_cache()
         if not path.exists():
             with Phase(f"{self.model.name}: exported"):
                 export(self.model, self.tables, path)
         return path
 
+    def plain_row(self, folder: Path) -> None:
+        """The engine of what torch.onnx.export writes."""
+        trt = tensorrt.load()
+        path = folder / f"{self.model.name}-plain.onnx"
+        if not path.exists():
+            with Phase(f"{self.model.name}: exported by torch alone"):
+                export_plain(self.model, path)
+        options = EngineSection()
+        with Phase(f"{self.model.name}: built from torch's export") as building:
+            plan = build_plan(
+                trt, path.read_bytes(), path, self._records(), [{}],
+                configure=partial(tensorrt.apply_options, trt, options=options), watch=Notices(), title=PLAIN,
+                timing_cache=timing_cache_path(tensorrt.device_name(), trt.__version__),
+            )  # fmt: skip
+        self._engine(trt, PLAIN, plan, False, building.seconds)
+
+    def _records(self) -> list[TensorRecord]:
+        return [
+            TensorRecord(name=x.name, dtype="float32" if x.name == "timestep" else "float16", shape=list(x.shape))
+            for x in self.model.inputs
+        ]
+
     def engine_rows(self, path: Path, with_auto: bool) -> None:
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
-        inputs = [
-            TensorRecord(name=x.name, dtype="float32" if x.name == "timestep" else "float16", shape=list(x.shape))
-            for x in self.model.inputs
-        ]
-        options = EngineSection()
+        inputs, options = self._records(), EngineSection()
         plans: dict[frozenset[str], tuple[bytes, float]] = {}  # and seconds, by the sites that are native
 
         def build(native: Collection[str]) -> bytes:
@@ -507,9 +561,10 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         nargs="*",
-        choices=["torch", "engines", "auto"],
-        default=["torch", "engines", "auto"],
-        help="engines: with TensorRT's own attention and with the plugin; auto: also what the build would keep of both",
+        choices=["torch", "plain", "engines", "auto"],
+        default=["torch", "plain", "engines", "auto"],
+        help="plain: TensorRT with what torch exports by itself; engines: with TensorRT's own attention and with the plugin; "
+        "auto: also what the build would keep of both",
     )
     parser.add_argument(
         "--exports",
@@ -534,10 +589,13 @@ def main() -> None:
             if "torch" in arguments.peers:
                 bench.torch_rows()
             wanted = {"engines", "auto"} & set(arguments.peers)
+            bench.to_cpu()
             if arguments.exports or wanted:
                 path = bench.export(exports)
                 if wanted:
                     bench.engine_rows(path, "auto" in wanted)
+            if "plain" in arguments.peers:
+                bench.plain_row(exports)
             rows += bench.rows
             attention += bench.attention
             if arguments.json:
