@@ -96,6 +96,18 @@ def test_packing_for_the_plugin_and_one_cast_for_the_three():
     assert node.inputs[0].producer().op_type == "Cast" and node.inputs[0].dtype == ir.DataType.FLOAT16
 
 
+def test_what_else_reads_the_output_of_an_fp32_model_reads_fp32():
+    model = tiny_models.traced_projections("unbound")
+    (node,) = attention_nodes(model).values()
+    model.graph.outputs.append(node.outputs[0])  # heads first
+    lower_to_plugin(model)
+    (node,) = attention_nodes(model).values()
+    assert node.outputs[0].dtype == ir.DataType.FLOAT16
+    heads_first = model.graph.outputs[-1]
+    assert (heads_first.producer().op_type, heads_first.dtype) == ("Transpose", ir.DataType.FLOAT)
+    assert heads_first.producer().inputs[0].producer().op_type == "Cast"
+
+
 # Keys and values of many sites ----------------------------------------------------------------------------------------
 
 TEXT = 24

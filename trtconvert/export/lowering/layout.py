@@ -6,6 +6,8 @@ transpose back. A plugin would make TensorRT copy all four tensors; with layout 
 
 from __future__ import annotations
 
+import copy
+
 import onnx_ir as ir
 
 from trtconvert.export.lowering.tokens import one_after_another, runs_of
@@ -74,7 +76,8 @@ def output_tokens_first(node: ir.Node) -> None:
     if others or out.is_graph_output():
         transposed = ir.node("Transpose", [out], {"perm": PERMUTATION})
         result = transposed.outputs[0]
-        result.name, result.shape, result.type = f"{out.name}_heads_first", heads_first, out.type
+        # A type of its own: what is done to that of the output is not done to this one.
+        result.name, result.shape, result.type = f"{out.name}_heads_first", heads_first, copy.copy(out.type)
         graph.insert_after(node, transposed)
         for user, index in others:
             user.replace_input_with(index, result)
