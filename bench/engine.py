@@ -1,7 +1,7 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
     python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain engines auto] [--exports FOLDER]
-                           [--json FILE]
+                           [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
 billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What is
@@ -19,7 +19,8 @@ Engines are called as our runtime does, through a CUDA graph. Latency is the med
 rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their
 scratch. A second table has each shape of attention timed alone, and how much of TensorRT's own step that is: what attention at
 no cost would give. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model. `--exports` keeps the
-ONNX models for further runs. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
+ONNX models for further runs. `--kernels` leaves a profile of each engine: its kernels in their order, in a steady loop. Nothing
+is asserted. The host's time per call is measured by bench/runtime.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import datetime
 import gc
 import itertools
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -44,6 +46,8 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
@@ -223,8 +227,8 @@ def export_plain(model: DiffusionModel, path: Path) -> None:
     and where Wan writes into a tensor it names the default reduction, which TensorRT 10.6 refuses.
     """
     example = {
-        spec.name: torch.randn(spec.shape, dtype=torch.float32 if spec.name == "timestep" else torch.float16)
-        for spec in model.inputs
+        name: torch.randn(shape, dtype=torch.float32 if name == "timestep" else torch.float16)
+        for name, shape in ARCHITECTURES[model.name].shapes.items()
     }
     program = torch.onnx.export(
         model.denoiser, tuple(example.values()), input_names=list(example), output_names=["out"], dynamo=True,
@@ -270,6 +274,49 @@ def image_s(call: Call) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Microseconds of a kernel of a call, and from the end of the one before it; negative where they run beside each other."""
+
+    name: str
+    us: float
+    gap_us: float
+
+
+def kernels_of(call: Call) -> list[Kernel]:
+    """The kernels of a call in the order of their starts, by torch's profiler: medians of calls in a loop that is warm."""
+    for i in range(REPEATS):
+        call(i)
+    torch.cuda.synchronize()
+    calls = 6
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for i in range(calls):
+            call(i)
+        torch.cuda.synchronize()
+    found = sorted(
+        (event for event in profiled.events() or [] if event.device_type == DeviceType.CUDA),
+        key=lambda event: event.time_range.start,
+    )
+    each = len(found) // calls
+    if len(found) != each * calls:
+        raise RuntimeError(f"{calls} calls have {len(found)} kernels, so that not all of them have as many")
+    ends = [event.time_range.end for event in found]
+    gaps = [0.0, *(event.time_range.start - end for event, end in zip(found[1:], ends, strict=False))]
+    return [
+        Kernel(
+            found[i].name,
+            statistics.median(event.time_range.elapsed_us() for event in found[i::each]),
+            statistics.median(gaps[i::each]),
+        )
+        for i in range(each)
+    ]
+
+
+def write_kernels(kernels: Sequence[Kernel], path: Path) -> None:
+    lines = [f"{kernel.us:8.1f} {kernel.gap_us:7.1f} {kernel.name}" for kernel in kernels]
+    path.write_text("\n".join([f"{'us':>8} {'gap, us':>7} kernel", *lines]) + "\n")
 
 
 class Engine:
@@ -374,8 +421,10 @@ def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Atte
 class Bench:
     """One architecture: its figures, as they are measured."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kernels: Path | None = None) -> None:
+        """Args: name: of the architecture; kernels: the folder for profiles of engines, if they are wanted."""
         self.rows, self.attention = list[Row](), list[Attention]()
+        self._kernels = kernels
         with Phase(f"{name}: made"):
             self.model = describe(name, "cuda")
         with Phase(f"{name}: run in FP32"):
@@ -502,11 +551,12 @@ class Bench:
         """Time an engine. One with the plugin is timed in each mode, by the timestep."""
         torch.cuda.empty_cache()
         engine = Engine(trt, plan, self.inputs)
-        if with_plugin:
-            for mode in MODES:
-                self.add(f"{what}, {mode.name.lower()}", engine, engine.memory, built, len(plan), mode)
-        else:
-            self.add(what, engine, engine.memory, built, len(plan))
+        for mode in MODES if with_plugin else MODES[:1]:
+            title = f"{what}, {mode.name.lower()}" if with_plugin else what
+            self.add(title, engine, engine.memory, built, len(plan), mode)
+            if self._kernels is not None:
+                name = re.sub(r"[^a-z0-9]+", "-", f"{self.model.name} {title}".lower())
+                write_kernels(kernels_of(engine), self._kernels / f"{name}.txt")
         del engine
         gc.collect()
 
@@ -571,6 +621,7 @@ def main() -> None:
         type=Path,
         help="keep the exported models here; they are made for `--peers torch`, or no peers, as well",
     )
+    parser.add_argument("--kernels", type=Path, help="leave the kernels of each engine and their times in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # what the errors are against is FP32
@@ -584,8 +635,10 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
         exports = arguments.exports or Path(temporary)
         exports.mkdir(parents=True, exist_ok=True)
+        if arguments.kernels:
+            arguments.kernels.mkdir(parents=True, exist_ok=True)
         for name in arguments.models:
-            bench = Bench(name)
+            bench = Bench(name, arguments.kernels)
             if "torch" in arguments.peers:
                 bench.torch_rows()
             wanted = {"engines", "auto"} & set(arguments.peers)
