@@ -60,6 +60,7 @@ from trtconvert.engine.engine_choice import fastest_mix
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.timing_cache import timing_cache_path
+from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
 from trtconvert.export.concats import promote_concats
 from trtconvert.export.nodes import attention_nodes
@@ -495,19 +496,23 @@ class Bench:
         return path
 
     def plain_row(self, folder: Path) -> None:
-        """The engine of what torch.onnx.export writes."""
+        """The engine of what torch.onnx.export writes, where TensorRT takes it."""
         trt = tensorrt.load()
         path = folder / f"{self.model.name}-plain.onnx"
         if not path.exists():
             with Phase(f"{self.model.name}: exported by torch alone"):
                 export_plain(self.model, path)
         options = EngineSection()
-        with Phase(f"{self.model.name}: built from torch's export") as building:
-            plan = build_plan(
-                trt, path.read_bytes(), path, self._records(), [{}],
-                configure=partial(tensorrt.apply_options, trt, options=options), watch=Notices(), title=PLAIN,
-                timing_cache=timing_cache_path(tensorrt.device_name(), trt.__version__),
-            )  # fmt: skip
+        try:
+            with Phase(f"{self.model.name}: built from torch's export") as building:
+                plan = build_plan(
+                    trt, path.read_bytes(), path, self._records(), [{}],
+                    configure=partial(tensorrt.apply_options, trt, options=options), watch=Notices(), title=PLAIN,
+                    timing_cache=timing_cache_path(tensorrt.device_name(), trt.__version__),
+                )  # fmt: skip
+        except TrtconvertError as refusal:  # the other peers keep their rows
+            print(refusal, flush=True)
+            return
         self._engine(trt, PLAIN, plan, False, building.seconds)
 
     def _records(self) -> list[TensorRecord]:
