@@ -53,6 +53,8 @@ IPluginV3OneRuntime* runtime(IPluginV3* plugin) {
   return capability<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
 }
 
+int32_t outputs(IPluginV3* plugin) { return build(plugin)->getNbOutputs(); }
+
 }  // namespace
 
 extern "C" {
@@ -92,30 +94,32 @@ IPluginV3* driver_attach(IPluginV3* plugin) { return runtime(plugin)->attachToCo
 PluginFieldCollection const* driver_fields(IPluginV3* plugin) { return runtime(plugin)->getFieldsToSerialize(); }
 
 bool driver_supports(IPluginV3* plugin, int32_t position, DynamicPluginTensorDesc const* tensors, int32_t inputs) {
-  return build(plugin)->supportsFormatCombination(position, tensors, inputs, 1);
+  return build(plugin)->supportsFormatCombination(position, tensors, inputs, outputs(plugin));
 }
 
 int32_t driver_configure(IPluginV3* plugin, DynamicPluginTensorDesc const* tensors, int32_t inputs) {
-  return build(plugin)->configurePlugin(tensors, inputs, tensors + inputs, 1);
+  return build(plugin)->configurePlugin(tensors, inputs, tensors + inputs, outputs(plugin));
 }
 
 size_t driver_workspace(IPluginV3* plugin, DynamicPluginTensorDesc const* tensors, int32_t inputs) {
-  return build(plugin)->getWorkspaceSize(tensors, inputs, tensors + inputs, 1);
+  return build(plugin)->getWorkspaceSize(tensors, inputs, tensors + inputs, outputs(plugin));
 }
 
+// Of all outputs.
 int32_t driver_output_type(IPluginV3* plugin, int32_t const* types, int32_t inputs, int32_t* type) {
-  return build(plugin)->getOutputDataTypes(reinterpret_cast<DataType*>(type), 1,
+  return build(plugin)->getOutputDataTypes(reinterpret_cast<DataType*>(type), outputs(plugin),
                                            reinterpret_cast<DataType const*>(types), inputs);
 }
 
 // `dims` are opaque expressions, as in TensorRT; the plugin only hands them on. The builder of expressions is not used.
 int32_t driver_output_shape(IPluginV3* plugin, DimsExprs const* dims, int32_t inputs, DimsExprs* out) {
   static int unused;
-  return build(plugin)->getOutputShapes(dims, inputs, nullptr, 0, out, 1, reinterpret_cast<IExprBuilder&>(unused));
+  return build(plugin)->getOutputShapes(dims, inputs, nullptr, 0, out, outputs(plugin),
+                                        reinterpret_cast<IExprBuilder&>(unused));
 }
 
 int32_t driver_shape_change(IPluginV3* plugin, PluginTensorDesc const* tensors, int32_t inputs) {
-  return runtime(plugin)->onShapeChange(tensors, inputs, tensors + inputs, 1);
+  return runtime(plugin)->onShapeChange(tensors, inputs, tensors + inputs, outputs(plugin));
 }
 
 int32_t driver_enqueue(IPluginV3* plugin, PluginTensorDesc const* tensors, int32_t inputs, void const* const* pointers,

@@ -9,6 +9,7 @@ import pytest
 import tolerances
 import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from exports import changed, export, run
 from torch import Tensor, nn
@@ -79,6 +80,97 @@ def test_what_all_blocks_are_given_is_computed_in_rows(make: Callable[[], tuple[
     assert all(constant_behind(node.inputs[0]) for node in sixths(model))
     assert len(sixths(model)) == BLOCKS
     assert split_modulations(model) == 0
+
+
+def test_what_each_block_is_given_is_computed_in_rows():
+    """Flux: six rows of text and of image for each double block, three for each single one, two at the end."""
+
+    class Flux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = FluxTransformer2DModel(
+                in_channels=4, num_layers=1, num_single_layers=BLOCKS, attention_head_dim=16, num_attention_heads=2,
+                joint_attention_dim=TEXT, pooled_projection_dim=TEXT, axes_dims_rope=(4, 6, 6),
+            )  # fmt: skip
+            self.register_buffer("positions", torch.arange(24.0).view(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            text = x[:, :2].repeat(1, 1, 2)
+            return self.transformer(
+                x, text, text[:, 0], x[:, 0, 0].abs(), self.positions[:6], self.positions[6:], return_dict=False
+            )[0]
+
+    torch.manual_seed(0)
+    module, x = Flux().eval().requires_grad_(False), torch.randn(2, 6, 4)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    program = export(module, x)
+    drop_idle_squeezes(program.model)
+    program.optimize()
+    model = program.model
+    before, products = run(model, x), count(model, "Gemm")
+    of_products = [n for n in model.graph if n.op_type == "Split" and n.inputs[0].producer().op_type == "Gemm"]
+    assert sorted(len(node.outputs) for node in of_products) == [2, *[3] * BLOCKS, ROWS, ROWS]
+    assert split_modulations(model) == len(of_products)
+    assert count(model, "Gemm") == products + sum(len(node.outputs) - 1 for node in of_products)
+    assert not [n for n in model.graph if n.op_type == "Split" and n.inputs[0].producer().op_type == "Gemm"]
+    assert relative_error(run(model, x), before) < tolerances.SAME_ARITHMETIC
+
+
+ALONE = """
+    <ir_version: 10, opset_import: ["": 20, "other": 1]>
+    modulations (float[2, 5] x) => (float[2, 4] first, float[2, 4] second, float[2, 4] third)
+    <
+        float[12, 5] weight = {WEIGHT}, float[12] bias = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11},
+        float[2, 12] product
+    >
+    {
+        product = Gemm <transB = 1> (x, weight, bias)
+        first, second, third = Split <axis = 1, num_outputs = 3> (product)
+    }
+""".replace("WEIGHT", ", ".join(str(i % 7 - 3) for i in range(60)))
+
+
+def test_parts_of_a_product_are_the_same():
+    model = changed(ALONE, {})
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([run(output_alone(model, index), x) for index in range(3)])
+    assert split_modulations(model) == 1
+    assert (count(model, "Gemm"), count(model, "Split")) == (3, 0)
+    parts = torch.stack([run(output_alone(model, index), x) for index in range(3)])
+    assert relative_error(parts, expected) < tolerances.SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize(
+    "changes",
+    {
+        "tokens": {"float[2, ": "float[65, "},
+        "an unknown shape": {"float[2, 12] product": "float product"},
+        "read as a whole": {
+            "third)": "third, float[2, 12] read)",
+            "(product)": "(product) read = Relu (product)",
+        },
+        "an output": {"third)": "third, float[2, 12] product)", ",\n        float[2, 12] product\n": "\n"},
+        "along samples": {
+            "float[2, 4] first, float[2, 4] second, float[2, 4] third": "float[1, 12] first, float[1, 12] second",
+            "first, second, third = Split <axis = 1, num_outputs = 3>": "first, second = Split <axis = 0, num_outputs = 2>",
+        },
+        "parts of several widths": {
+            "float[2, 4] first, float[2, 4] second": "float[2, 2] first, float[2, 6] second",
+            "first, second, third = Split <axis = 1, num_outputs = 3> (product)":
+                "sizes = Constant <value_ints = [2, 6, 4]> () first, second, third = Split <axis = 1> (product, sizes)",
+        },
+        "no bias": {"(x, weight, bias)": "(x, weight)"},
+        "a product that is scaled": {"<transB = 1>": "<transB = 1, alpha = 2.0>"},
+        "another's split": {"= Split": "= other.Split"},
+    }.items(),
+    ids=lambda item: item[0],
+)  # fmt: skip
+def test_other_products_are_left(changes):
+    model = changed(ALONE, changes[1])
+    before = list(model.graph)
+    assert split_modulations(model) == 0
+    assert list(model.graph) == before
 
 
 def count(model: ir.Model, op_type: str) -> int:

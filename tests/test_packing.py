@@ -40,6 +40,8 @@ def in_files(model: ir.Model, folder) -> ir.Model:
 def cut(model: ir.Model) -> ir.Model:
     """The heads of each site taken out of what it shares, as the plugin reads them, so that the op's body can follow."""
     for node in attention_nodes(model).values():
+        if "parts" in node.attributes:
+            join_parts(node)
         parts: dict[int, int | list[int]] = {}
         if node.inputs[0].shape.rank() == 5:
             assert len(set(node.inputs[:3])) == 1 and node.attributes["layout"].as_string() == "BNHD"
@@ -55,6 +57,28 @@ def cut(model: ir.Model) -> ir.Model:
             node.graph.insert_before(node, [numbers, taken])
             node.replace_input_with(index, taken.outputs[0])
     return model
+
+
+def join_parts(node: ir.Node) -> None:
+    """A node that takes and gives the tokens of two tensors made one of all tokens."""
+    first, second, again = node.inputs[:3]
+    assert second is again and node.attributes.pop("parts").as_int() == 2 and len(node.outputs) == 2
+    packed = ir.node("Concat", [first, second], {"axis": 1})
+    packed.outputs[0].dtype = first.dtype
+    packed.outputs[0].shape = ir.Shape([first.shape[0], None, *first.shape[2:]])
+    for index in range(3):
+        node.replace_input_with(index, packed.outputs[0])
+    sizes = ir.node("Constant", [], {"value": ir.tensor(np.array([first.shape[1], second.shape[1]]))})
+    inputs = (ir.val("whole"), sizes.outputs[0])
+    split = ir.Node("", "Split", inputs, [ir.AttrInt64("axis", 1)], num_outputs=2)
+    for old, new in zip(node.outputs, split.outputs, strict=True):
+        new.type = old.type
+        ir.convenience.replace_all_uses_with(old, new)
+    node.resize_outputs(1)
+    node.outputs[0].shape = None
+    split.replace_input_with(0, node.outputs[0])
+    node.graph.insert_before(node, packed)
+    node.graph.insert_after(node, [sizes, split])
 
 
 # q, k and v -----------------------------------------------------------------------------------------------------------
@@ -106,6 +130,92 @@ def test_what_else_reads_the_output_of_an_fp32_model_reads_fp32():
     heads_first = model.graph.outputs[-1]
     assert (heads_first.producer().op_type, heads_first.dtype) == ("Transpose", ir.DataType.FLOAT)
     assert heads_first.producer().inputs[0].producer().op_type == "Cast"
+
+
+# Text and image -------------------------------------------------------------------------------------------------------
+
+
+def feeds_of_joint(model: ir.Model, batch: int, tokens: int = 33) -> dict[str, np.ndarray]:
+    generator, sizes = np.random.default_rng(0), {"batch": batch, "tokens": tokens}
+    shapes = {
+        x.name: [sizes[n] if (n := getattr(d, "value", d)) in sizes else n for d in x.shape] for x in model.graph.inputs
+    }
+    fed = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return fed | {"timestep": np.full(batch, 400, np.float32)}
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+@pytest.mark.parametrize("read", ["split", "slices", "by heads", "image alone"])
+def test_tokens_of_text_and_image_stay_in_tensors_of_their_own(read, text_first):
+    model = tiny_models.traced_joint(read, text_first)
+    original = model.clone()
+    assert pack_projections(model) == 1
+    (node,) = attention_nodes(model).values()
+    first, second, again = node.inputs[:3]
+    assert second is again and node.attributes["parts"].as_int() == 2
+    assert [list(x.shape)[1:] for x in (first, second)] == [[128, 3, 2, 32], [20, 3, 2, 32]]
+    assert [list(out.shape)[1:] for out in node.outputs] == [[128, 2, 32], [20, 2, 32]]
+    assert all(out.dtype == ir.DataType.FLOAT for out in node.outputs)
+    assert not {"Concat", "Split", "Slice", "Transpose"} & {n.op_type for n in model.graph}
+    onnx.checker.check_model(ir.to_proto(model))  # names of all outputs
+    lower_to_function(cut(model))
+    for batch in (1, 3):
+        fed = feeds_of_joint(model, batch)
+        np.testing.assert_allclose(run(model, fed)[0], run(original, fed)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_second_tokens_may_vary():
+    model = tiny_models.traced_joint("slices", x=("batch", "tokens", 64))
+    original = model.clone()
+    assert pack_projections(model) == 1
+    (node,) = attention_nodes(model).values()
+    assert node.attributes["parts"].as_int() == 2
+    assert not {"Split", "Slice"} & {n.op_type for n in model.graph if 3 in [len(x.shape) for x in n.inputs if x.shape]}
+    for tokens in (20, 77):
+        fed = feeds_of_joint(model, 2, tokens)
+        sizes = {out.name: np.array(size) for out, size in zip(node.outputs, (128, tokens), strict=True)}
+        assert {name: value for name, value in sizes.items() if name}  # both are named
+        shapes = [x.shape for x in outputs_of(model, [node.inputs[0], node.inputs[1]], fed)]
+        assert shapes == [(2, 128, 3, 2, 32), (2, tokens, 3, 2, 32)]
+        assert run(original, fed)[0].shape == (2, 128, 64)
+
+
+def outputs_of(model: ir.Model, values: list[ir.Value], fed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Values of a model, which is cut there in a copy."""
+    copy = model.clone()
+    made = {value.name: value for node in copy.graph for value in node.outputs}
+    copy.graph.outputs[:] = [made[value.name] for value in values]
+    RemoveUnusedNodesPass()(copy)
+    return run(copy, fed)
+
+
+@pytest.mark.parametrize(
+    ("read", "changed"),
+    [
+        ("slices", {"text": ("batch", 127, 64)}),
+        ("slices", {"text": ("batch", "tokens", 64)}),
+        *((read, {}) for read in ("whole", "elsewhere", "overlapping", "stepping", "result", "three runs")),
+    ],
+)
+def test_other_tokens_are_joined(read, changed):
+    model = tiny_models.traced_joint(read, **changed)
+    assert pack_projections(model) == 1
+    (node,) = attention_nodes(model).values()
+    assert "parts" not in node.attributes and len(node.outputs) == 1 and len(set(node.inputs[:3])) == 1
+    assert node.inputs[0].producer().op_type == "Concat"
+
+
+def test_the_plugin_of_an_fp32_model_gets_and_gives_casts_of_both_parts():
+    model = tiny_models.traced_joint("slices")
+    lower_to_plugin(model)
+    onnx.checker.check_model(ir.to_proto(model))
+    (node,) = attention_nodes(model).values()
+    assert node.inputs[1] is node.inputs[2]
+    for value in node.inputs[:2]:
+        assert (value.dtype, value.producer().op_type) == (ir.DataType.FLOAT16, "Cast")
+    for out in node.outputs:
+        ((cast, _),) = out.uses()
+        assert (out.dtype, cast.op_type, cast.outputs[0].dtype) == (ir.DataType.FLOAT16, "Cast", ir.DataType.FLOAT)
 
 
 # Keys and values of many sites ----------------------------------------------------------------------------------------

@@ -133,23 +133,27 @@ def tensors(
     shared_heads: int = 0,
     rotary: tuple[int, ...] | None = None,
     norm: tuple[int, ...] | None = None,
+    second: int = 0,
 ) -> list[Desc]:
-    """Descriptions of the node's inputs and output for one shape.
+    """Descriptions of the node's inputs and outputs for one shape.
 
-    `packed`: of one tensor of q, k and v; `shared_heads`: of those in the one tensor of k and v of several nodes.
+    `packed`: of one tensor of q, k and v; `shared_heads`: of those in the one tensor of k and v of several nodes; `second`:
+    that many of the packed tokens, the last ones, lie in a tensor of their own.
     """
 
     def tokens(heads: int, count: int) -> tuple[int, ...]:
         return (batch, heads, count, dim) if layout == "BHND" else (batch, count, heads, dim)
 
-    out = tokens(heads, queries)
-    q, k = (out, tokens(shared_heads or kv_heads, keys)) if not packed else [(batch, queries, 3, heads, dim)] * 2
+    outs = [tokens(heads, count) for count in ([queries - second, second] if second else [queries])]
+    q, k = outs[0], tokens(shared_heads or kv_heads, keys)
+    if packed:
+        q, k = ((batch, count, 3, heads, dim) for count in (queries - second, second or queries))
     shapes = [(q, dtype), (k, dtype), (k, dtype), ((batch,), FLOAT), ((bins, heads), FLOAT), ((bins, kv_heads), FLOAT)]
     shapes += [((bins, kv_heads, dim), FLOAT)] * 3 + [((bins,), INT32)]
     if mask is not None:
         shapes.append((mask, mask_type))
     shapes += [(shape, FLOAT) for shape in (rotary, norm) if shape is not None]
-    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, (out, dtype)]]
+    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, *((out, dtype) for out in outs)]]
 
 
 def dynamic(smallest: list[Desc], largest: list[Desc]) -> ctypes.Array[DynamicDesc]:
@@ -187,8 +191,9 @@ def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     given = {"layout": "BNHD", "softmax_scale": 0.125, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
     given |= {"rotary": 1, "norm": 1, "norm_eps": 0.25, "norm_split": 512, "kv_heads": 3, "k_head": 7, "v_head": 20}
+    given |= {"parts": 2}
     plugin = driver.create(**given)
-    expected = given | {"serialization_version": 3}
+    expected = given | {"serialization_version": 4}
     assert driver.serialised(plugin) == expected
     again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
     driver.lib.driver_destroy(plugin)  # what the copy serialises must be its own
@@ -200,7 +205,7 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
 
 def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
     assert driver.serialised(plugin) == {
-        "serialization_version": 3,
+        "serialization_version": 4,
         "layout": "BHND",
         "softmax_scale": 0.0,
         "timestep_max": 1000.0,
@@ -213,6 +218,7 @@ def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
         "kv_heads": 0,
         "k_head": 0,
         "v_head": 0,
+        "parts": 1,
     }
 
 
@@ -253,7 +259,9 @@ def test_other_widths_and_terminated_text_are_accepted(driver: Driver) -> None:
         ({"kv_heads": -1}, "expected a number of heads from 0"),
         ({"v_head": (FIELD_INT64, 1, ctypes.c_int64(1 << 31))}, "got 2147483648"),
         ({"colour": 1}, "got 'colour'"),
-        ({"serialization_version": 3}, "got 'serialization_version'"),
+        ({"parts": 0}, "attribute 'parts': expected 1 or 2, got 0"),
+        ({"parts": 3}, "got 3"),
+        ({"serialization_version": 4}, "got 'serialization_version'"),
     ],
     ids=lambda value: re.sub(" object at 0x[0-9a-f]+", "", str(value)),  # the same in every process of pytest-xdist
 )
@@ -284,11 +292,12 @@ def test_broken_collections_are_refused(driver: Driver) -> None:
 def test_engines_of_other_versions_are_refused(driver: Driver) -> None:
     whole = {"layout": "BHND", "softmax_scale": 0.0, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
     whole |= {"rotary": 0, "norm": 0, "norm_eps": 0.0, "norm_split": 0, "kv_heads": 0, "k_head": 0, "v_head": 0}
-    assert not driver.create(RUNTIME, serialization_version=2, **whole)
+    whole |= {"parts": 1}
+    assert not driver.create(RUNTIME, serialization_version=3, **whole)
     assert "build the engine again" in driver.messages()
     assert not driver.create(RUNTIME, **whole)  # no version at all
-    assert "expected the 13 fields" in driver.messages()
-    assert driver.create(RUNTIME, serialization_version=3, **whole)
+    assert "expected the 14 fields" in driver.messages()
+    assert driver.create(RUNTIME, serialization_version=4, **whole)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16])
@@ -482,6 +491,69 @@ def test_the_parts_lie_within_the_tokens_of_every_call(driver: Driver) -> None:
     assert driver.messages().count("num_queries (33), got 33") == 2
 
 
+TWO = PACKED | {"queries": 205, "keys": 205, "second": 77}
+TWO_ATTRIBUTES = {"layout": "BNHD", "parts": 2}
+
+
+def test_tokens_in_two_tensors_are_taken(driver: Driver) -> None:
+    plugin = driver.create(**TWO_ATTRIBUTES)
+    descs, whole = tensors(**TWO), tensors(**(TWO | {"second": 0}))
+    assert [list(desc.dims.d[:4]) for desc in descs[-2:]] == [[2, 128, 6, 64], [2, 77, 6, 64]]
+    assert all(driver.lib.driver_supports(plugin, i, dynamic(descs, descs), 10) for i in range(12))
+    for output in (10, 11):  # both have q's type
+        changed = dynamic(descs, descs)
+        changed[output].desc.type = BF16
+        assert not driver.lib.driver_supports(plugin, output, changed, 10)
+    assert driver.lib.driver_configure(plugin, dynamic(descs, descs), 10) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(plugin, (Desc * 12)(*descs), 10) == 0, driver.messages()
+    of_one = driver.create(layout="BNHD")
+    assert driver.lib.driver_workspace(plugin, dynamic(descs, descs), 10) == driver.lib.driver_workspace(
+        of_one, dynamic(whole, whole), 10
+    )
+    types = (ctypes.c_int32 * 2)(-1, -1)
+    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 10)(*[BF16] * 3), 10, types) == 0
+    assert list(types) == [BF16, BF16]
+    exprs = (DimsExprs * 10)(*(DimsExprs(5, (ctypes.c_void_p * 8)(*range(10 * i, 10 * i + 8))) for i in range(10)))
+    outs = (DimsExprs * 2)()
+    assert driver.lib.driver_output_shape(plugin, exprs, 10, outs) == 0
+    assert [list(out.d[: out.nb]) for out in outs] == [[None, 1, 3, 4], [10, 11, 13, 14]]  # ctypes reads a null as None
+    exprs[1].nb = 4
+    assert driver.lib.driver_output_shape(plugin, exprs, 10, outs) != 0
+    assert "input 'k': expected 5 dimensions with parts 2, got 4" in driver.messages()
+
+
+@pytest.mark.parametrize(
+    ("attributes", "descs", "said"),
+    [
+        (
+            {},
+            tensors(**(TWO | {"queries": 204})),
+            "token_split: expected a multiple of 128 below num_queries (204), got 127",
+        ),
+        ({}, tensors(**(TWO | {"batch": 1}))[:1] + tensors(**TWO)[1:], "input 'k': expected shape [1, 77, 3, 6, 64]"),
+        (
+            {},
+            [*tensors(**TWO)[:2], *tensors(**(TWO | {"second": 76}))[2:]],
+            "input 'v': expected shape [2, 77, 3, 6, 64]",
+        ),
+        ({}, tensors(**(TWO | {"packed": False})), "with parts 2 expected [B, N, 3, H, D] and kv_heads 0"),
+        ({"kv_heads": 6}, tensors(**TWO), "and kv_heads 0, got [2, 128, 3, 6, 64] and 6"),
+        ({"layout": "BHND"}, tensors(**TWO), "got [2, 128, 3, 6, 64] and BHND"),
+        ({"rotary": 1}, tensors(**(TWO | {"rotary": (128, 32, 2)})), "input 'rotary': expected shape [205, 32, 2]"),
+        ({}, tensors(**(TWO | {"mask": (1, 128)})), "broadcasts to [2, 6, 205, 205], got [1, 128]"),
+        ({}, tensors(**TWO)[1:], "and 2 outputs, got 9 and 2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tokens_in_two_tensors_are_refused(
+    driver: Driver, attributes: dict[str, object], descs: list[Desc], said: str
+) -> None:
+    plugin = driver.create(**(TWO_ATTRIBUTES | attributes))
+    driver.messages()
+    assert driver.lib.driver_configure(plugin, dynamic(descs, descs), len(descs) - 2) != 0
+    assert said in driver.messages()
+
+
 def replaced(position: int, shape: tuple[int, ...], **options: object) -> list[Desc]:
     descs = tensors(**options)
     descs[position].dims = Dims(shape)
@@ -566,23 +638,33 @@ def test_enqueue_refuses_null_pointers_and_a_missing_gpu(driver: Driver, plugin:
         (SHARED_ACROSS_HEADS, SHARED_ACROSS_HEADS_ATTRIBUTES),
         (PARTS | {"layout": "BHND"}, PARTS_ATTRIBUTES),
         (LAYERS | PARTS | PACKED, LAYERS_ATTRIBUTES | PARTS_ATTRIBUTES),
+        (TWO, TWO_ATTRIBUTES),
+        (
+            TWO | {"rotary": (205, 32, 2), "norm": (2, 2, 64)},
+            LAYERS_ATTRIBUTES | PARTS_ATTRIBUTES | TWO_ATTRIBUTES | {"norm_split": 128},
+        ),
     ],
     ids=[
         *("BHND", "BNHD", "packed", "shared", "rotary and norm", "packed, rotary and norm"),
         *("rotary and norm across heads", "packed, rotary and norm across heads", "shared, norm across heads"),
-        *("norms of parts", "packed, rotary and norms of parts"),
+        *(
+            "norms of parts",
+            "packed, rotary and norms of parts",
+            "two tensors",
+            "two tensors, rotary and norms of parts",
+        ),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_enqueue_computes_what_the_operator_does(
     driver: Driver, shape: dict[str, object], attributes: dict[str, object], masked: bool
 ) -> None:
-    layout, packed = shape["layout"], "packed" in shape
+    layout, packed, second = shape["layout"], "packed" in shape, shape.get("second", 0)
     given = {"layout": layout, "scaling": "dynamic", "softmax_scale": 0.2, "timestep_max": 500.0, "smooth_k": 0}
     plugin = driver.create(**(given | attributes))
-    mask = (1, shape.get("queries", 100), 77) if masked else None
+    mask = (1, shape.get("queries", 100), shape.get("keys", 77)) if masked else None
     every = tensors(**shape, mask=mask)
-    descs, inputs = (Desc * len(every))(*every), len(every) - 1
+    descs, inputs = (Desc * len(every))(*every), len(every) - (2 if second else 1)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(desc: Desc) -> torch.Tensor:
@@ -596,22 +678,22 @@ def test_enqueue_computes_what_the_operator_does(
 
     data = [random(desc) for desc in descs[:inputs]]
     data[3] = torch.tensor([60.0, 450.0], device="cuda")  # the first and the last bin
-    if packed:
+    if packed and not second:
         data[1] = data[2] = data[0]
-    if "shared_heads" in shape:
+    if "shared_heads" in shape or second:
         data[2] = data[1]
-    out_desc = descs[inputs].dims
-    out = torch.full(out_desc.d[: out_desc.nb], torch.nan, dtype=torch.float16, device="cuda")
+    sizes = [desc.dims.d[: desc.dims.nb] for desc in descs[inputs:]]
+    outs = [torch.full(size, torch.nan, dtype=torch.float16, device="cuda") for size in sizes]
     workspace = torch.full(
         (driver.lib.driver_workspace(plugin, dynamic(descs, descs), inputs),), 0xFF, dtype=torch.uint8
     )
     workspace = workspace.cuda()
     pointers = (ctypes.c_void_p * inputs)(*(x.data_ptr() for x in data))
-    outputs = (ctypes.c_void_p * 1)(out.data_ptr())
+    outputs = (ctypes.c_void_p * len(outs))(*(out.data_ptr() for out in outs))
     assert driver.lib.driver_shape_change(plugin, descs, inputs) == 0, driver.messages()
     status = driver.lib.driver_enqueue(plugin, descs, inputs, pointers, outputs, ctypes.c_void_p(workspace.data_ptr()))
     assert status == 0, driver.messages()
-    qkv = data[0].unbind(2) if packed else data[:3]
+    qkv = torch.cat(data[:2] if second else data[:1], 1).unbind(2) if packed else data[:3]
     if "shared_heads" in shape:
         k, v, count = (attributes[name] for name in ("k_head", "v_head", "kv_heads"))
         qkv = [data[0], data[1][:, :, k : k + count], data[1][:, :, v : v + count]]
@@ -620,6 +702,7 @@ def test_enqueue_computes_what_the_operator_does(
     options |= {"norm": (*data[-1], 1e-6)} if "norm" in attributes else {}
     options |= {"norm_split": attributes.get("norm_split", 0)}
     expected = kernel._run_cuda(*qkv, data[3], AttentionTables(*data[4:10]), **options)
+    out = torch.cat(outs, 1) if second else outs[0]
     assert out.isfinite().all()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 

@@ -140,6 +140,70 @@ def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Mode
     return traced(replace(build(), denoiser=Projected(kind).eval().requires_grad_(False)), dtype)
 
 
+class Joint(nn.Module):
+    """Text and image that attend to each other, with projections of their own, and how their result is read."""
+
+    def __init__(self, read: str, text_first: bool) -> None:
+        super().__init__()
+        self.read, self.text_first = read, text_first
+        self.of_text, self.of_image = (nn.ModuleList(nn.Linear(64, 64) for _ in "qkv") for _ in range(2))
+        self.to_text, self.to_image = nn.Linear(64, 64), nn.Linear(64, 64)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """x [B, N, 64], timestep [B], text [B, T, 64] → [B, N or so, 64]."""
+        runs = [(text, self.of_text), (x, self.of_image)]
+        runs = runs if self.text_first else runs[::-1]
+        if self.read == "three runs":
+            runs.append(runs[0])
+        qkv = [[f(tokens).unflatten(2, (2, 32)).transpose(1, 2) for f in layers] for tokens, layers in runs]
+        attended = F.scaled_dot_product_attention(*(torch.cat(parts, 2) for parts in zip(*qkv, strict=True)))
+        attended = attended.transpose(1, 2)
+        first, whole = runs[0][0].shape[1], attended.shape[1]
+        if self.read != "by heads":
+            attended = attended.flatten(2)
+        if self.read == "split":
+            parts = attended.split([first, whole - first], 1)
+        elif self.read == "elsewhere":
+            parts = attended[:, : first - 1], attended[:, first - 1 :]
+        elif self.read == "overlapping":
+            parts = attended[:, :first], attended[:, first - 1 :]
+        elif self.read == "stepping":
+            parts = attended[:, :first], attended[:, first::2]
+        else:
+            parts = attended[:, :first], attended[:, first:]
+        if self.read == "by heads":
+            parts = [part.flatten(2) for part in parts]
+        if self.read == "result":
+            return parts[0]
+        if self.read == "whole":
+            return self.to_text(parts[0]).sum(1, keepdim=True) + attended
+        of_text, of_image = parts if self.text_first else parts[::-1]
+        out = x.mean(1, keepdim=True) + self.to_image(of_image)
+        return out if self.read == "image alone" else out.mean(1, keepdim=True) + self.to_text(of_text).square()
+
+
+JOINT = {"x": ("batch", 20, 64), "timestep": ("batch",), "text": ("batch", 128, 64)}
+
+
+def traced_joint(
+    read: str, text_first: bool = True, dtype: torch.dtype = torch.float32, **changed: tuple[int | str, ...]
+) -> ir.Model:
+    """`Joint`, traced. Of a text of 128 tokens and an image of 20, or of the other way round where the image comes first."""
+    shapes = dict(JOINT) if text_first else JOINT | {"x": JOINT["text"], "text": JOINT["x"]}
+    shapes |= changed
+    dims = {"batch": (1, 2, 4), "tokens": (20, 40, 128)}
+    used = {size for shape in shapes.values() for size in shape}
+    inputs = tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items())
+    model = replace(
+        build(), denoiser=Joint(read, text_first).eval().requires_grad_(False), inputs=inputs,
+        output=InputSpec("prediction", "float32", shapes["x"]), dims={name: dims[name] for name in dims if name in used},
+    )  # fmt: skip
+    return traced(model, dtype)
+
+
 def traced(model: DiffusionModel, dtype: torch.dtype = torch.float32) -> ir.Model:
     """A model with an INT8 node at every site, with tables of its own data."""
     from trtconvert.attention.modes import Mode

@@ -6,7 +6,6 @@
 
 #include "launch.h"
 #include "one_tile.h"
-#include "sm90/tensor_map.h"
 #include "workspace.h"
 
 namespace trtconvert::attention {
@@ -82,6 +81,14 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
                          "norm_split: expected 0, or a token after the first of num_queries (%d), got %d", p->num_queries,
                          p->norm_split);
   }
+  if (p->token_split) {
+    if (p->num_queries != p->num_keys)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "token_split: expected as many queries as keys, got %d and %d",
+                         p->num_queries, p->num_keys);
+    if (p->token_split < 0 || p->token_split >= p->num_queries || p->token_split % kKeyTile)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "token_split: expected a multiple of %d below num_queries (%d), got %d",
+                         kKeyTile, p->num_queries, p->token_split);
+  }
   return TRTCONVERT_OK;
 }
 
@@ -101,6 +108,23 @@ TrtConvertStatus check_tensor(const char* name, const void* pointer, const TrtCo
                        "%lld; make the tensor contiguous",
                        name, static_cast<long long>(s.batch), static_cast<long long>(s.token),
                        static_cast<long long>(s.head));
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus check_second_part(const TrtConvertAttentionParams& c, Report& report) {
+  const struct {
+    const char* name;
+    const void* pointer;
+    const TrtConvertStrides& strides;
+  } tensors[] = {{"second_q", c.second_q, c.second_q_strides},
+                 {"second_k", c.second_k, c.second_k_strides},
+                 {"second_v", c.second_v, c.second_v_strides},
+                 {"second_out", c.second_out, c.second_out_strides}};
+  for (const auto& t : tensors) {
+    if (!c.token_split && t.pointer)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected null with token_split 0, got %p", t.name, t.pointer);
+    if (c.token_split && check_tensor(t.name, t.pointer, t.strides, report)) return report.status;
+  }
   return TRTCONVERT_OK;
 }
 
@@ -141,14 +165,10 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.mask_kind = static_cast<TrtConvertMaskKind>(c.mask_kind);
   p.softmax_scale = c.softmax_scale;
   p.timestep_max = c.timestep_max;
-  p.q = c.q;
-  p.k = c.k;
-  p.v = c.v;
-  p.out = c.out;
-  p.q_strides = c.q_strides;
-  p.k_strides = c.k_strides;
-  p.v_strides = c.v_strides;
-  p.out_strides = c.out_strides;
+  p.parts[0] = {c.q, c.k, c.v, c.out, c.q_strides, c.k_strides, c.v_strides, c.out_strides};
+  p.parts[1] = {c.second_q,         c.second_k,         c.second_v,         c.second_out,
+                c.second_q_strides, c.second_k_strides, c.second_v_strides, c.second_out_strides};
+  p.split = c.token_split ? c.token_split : kOnePart;
   p.timestep = c.timestep;
   p.q_scale = c.q_scale;
   p.k_scale = c.k_scale;
@@ -216,7 +236,7 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
     return report.status;
   }
   if (c->key_lengths && check_pointer("key_lengths", c->key_lengths, 4, report)) return report.status;
-  if (check_layers_before(*c, report)) return report.status;
+  if (check_layers_before(*c, report) || check_second_part(*c, report)) return report.status;
   if (c->target_arch != 0 && c->target_arch != 80)
     return report.invalid_int("target_arch", "0 (the device's best) or 80 (mma.sync)", c->target_arch);
 
@@ -279,7 +299,7 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   if (params->target_arch == 0 && is_one_tile(p))
     return launched(launch_attention_one_tile(p, device.multiprocessors, stream), "attention (one tile)", report);
   lay_out_workspace(p, params->workspace);
-  CUtensorMap values = {};
+  ValueMaps values = {};
   // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.
   p.direct_values = uses_sm90(*params, device) && !params->key_lengths && describe_values(p, values);
   p.fp8_values = uses_sm90(*params, device) && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);

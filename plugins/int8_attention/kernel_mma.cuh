@@ -223,8 +223,11 @@ __device__ __forceinline__ void store_rows(const Params& p, const Work& w, const
   for (int r = 0; r < 2; ++r) {
     const int row = w.row + r * 8;
     if (row >= p.num_queries) continue;
-    T* const out = static_cast<T*>(p.out) + w.b * p.out_strides.batch + w.head * p.out_strides.head +
-                   int64_t(row) * p.out_strides.token;
+    const int part = part_of(p, row);
+    const Tensors& tensors = p.parts[part];
+    const TrtConvertStrides& strides = tensors.out_strides;
+    T* const out = static_cast<T*>(tensors.out) + w.b * strides.batch + w.head * strides.head +
+                   int64_t(row - first_token(p, part)) * strides.token;
 #pragma unroll
     for (int n = 0; n < kDimPv / 8; ++n) {
       if (n * 8 >= p.head_dim) continue;

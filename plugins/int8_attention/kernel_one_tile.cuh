@@ -69,20 +69,21 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
            (w.b * strides.batch + w.kv_head * strides.head + lane * 8) * element_size;
   };
   const bool has_channels = lane * 8 < p.head_dim;
-  const uint8_t* const k = source(p.k, p.k_strides);
+  const Tensors& tensors = p.parts[0];  // so few keys are all of them
+  const uint8_t* const k = source(tensors.k, tensors.k_strides);
   if (lane * 8 < kDimQk)
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
       const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + raw_key_offset(w.layout.keys, key, lane),
-                    exists ? k + key * p.k_strides.token * element_size : p.k, exists);
+                    exists ? k + key * tensors.k_strides.token * element_size : tensors.k, exists);
     }
   mma::commit_copies();
-  const uint8_t* const v = source(p.v, p.v_strides);
+  const uint8_t* const v = source(tensors.v, tensors.v_strides);
   if (lane * 8 < kDimPv)
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
       const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16,
-                    exists ? v + key * p.v_strides.token * element_size : p.v, exists);
+                    exists ? v + key * tensors.v_strides.token * element_size : tensors.v, exists);
     }
   mma::commit_copies();
 }
@@ -91,11 +92,12 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
 // there are none.
 template <int kDimQk>
 __device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], const Params& p, const Work& w, int first_row) {
-  const uint16_t* const head = static_cast<const uint16_t*>(p.q) + w.b * p.q_strides.batch + w.head * p.q_strides.head;
+  const TrtConvertStrides& strides = p.parts[0].q_strides;
+  const uint16_t* const head = static_cast<const uint16_t*>(p.parts[0].q) + w.b * strides.batch + w.head * strides.head;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + r * 8;
-    const uint16_t* const source = head + row * p.q_strides.token;
+    const uint16_t* const source = head + row * strides.token;
 #pragma unroll
     for (int group = 0; group < kDimQk / 32; ++group) {
       const int channel = group * 32 + threadIdx.x % 4 * 8;
@@ -421,8 +423,8 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
       offset_factor[r] = total == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
     }
 
-    T* const out = static_cast<T*>(p.out) + w.b * p.out_strides.batch + w.head * p.out_strides.head +
-                   w.row * p.out_strides.token;
+    const TrtConvertStrides& strides = p.parts[0].out_strides;
+    T* const out = static_cast<T*>(p.parts[0].out) + w.b * strides.batch + w.head * strides.head + w.row * strides.token;
 #pragma unroll
     for (int n = 0; n < kDimPv / 8; n += 2) {
       if (n * 8 >= p.head_dim) continue;
@@ -467,7 +469,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        store_channels<T>(out + r * 8 * p.out_strides.token + n * 8, o[0][2 * r], o[0][2 * r + 1], o[1][2 * r], o[1][2 * r + 1],
+        store_channels<T>(out + r * 8 * strides.token + n * 8, o[0][2 * r], o[0][2 * r + 1], o[1][2 * r], o[1][2 * r + 1],
                           w.row + r * 8 < p.num_queries, (n + 1) * 8 < p.head_dim);
     }
     w.row += kRows;

@@ -1,10 +1,10 @@
 // Host entry points of the kernels. Each enqueues on `stream` and returns CUDA's status of the launch.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "params.h"
+#include "sm90/tensor_map.h"
 
 namespace trtconvert::attention {
 
@@ -35,7 +35,7 @@ cudaError_t with_dims(const PaddedDims& dims, Launch launch) {
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream);
 
 // wgmma and bulk copies; sm_90a only. Everything but general masks. `values` describes V where params.direct_values is set.
-cudaError_t launch_attention_sm90(const Params& params, const CUtensorMap& values, cudaStream_t stream);
+cudaError_t launch_attention_sm90(const Params& params, const ValueMaps& values, cudaStream_t stream);
 
 // mma.sync and cp.async; sm_80 and later.
 cudaError_t launch_attention_mma(const Params& params, cudaStream_t stream);

@@ -86,6 +86,17 @@ struct ElementInfo {
   int32_t unused;
 };
 
+// Queries, keys, values and output, 16-bit, through strides: of all tokens, or of those of one part of joint attention.
+struct Tensors {
+  const void* q;  // [B, Nq, H, D]
+  const void* k;  // [B, Nk, Hkv, D]
+  const void* v;  // [B, Nk, Hkv, D]
+  void* out;      // [B, Nq, H, D]
+  TrtConvertStrides q_strides, k_strides, v_strides, out_strides;
+};
+
+constexpr int kOnePart = INT32_MAX;
+
 struct Params {
   int batch, heads, kv_heads, group;  // group = heads / kv_heads
   int num_queries, num_keys, head_dim, num_bins;
@@ -100,11 +111,9 @@ struct Params {
   TrtConvertMaskKind mask_kind;
   float softmax_scale, timestep_max;
 
-  const void* q;  // [B, Nq, H, D] 16-bit, through strides
-  const void* k;  // [B, Nk, Hkv, D]
-  const void* v;  // [B, Nk, Hkv, D]
-  void* out;      // [B, Nq, H, D]
-  TrtConvertStrides q_strides, k_strides, v_strides, out_strides;
+  // The tokens from `split` on are those of parts[1]. It is a multiple of kKeyTile, so that no tile has tokens of both, or kOnePart.
+  Tensors parts[2];
+  int split;
 
   const float* timestep;  // [B]
   const float* q_scale;   // [T, H]
@@ -150,8 +159,12 @@ struct Params {
   // Of units that several thread blocks compute.
   int divided_units;       // room for so many
   int32_t* parts_done;     // [divided_units, kMaxConsumers]: zero
-  float* parts;            // [units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass
+  float* unit_parts;       // [units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass
 };
+
+// Of a token: the part that it lies in, and where that one begins.
+TRTCONVERT_HOST_DEVICE inline int part_of(const Params& p, int token) { return token >= p.split; }
+TRTCONVERT_HOST_DEVICE inline int first_token(const Params& p, int part) { return part ? p.split : 0; }
 
 constexpr int kMaxConsumers = 3;  // query blocks that a thread block of the sm_90a kernel computes at once
 

@@ -21,8 +21,11 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
   const int token = (blockIdx.x - (is_query ? 0 : query_work)) * kFactorTokens + threadIdx.x / 32;
   const int tokens = is_query ? p.num_queries : p.num_keys, heads = is_query ? p.heads : p.kv_heads;
   if (token >= tokens) return;
-  const TrtConvertStrides& strides = is_query ? p.q_strides : p.k_strides;
-  const T* const source = static_cast<const T*>(is_query ? p.q : p.k) + blockIdx.y * strides.batch + token * strides.token;
+  const int part = part_of(p, token);
+  const Tensors& tensors = p.parts[part];
+  const TrtConvertStrides& strides = is_query ? tensors.q_strides : tensors.k_strides;
+  const T* const source = static_cast<const T*>(is_query ? tensors.q : tensors.k) + blockIdx.y * strides.batch +
+                          (token - first_token(p, part)) * strides.token;
 
   // Neighbouring lanes take neighbouring chunks of a head, and then those of the next head: where a token's heads lie behind
   // each other, so do the warp's bytes. Each step takes the warp 32 chunks further, with additions only.

@@ -86,14 +86,17 @@ __device__ __forceinline__ int row_of(int pass) {
   return first_row<Lanes, kPermuted>() + row_offset<Lanes, kPermuted>(pass);
 }
 
-// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere.
+// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere. They lie in one part.
 template <typename T, int Lanes, bool kPermuted>
-__device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const void* tensor, const TrtConvertStrides& strides,
-                                     int tokens, int head_dim, int head, int tile, int batch) {
+__device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
+                                     const void* Tensors::*tensor, TrtConvertStrides Tensors::*strides_of, int tokens) {
+  const int part = part_of(p, at.tile * kTokens);
+  const Tensors& tensors = p.parts[part];
+  const TrtConvertStrides& strides = tensors.*strides_of;
   const int lane = threadIdx.x % Lanes, first = first_row<Lanes, kPermuted>();
-  const T* const source = static_cast<const T*>(tensor) + batch * strides.batch + head * strides.head +
-                          (int64_t(tile) * kTokens + first) * strides.token + lane * 8;
-  const int rows = lane * 8 < head_dim ? tokens - tile * kTokens - first : 0;
+  const T* const source = static_cast<const T*>(tensors.*tensor) + at.batch * strides.batch + at.head * strides.head +
+                          (int64_t(at.tile) * kTokens - first_token(p, part) + first) * strides.token + lane * 8;
+  const int rows = lane * 8 < p.head_dim ? tokens - at.tile * kTokens - first : 0;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
     const int row = row_offset<Lanes, kPermuted>(i);
@@ -410,7 +413,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 template <typename T, int Lanes>
 __device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared<Lanes>& shared) {
   uint4 data[Map<Lanes>::kPasses];
-  load<T, Lanes, true>(data, p.v, p.v_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+  load<T, Lanes, true>(data, p, at, &Tensors::v, &Tensors::v_strides, p.num_keys);
   at.element = element_of(p, at.batch);
   at.set_key_rows<Lanes>(p);
   const int valid = at.element.num_keys - at.tile * kTokens;
@@ -455,11 +458,11 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   at.tile = index / heads;
   uint4 data[Map<Lanes>::kPasses];
   if (is_query) {
-    load<T, Lanes, false>(data, p.q, p.q_strides, p.num_queries, p.head_dim, at.head, at.tile, at.batch);
+    load<T, Lanes, false>(data, p, at, &Tensors::q, &Tensors::q_strides, p.num_queries);
     if constexpr (kLayers != Layers::kNone)
       compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
   } else {
-    load<T, Lanes, false>(data, p.k, p.k_strides, p.num_keys, p.head_dim, at.head, at.tile, at.batch);
+    load<T, Lanes, false>(data, p, at, &Tensors::k, &Tensors::k_strides, p.num_keys);
     if constexpr (kLayers != Layers::kNone)
       compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
   }

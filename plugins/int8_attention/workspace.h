@@ -36,7 +36,7 @@ inline size_t lay_out_workspace(Params& p, void* base) {
     p.units_taken = reinterpret_cast<int32_t*>(take(kModes * sizeof(int32_t)));
     p.divided_units = Schedule::most_divided(p);
     p.parts_done = reinterpret_cast<int32_t*>(take(size_t(p.divided_units) * kMaxConsumers * sizeof(int32_t)));
-    p.parts = reinterpret_cast<float*>(
+    p.unit_parts = reinterpret_cast<float*>(
         take(size_t(Schedule::most_parts(p)) * kMaxConsumers * part_floats(p.dims) * sizeof(float)));
   }
   return offset;

@@ -212,10 +212,25 @@ def test_an_engine_that_takes_norms_and_rotations_computes_the_same(trt, monkeyp
     assert relative_error(*outputs) <= HALF_DENOISER
 
 
+@pytest.mark.parametrize("text_first", [True, False])
+def test_an_engine_with_tokens_in_two_tensors_computes_the_same(trt, monkeypatch, text_first):
+    outputs = []
+    for apart in (True, False):
+        model = tiny_models.traced_joint("slices", text_first, torch.float16)
+        if not apart:
+            monkeypatch.setattr("trtconvert.export.lowering.packing.take_in_parts", lambda *_: False)
+        lower_to_plugin(model)
+        (node,) = attention_nodes(model).values()
+        assert node.attributes.get_int("parts", 1) == len(node.outputs) == (2 if apart else 1)
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
+
+
 def output_of(trt, model):
-    """What an engine of `tiny_models.Projected` gives for another batch than the one that its profile is tuned for."""
-    x = torch.randn(3, 1, 4, 4, generator=torch.Generator("cuda").manual_seed(0), device="cuda").half()
-    feed = {"x": x, "timestep": torch.full((3,), 400.0, device="cuda")}
+    """What an engine of a tiny model gives for another batch than the one that its profile is tuned for."""
+    generator, shapes = torch.Generator("cuda").manual_seed(0), {x.name: list(x.shape)[1:] for x in model.graph.inputs}
+    feed = {name: torch.randn(3, *shape, generator=generator, device="cuda").half() for name, shape in shapes.items()}
+    feed["timestep"] = torch.full((3,), 400.0, device="cuda")
     inputs = [
         TensorRecord(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=["batch", *t.shape[1:]])
         for name, t in feed.items()
@@ -227,7 +242,7 @@ def output_of(trt, model):
         assert context.set_input_shape(name, tuple(value.shape))
         assert context.set_tensor_address(name, value.data_ptr())
     (name,) = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)} - feed.keys()
-    output = torch.full_like(x, torch.nan)
+    output = torch.full(tuple(context.get_tensor_shape(name)), torch.nan, dtype=torch.float16, device="cuda")
     assert context.set_tensor_address(name, output.data_ptr())
     assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()

@@ -368,6 +368,40 @@ def test_queries_of_each_part_take_its_weights_and_no_others(dim: int, target_ar
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("split", [128, 512, 896])
+@pytest.mark.parametrize("dim", [40, 64, 128, 160, 192, 256])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_tokens_in_two_tensors(mode: Mode, dim: int, split: int, layout: str, target_arch: int) -> None:
+    """Bit for bit what one tensor gives: with layers before attention, lengths that end in either part, and masks."""
+    axes = (0, 1, 2, 3) if layout == "BHND" else (0, 2, 1, 3)
+    drawn = draw("k-bias", 3, 4, 4, 1000, 1000, dim, torch.bfloat16 if split == 512 else torch.float16)
+    tables, timestep = reference.tables_from_data(*drawn, mode), torch.zeros(3, device="cuda")
+    qkv = [x.permute(axes).contiguous() for x in drawn]
+    weights = [torch.rand(dim, device="cuda") + 0.5 for _ in range(2)]
+    across_heads = [torch.rand(4, dim, device="cuda") + 0.5 for _ in range(2)]
+    of_parts = [torch.rand(2, dim, device="cuda") + 0.5 for _ in range(2)]
+    cases = [
+        {},
+        {"rotary": angles(1000, dim), "norm": (*weights, EPSILON)},
+        {"rotary": angles(1000, dim), "norm": (*of_parts, EPSILON), "norm_split": split},
+        {"norm": (*across_heads, EPSILON)},
+        {"key_lengths": torch.tensor([1000, split, 77], dtype=torch.int32, device="cuda")},
+        {"mask": torch.rand(1, 4, 1000, 1000, device="cuda") > 0.3},
+    ]
+    for case in cases:
+        options = case | {
+            "layout": layout,
+            "scaling": ("calibrated", "dynamic")[split // 128 % 2],
+            "target_arch": target_arch,
+        }
+        expected = kernel._run_cuda(*qkv, timestep, tables, **options)
+        poison()
+        out = kernel._run_cuda(*qkv, timestep, tables, token_split=split, **options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
 def test_norm_across_heads_of_keys_beyond_the_length() -> None:
     qkv = draw("k-bias", 2, 4, 4, 70, 300, 64)
     key_lengths = torch.tensor([300, 129], dtype=torch.int32, device="cuda")
@@ -709,6 +743,7 @@ def test_a_workspace_for_large_shapes_fits_small_ones() -> None:
         ("timestep", None, 1), ("q_scale", 2, 1), ("v_scale", 4, 1), ("modes", None, 1), ("workspace", None, 1),
         ("workspace_size", 1000, 3), ("rotary", 8, 1), ("q_norm", 64, 1), ("k_norm", 64, 1),
         ("norm_across_heads", 1, 1), ("norm_split", 1, 1), ("norm_split", -1, 1), ("norm_split", 256, 1),
+        ("token_split", 64, 1), ("token_split", -128, 1), ("token_split", 256, 1), ("second_q", 64, 1), ("second_out", 64, 1),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_named(field: str, value: float | None, status: int) -> None:

@@ -18,7 +18,7 @@ from trtconvert.attention import reference
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.library import load_library
 
-_PARAMS_VERSION = 4  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
+_PARAMS_VERSION = 5  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
 
@@ -64,6 +64,9 @@ class _Params(ctypes.Structure):
         ("norm_epsilon", ctypes.c_float),
         ("norm_across_heads", ctypes.c_int32),
         ("norm_split", ctypes.c_int32),
+        ("token_split", ctypes.c_int32),
+        *[(f"second_{name}", ctypes.c_void_p) for name in ("q", "k", "v", "out")],
+        *[(f"second_{name}_strides", _Strides) for name in ("q", "k", "v", "out")],
     ]
 
 
@@ -204,6 +207,7 @@ def _run_cuda(
     rotary: Tensor | None = None,
     norm: tuple[Tensor, Tensor, float] | None = None,
     norm_split: int = 0,
+    token_split: int = 0,
 ) -> Tensor:
     """Takes what `reference.attention` takes, and what only TensorRT's plugin and tests use.
 
@@ -214,6 +218,7 @@ def _run_cuda(
             norms of each token across its heads, and their epsilon.
         norm_split: with s > 0 the weights of `norm` are [2, D], of norms of each head: row 0 for the tokens before s, row 1 for
             those from s on. 0: one norm for all tokens.
+        token_split: with s > 0 the tokens before s and those from s on are given to the kernels in tensors of their own.
     """
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
@@ -240,14 +245,20 @@ def _run_cuda(
         target_arch=target_arch,
         softmax_scale=dim**-0.5 if softmax_scale is None else softmax_scale,
         timestep_max=timestep_max,
-        **{name: x.data_ptr() for name, x in zip(("q", "k", "v", "out"), (q, k, v, out), strict=True)},
-        q_strides=_strides(q, layout),
-        k_strides=_strides(k, layout),
-        v_strides=_strides(v, layout),
-        out_strides=_strides(out, layout),
         **{name: x.data_ptr() for name, x in read.items()},
         modes=modes.data_ptr(),
+        token_split=token_split,
     )
+    token_axis = layout.index("N")
+    parts = [(q, k, v, out)]
+    if token_split > 0:
+        sizes = [token_split, queries - token_split]
+        cut = [x.split(sizes, token_axis) for x in (q, k, v, out)]
+        parts = [tuple(x.contiguous() for x in part) for part in zip(*cut, strict=True)]
+    for prefix, part in zip(("", "second_"), parts, strict=False):
+        for name, x in zip(("q", "k", "v", "out"), part, strict=True):
+            setattr(params, f"{prefix}{name}", x.data_ptr())
+            setattr(params, f"{prefix}{name}_strides", _strides(x, layout))
     full_mask = None if mask is None else _typed_mask(mask, q.dtype).expand(batch, heads, queries, keys)
     if full_mask is not None:
         params.mask_kind = _BOOL_MASK if full_mask.dtype == torch.bool else _ADDITIVE_MASK
@@ -272,7 +283,7 @@ def _run_cuda(
         params.workspace, params.workspace_size = workspace.data_ptr(), size.value
         params.stream = torch.cuda.current_stream().cuda_stream
         _raise(library.trtconvert_attention_run(params, message, _MESSAGE_BYTES), message)
-    return out
+    return out if token_split == 0 else torch.cat([part[-1] for part in parts], token_axis)
 
 
 _TABLES = ("timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset")

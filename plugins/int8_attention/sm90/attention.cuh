@@ -39,7 +39,7 @@ __device__ __forceinline__ void init_barriers(uint8_t* shared) {
 // The thread block's work in one mode, which is the same for all its threads. What the pre-pass wrote is read behind
 // wait_for_previous_kernel() only: until then this runs beside it.
 template <int kMode, bool kBf16, int kDimQk, int kDimPv>
-__device__ __forceinline__ void attend(const Params& p, const Schedule& schedule, const CUtensorMap& values, uint8_t* shared,
+__device__ __forceinline__ void attend(const Params& p, const Schedule& schedule, const ValueMaps& values, uint8_t* shared,
                                        int warpgroup, const Share& share) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   using C = Config<kDimQk, kDimPv>;
@@ -92,10 +92,10 @@ __device__ __forceinline__ void attend(const Params& p, const Schedule& schedule
 template <int kDimQk, int kDimPv>
 __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1)
     attention_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedules schedules,
-                     const __grid_constant__ CUtensorMap values) {
+                     const __grid_constant__ ValueMaps values) {
   extern __shared__ __align__(1024) uint8_t shared[];
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if (swizzled_values(kDimPv) && p.direct_values && threadIdx.x == 0) prefetch_tensor_map(&values);
+  if (swizzled_values(kDimPv) && p.direct_values && threadIdx.x == 0) prefetch_tensor_map(&values.of[0]);
   const Share share = share_of(p, shared);
   const Schedule& schedule = schedules.of[share.mode];
   // The same in every lane, and through the shuffle the compiler knows.
@@ -125,7 +125,7 @@ Schedule schedule_of(const Params& p) {
 }
 
 template <int kDimQk, int kDimPv>
-cudaError_t launch(const Params& p, const CUtensorMap& values, cudaStream_t stream) {
+cudaError_t launch(const Params& p, const ValueMaps& values, cudaStream_t stream) {
   using C = Config<kDimQk, kDimPv>;
   constexpr int kSharedBytes = C::kSharedBytes;
   const auto kernel = attention_kernel<kDimQk, kDimPv>;

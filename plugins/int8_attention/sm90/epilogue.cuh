@@ -57,11 +57,14 @@ __device__ __forceinline__ void store(const Params& p, int batch, int head, int 
       packed[r][g] = bf16 ? pack_16bit<true>(low, high) : pack_16bit<false>(low, high);
     }
   }
+  const int part = part_of(p, block * kQueryBlock), first = first_token(p, part);
+  const Tensors& tensors = p.parts[part];
+  const TrtConvertStrides& strides = tensors.out_strides;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = block * kQueryBlock + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * r;
-    uint16_t* const out = static_cast<uint16_t*>(p.out) + batch * p.out_strides.batch + row * p.out_strides.token +
-                          head * p.out_strides.head;
+    uint16_t* const out =
+        static_cast<uint16_t*>(tensors.out) + batch * strides.batch + (row - first) * strides.token + head * strides.head;
     const int columns = row < p.num_queries ? p.head_dim : 0;
     constexpr int kQuads = kGroups / 4 * 4;
 #pragma unroll
@@ -84,7 +87,7 @@ __device__ __forceinline__ bool merge(const Params& p, const Task& task, Barrier
   constexpr int kOutputs = kChunks * kHalf;
   const int thread = threadIdx.x % kWarpgroup;
   const int64_t part_stride = kMaxConsumers * part_floats(p.dims);
-  float* const first = p.parts + int64_t(task.divided) * task.parts * part_stride + consumer * part_floats(p.dims) + thread;
+  float* const first = p.unit_parts + int64_t(task.divided) * task.parts * part_stride + consumer * part_floats(p.dims) + thread;
   float* const mine = first + task.part * part_stride;
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) mine[i * kWarpgroup] = o[i / kHalf][i % kHalf];

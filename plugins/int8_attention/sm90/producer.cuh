@@ -146,7 +146,7 @@ __device__ void produce_keys(const Params& p, uint8_t* shared) {
 
 // One thread: feeds values, likewise.
 template <int kMode, int kDimQk, int kDimPv>
-__device__ void produce_values(const Params& p, const CUtensorMap& values, uint8_t* shared) {
+__device__ void produce_values(const Params& p, const ValueMaps& values, uint8_t* shared) {
   using S = Shape<kMode, kDimQk, kDimPv>;
   const uint32_t ring = shared_address(shared);
   const BarrierAddresses barriers(ring + S::kBarriers);
@@ -161,12 +161,13 @@ __device__ void produce_values(const Params& p, const CUtensorMap& values, uint8
       const uint32_t target = ring + at.stage * S::kStageBytes;
       const uint8_t* const image = p.v_images + tile * p.v_tile_bytes + step % (kKeyTile / S::kKeys) * S::kValueBytes;
       if (S::kSwizzled && p.direct_values) {
+        const int key = step * S::kKeys, part = part_of(p, key), place = key - first_token(p, part);
 #pragma unroll
         for (int half = 0; half < S::kKeys / kHalfTile; ++half)
 #pragma unroll
           for (int block = 0; block < kDimPv / 64; ++block)
-            tensor_copy(target + half * S::kHalfBytes + block * kSwizzledBlock, &values,
-                        {block * 64, step * S::kKeys + half * kHalfTile, kv_head, batch}, full);
+            tensor_copy(target + half * S::kHalfBytes + block * kSwizzledBlock, &values.of[part],
+                        {block * 64, place + half * kHalfTile, kv_head, batch}, full);
       } else if constexpr (S::kOnes > 0 && !S::kSwizzled && !S::kFp8Pv) {
 #pragma unroll
         for (int half = 0; half < S::kKeys / kHalfTile; ++half)

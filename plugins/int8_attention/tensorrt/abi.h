@@ -64,8 +64,8 @@ struct DynamicPluginTensorDesc {
   Dims opt;
 };
 
-// Shapes while the network is built are expressions over the inputs' dimensions. Our output has q's shape, so the
-// expressions are only copied and neither class is called.
+// Shapes while the network is built are expressions over the inputs' dimensions. Our outputs have sizes of
+// inputs, so the expressions are only copied and neither class is called.
 class IDimensionExpr;
 class IExprBuilder;
 

@@ -16,7 +16,7 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
 // Raised whenever a field is added or changes its meaning.
-constexpr int32_t kSerializationVersion = 3;
+constexpr int32_t kSerializationVersion = 4;
 
 constexpr char kVersion[] = "serialization_version";
 constexpr char kLayout[] = "layout";
@@ -31,6 +31,7 @@ constexpr char kNormSplit[] = "norm_split";
 constexpr char kKvHeads[] = "kv_heads";
 constexpr char kKHead[] = "k_head";
 constexpr char kVHead[] = "v_head";
+constexpr char kParts[] = "parts";
 constexpr int32_t kTextLengthLimit = 64;
 
 // Text with or without the final zeros that some callers count in.
@@ -132,6 +133,15 @@ bool read_count(PluginField const& field, char const* counted, int32_t& value) n
   return false;
 }
 
+bool read_parts(PluginField const& field, int32_t& parts) noexcept {
+  int64_t value = 0;
+  if (!read_integer(field, value)) return false;
+  parts = static_cast<int32_t>(value);
+  if (value == 1 || value == 2) return true;
+  log(Severity::kERROR, "attribute '%s': expected 1 or 2, got %lld", field.name, static_cast<long long>(value));
+  return false;
+}
+
 bool read_version(PluginField const& field) noexcept {
   int64_t version = 0;
   if (!read_integer(field, version)) return false;
@@ -146,7 +156,7 @@ bool read_version(PluginField const& field) noexcept {
 // Which fields were seen, to tell repeated and missing ones.
 constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
                    kSmoothKBit = 32, kRotaryBit = 64, kNormBit = 128, kNormEpsilonBit = 256, kKvHeadsBit = 512,
-                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096,
+                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096, kPartsBit = 8192,
                    kAllBits = (1u << SerializedAttributes::kNumFields) - 1;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
@@ -169,10 +179,11 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kKvHeads) return read_count(field, "heads", attributes.kv_heads) ? kKvHeadsBit : 0;
   if (name == kKHead) return read_count(field, "heads", attributes.k_head) ? kKHeadBit : 0;
   if (name == kVHead) return read_count(field, "heads", attributes.v_head) ? kVHeadBit : 0;
+  if (name == kParts) return read_parts(field, attributes.parts) ? kPartsBit : 0;
   if (name == kVersion && phase == TensorRTPhase::kRUNTIME) return read_version(field) ? kVersionBit : 0;
-  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it", kLayout,
-      kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kNormSplit, kKvHeads, kKHead, kVHead,
-      field.name);
+  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it",
+      kLayout, kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kNormSplit, kKvHeads, kKHead,
+      kVHead, kParts, field.name);
   return 0;
 }
 
@@ -186,6 +197,7 @@ PluginFieldCollection const* attribute_names() noexcept {
       {kNorm, nullptr, PluginFieldType::kINT32, 1},          {kNormEpsilon, nullptr, PluginFieldType::kFLOAT32, 1},
       {kNormSplit, nullptr, PluginFieldType::kINT32, 1},     {kKvHeads, nullptr, PluginFieldType::kINT32, 1},
       {kKHead, nullptr, PluginFieldType::kINT32, 1},         {kVHead, nullptr, PluginFieldType::kINT32, 1},
+      {kParts, nullptr, PluginFieldType::kINT32, 1},
   };
   static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
   return &kCollection;
@@ -234,7 +246,8 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       norm_split_(attributes.norm_split),
       kv_heads_(attributes.kv_heads),
       k_head_(attributes.k_head),
-      v_head_(attributes.v_head) {
+      v_head_(attributes.v_head),
+      parts_(attributes.parts) {
   auto const text = [](char const* name, std::string_view value) {
     return PluginField{name, value.data(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size())};
   };
@@ -252,6 +265,7 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       PluginField{kKvHeads, &kv_heads_, PluginFieldType::kINT32, 1},
       PluginField{kKHead, &k_head_, PluginFieldType::kINT32, 1},
       PluginField{kVHead, &v_head_, PluginFieldType::kINT32, 1},
+      PluginField{kParts, &parts_, PluginFieldType::kINT32, 1},
   };
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }

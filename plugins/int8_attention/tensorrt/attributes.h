@@ -19,6 +19,7 @@ struct Attributes {
   int32_t norm_split = 0;        // the first token that the second row of norm's weights is for; 0: one row for all tokens
   int32_t kv_heads = 0;          // of this node, where k and v are one tensor of the heads of several nodes; else 0
   int32_t k_head = 0, v_head = 0;  // the first of them in that tensor
+  int32_t parts = 1;               // 2: tokens lie in two tensors, as do the outputs
 };
 
 // What the creator offers to fill in, and their types.
@@ -37,7 +38,7 @@ class SerializedAttributes {
   SerializedAttributes(SerializedAttributes const&) = delete;
   SerializedAttributes& operator=(SerializedAttributes const&) = delete;
 
-  static constexpr int32_t kNumFields = 13;
+  static constexpr int32_t kNumFields = 14;
 
   nvinfer1::PluginFieldCollection const* fields() const noexcept { return &collection_; }
 
@@ -53,6 +54,7 @@ class SerializedAttributes {
   int32_t kv_heads_;
   int32_t k_head_;
   int32_t v_head_;
+  int32_t parts_;
   std::array<nvinfer1::PluginField, kNumFields> fields_;
   nvinfer1::PluginFieldCollection collection_;
 };

@@ -99,6 +99,18 @@ bool check_packed(Dims const& dims, Attributes const& attributes) noexcept {
   return false;
 }
 
+// Of tokens in two tensors, the second of which is input k.
+bool check_parts(Dims const& q, Dims const& k, Attributes const& attributes) noexcept {
+  if (!is_packed(q) || attributes.kv_heads > 0) {
+    log(Severity::kERROR, "input 'q': with parts 2 expected [B, N, 3, H, D] and kv_heads 0, got %s and %d", ShapeText(q).text,
+        attributes.kv_heads);
+    return false;
+  }
+  Dims of_second = q;
+  of_second.d[1] = k.d[1];
+  return check_shape(kK, k, of_second);
+}
+
 bool check_shared(Dims const& q, Dims const& k, Attributes const& attributes) noexcept {
   int64_t const last = std::max(attributes.k_head, attributes.v_head) + int64_t{attributes.kv_heads};
   if (!is_packed(q) && !attributes.heads_first && last <= k.d[2]) return true;
@@ -166,7 +178,7 @@ bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& para
   return fits;
 }
 
-// What the input at a position is, or kV for the output, whose type follows q's like v's.
+// What the input at a position is, or kV for an output, whose type follows q's like v's.
 Input role_of(Attributes const& attributes, int32_t position, int32_t num_inputs) noexcept {
   if (position >= num_inputs) return kV;
   OptionalInputs const optional = optional_inputs(attributes, num_inputs);
@@ -193,7 +205,7 @@ bool type_fits(Input role, DataType type, DataType q_type) noexcept {
       return type == DataType::kINT32;
     case kMask:
       return type == DataType::kBOOL || type == q_type;
-    default:  // k, v and the output
+    default:  // k, v and outputs
       return type == q_type;
   }
 }
@@ -213,11 +225,12 @@ OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs)
 
 bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept {
   int32_t const fewest = kRequiredInputs + attributes.rotary + attributes.norm;
-  if (num_inputs >= fewest && num_inputs <= fewest + 1 && num_outputs == 1) return true;
+  if (num_inputs >= fewest && num_inputs <= fewest + 1 && num_outputs == attributes.parts) return true;
   log(Severity::kERROR,
       "expected %d or %d inputs (q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, perhaps mask%s%s) "
-      "and 1 output, got %d and %d; export the model again with this version of trtconvert",
-      fewest, fewest + 1, attributes.rotary ? ", rotary" : "", attributes.norm ? ", norm" : "", num_inputs, num_outputs);
+      "and %d output%s, got %d and %d; export the model again with this version of trtconvert",
+      fewest, fewest + 1, attributes.rotary ? ", rotary" : "", attributes.norm ? ", norm" : "", attributes.parts,
+      attributes.parts > 1 ? "s" : "", num_inputs, num_outputs);
   return false;
 }
 
@@ -226,11 +239,6 @@ bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicP
   PluginTensorDesc const& tensor = tensors[position].desc;
   return tensor.format == TensorFormat::kLINEAR &&
          type_fits(role_of(attributes, position, num_inputs), tensor.type, tensors[kQ].desc.type);
-}
-
-FirstElements first_elements(Attributes const& attributes, Dims const& q, TrtConvertAttentionParams const& params) noexcept {
-  int64_t const part = is_packed(q) ? int64_t{params.num_heads} * params.head_dim : 0;
-  return {part + int64_t{attributes.k_head} * params.head_dim, 2 * part + int64_t{attributes.v_head} * params.head_dim};
 }
 
 bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int32_t num_inputs,
@@ -251,12 +259,15 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   bool const packed = is_packed(q_dims);
   int32_t const rank = packed ? 5 : 4;
   if (!check_rank(kQ, q_dims, rank) || !check_rank(kK, k_dims, rank) || !check_rank(kModes, modes, 1)) return false;
-  if (packed && (!check_packed(q_dims, attributes) || !check_shape(kK, k_dims, q_dims))) return false;
+  bool const in_parts = attributes.parts > 1;
+  if (in_parts && !check_parts(q_dims, k_dims, attributes)) return false;
+  if (packed && (!check_packed(q_dims, attributes) || (!in_parts && !check_shape(kK, k_dims, q_dims)))) return false;
   bool const shared = attributes.kv_heads > 0;
   if (shared && !check_shared(q_dims, k_dims, attributes)) return false;
 
-  HeadsFirst const q = heads_first(q_dims, attributes);
-  HeadsFirst k = heads_first(k_dims, attributes);
+  HeadsFirst const first = heads_first(q_dims, attributes), second = heads_first(k_dims, attributes);
+  HeadsFirst q = first, k = second;
+  if (in_parts) q.tokens = k.tokens = first.tokens + second.tokens;
   int64_t const all_kv_heads = k.heads;
   if (shared) k.heads = attributes.kv_heads;
   int64_t const bins = modes.d[0];
@@ -297,16 +308,37 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   params.softmax_scale = attributes.softmax_scale > 0.0f ? attributes.softmax_scale
                                                          : 1.0f / std::sqrt(static_cast<float>(q.dim));
   params.timestep_max = attributes.timestep_max;
-  params.out_strides = contiguous(q, attributes);
-  params.q_strides = packed ? strides_in_packed(q) : params.out_strides;
-  params.k_strides = params.v_strides = packed   ? strides_in_packed(k)
+  params.out_strides = contiguous(first, attributes);
+  params.q_strides = packed ? strides_in_packed(first) : params.out_strides;
+  params.k_strides = params.v_strides = packed   ? params.q_strides
                                         : shared ? strides_in_shared(k, all_kv_heads)
                                                  : contiguous(k, attributes);
+  if (in_parts) {
+    params.token_split = static_cast<int32_t>(first.tokens);
+    params.second_out_strides = contiguous(second, attributes);
+    params.second_q_strides = params.second_k_strides = params.second_v_strides = strides_in_packed(second);
+  }
   params.norm_epsilon = attributes.norm_epsilon;
   params.norm_across_heads = optional.norm >= 0 && is_across_heads(inputs[optional.norm].dims, attributes) ? 1 : 0;
   params.norm_split = attributes.norm_split;
   params.mask_kind = TRTCONVERT_MASK_NONE;
   return optional.mask < 0 || describe_mask(inputs[optional.mask], params);
+}
+
+void place(Attributes const& attributes, Dims const& q, void const* const* inputs, void* const* outputs,
+           TrtConvertAttentionParams& params) noexcept {
+  auto const at = [](void const* tensor, int64_t elements) { return static_cast<uint16_t const*>(tensor) + elements; };
+  int64_t const dim = params.head_dim, packed = is_packed(q) ? params.num_heads * dim : 0;
+  bool const in_parts = attributes.parts > 1;
+  params.q = inputs[kQ];
+  params.k = at(inputs[in_parts ? kQ : kK], packed + attributes.k_head * dim);
+  params.v = at(inputs[in_parts ? kQ : kV], 2 * packed + attributes.v_head * dim);
+  params.out = outputs[0];
+  if (!in_parts) return;
+  params.second_q = inputs[kK];
+  params.second_k = at(inputs[kK], packed);
+  params.second_v = at(inputs[kV], 2 * packed);
+  params.second_out = outputs[1];
 }
 
 }  // namespace trtconvert::plugin

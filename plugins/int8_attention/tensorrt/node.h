@@ -11,6 +11,11 @@ namespace trtconvert::plugin {
 // times: [B, N, 3, H, D] in layout BNHD, as one projection computes them. TensorRT computes it as one anyway, and for three
 // tensors copies the parts out. So it does for k and v that several nodes compute of one tensor: in layout BNHD they may be one,
 // given twice, [B, Nk, P, D] of the P heads of all these nodes, where attributes tell which are the node's (kv_heads).
+//
+// Text and image that attend to each other have projections of their own, and TensorRT copies them beside each other for a plugin
+// that wants one tensor. With the attribute parts = 2 it takes both: q is the packed tensor [B, N1, 3, H, D] of the first tokens,
+// N1 a multiple of 128, and k and v are that of the others, [B, N2, 3, H, D], given twice. There are two outputs, [B, N1, H, D]
+// and [B, N2, H, D]; everything else counts the tokens of both: Nq = Nk = N1 + N2.
 enum Input : int32_t {
   kQ,          // [B, H, Nq, D] (BHND) or [B, Nq, H, D] (BNHD), FP16 or BF16
   kK,          // [B, Hkv, Nk, D] or [B, Nk, Hkv, D], as q
@@ -41,24 +46,21 @@ struct OptionalInputs {
 };
 OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs) noexcept;
 
-// False, and a logged reason, unless the node has the inputs of its attributes, with or without a mask, and one output.
+// False, and a logged reason, unless the node has the inputs of its attributes, with or without a mask, and its outputs.
 bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept;
 
-// Whether tensor `position` (inputs, then the output) may have this type and format. Types of q come first and decide the
+// Whether tensor `position` (inputs, then outputs) may have this type and format. Types of q come first and decide the
 // others. No message: TensorRT asks this to find out.
 bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
               int32_t num_inputs) noexcept;
-
-// Elements of the inputs k and v before the node's own, from the kernel parameters of its shapes.
-struct FirstElements {
-  int64_t k, v;
-};
-FirstElements first_elements(Attributes const& attributes, nvinfer1::Dims const& q,
-                             TrtConvertAttentionParams const& params) noexcept;
 
 // Fills in shapes, strides and attributes; pointers stay null. False, and a logged reason, where shapes or types do not
 // belong together. What the C API checks itself (head_dim, divisibility of heads) is left to it.
 bool describe(Attributes const& attributes, nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
               TrtConvertAttentionParams& params) noexcept;
+
+// Puts into described parameters where q, k, v and the output lie.
+void place(Attributes const& attributes, nvinfer1::Dims const& q, void const* const* inputs, void* const* outputs,
+           TrtConvertAttentionParams& params) noexcept;
 
 }  // namespace trtconvert::plugin

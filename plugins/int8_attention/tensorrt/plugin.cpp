@@ -89,24 +89,28 @@ int32_t Int8AttentionPlugin::configurePlugin(DynamicPluginTensorDesc const* in, 
 int32_t Int8AttentionPlugin::getOutputDataTypes(DataType* outputTypes, int32_t nbOutputs, DataType const* inputTypes,
                                                 int32_t nbInputs) const noexcept {
   if (!check_counts(attributes_, nbInputs, nbOutputs)) return kFailed;
-  outputTypes[0] = inputTypes[kQ];
+  for (int32_t i = 0; i < nbOutputs; ++i) outputTypes[i] = inputTypes[kQ];
   return kOk;
 }
 
 int32_t Int8AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t,
                                              DimsExprs* outputs, int32_t nbOutputs, nvinfer1::IExprBuilder&) noexcept {
   if (!check_counts(attributes_, nbInputs, nbOutputs)) return kFailed;
-  DimsExprs const& q = inputs[kQ];
-  if (q.nbDims == 4) {
-    outputs[0] = q;
-    return kOk;
+  for (int32_t part = 0; part < nbOutputs; ++part) {
+    DimsExprs const& source = inputs[part == 0 ? kQ : kK];
+    DimsExprs& out = outputs[part];
+    if (source.nbDims == 4 && nbOutputs == 1) {
+      out = source;
+      continue;
+    }
+    if (source.nbDims != 5) {
+      log(Severity::kERROR, "input '%s': expected %s, got %d", part == 0 ? "q" : "k",
+          nbOutputs == 1 ? "4 dimensions, or 5 where q, k and v are packed" : "5 dimensions with parts 2", source.nbDims);
+      return kFailed;
+    }
+    out.nbDims = 4;
+    for (int32_t i = 0; i < 4; ++i) out.d[i] = source.d[i < 2 ? i : i + 1];  // without the axis of q, k and v
   }
-  if (q.nbDims != 5) {
-    log(Severity::kERROR, "input 'q': expected 4 dimensions, or 5 where q, k and v are packed, got %d", q.nbDims);
-    return kFailed;
-  }
-  outputs[0].nbDims = 4;
-  for (int32_t i = 0; i < 4; ++i) outputs[0].d[i] = q.d[i < 2 ? i : i + 1];  // without the axis of q, k and v
   return kOk;
 }
 
@@ -139,17 +143,13 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
                                      void const* const* inputs, void* const* outputs, void* workspace,
                                      CUstream_st* stream) noexcept {
   TrtConvertAttentionParams params;
-  if (!check_counts(attributes_, num_inputs_, 1) || !describe(attributes_, inputDesc, num_inputs_, params)) return kFailed;
+  if (!check_counts(attributes_, num_inputs_, attributes_.parts) || !describe(attributes_, inputDesc, num_inputs_, params)) return kFailed;
   char message[kMessageSize];
   // TensorRT allocated getWorkspaceSize() bytes for the largest shapes, at least as many as these need.
   TrtConvertStatus status =
       trtconvert_attention_workspace_size(&params, &params.workspace_size, message, sizeof(message));
   if (status != TRTCONVERT_OK) return report(status, message);
-  FirstElements const first = first_elements(attributes_, inputDesc[kQ].dims, params);
-  params.q = inputs[kQ];
-  params.k = static_cast<uint16_t const*>(inputs[kK]) + first.k;
-  params.v = static_cast<uint16_t const*>(inputs[kV]) + first.v;
-  params.out = outputs[0];
+  place(attributes_, inputDesc[kQ].dims, inputs, outputs, params);
   params.timestep = static_cast<float const*>(inputs[kTimestep]);
   params.q_scale = static_cast<float const*>(inputs[kQScale]);
   params.k_scale = static_cast<float const*>(inputs[kKScale]);

@@ -39,7 +39,7 @@ class Int8AttentionPlugin final : public nvinfer1::IPluginV3,
                           nvinfer1::IExprBuilder& exprBuilder) noexcept override;
   bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
                                  int32_t nbOutputs) noexcept override;
-  int32_t getNbOutputs() const noexcept override { return 1; }
+  int32_t getNbOutputs() const noexcept override { return attributes_.parts; }
   size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t nbInputs,
                           nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t nbOutputs) const noexcept override;
 

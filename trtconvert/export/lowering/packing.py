@@ -3,7 +3,7 @@
 TensorRT computes projections of one tensor as one product, and then copies its parts out for a plugin that wants three
 tensors, since it cannot tell a plugin strides (TensorRT's issue 4345): on an H200 80 µs for 4608 tokens of 24 × 128 channels,
 where attention itself takes 380. The plugin takes the product as it is, [B, N, 3, H, D]. Text and image that attend to each other
-have a product each, and these are joined.
+have a product each, and the plugin takes both (`take_in_parts`), or they are joined.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.layout import output_tokens_first
+from trtconvert.export.lowering.parts import take_in_parts
 from trtconvert.export.lowering.projections import Projection, join, projection
 from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import element_of, perm_of, producer_of
@@ -34,6 +35,9 @@ def pack_projections(model: ir.Model) -> int:
         packed = _source_of_parts(node)
         if packed is None and (runs := _projections(node)):
             products = [join(run, [PARTS, run[0].heads, run[0].head_dim], before=node) for run in runs]
+            if take_in_parts(node, products):
+                count += 1
+                continue
             packed = one_after_another(products, axis=1, before=node)
         if packed is None:
             continue

@@ -67,7 +67,13 @@ def _cast_to_half(node: ir.Node, casts: _Casts) -> None:
             graph.insert_before(node, cast)
             casts[graph, value, dtype] = cast.outputs[0]
         node.replace_input_with(index, casts[graph, value, dtype])
-    out = node.outputs[0]
+    for out in node.outputs:
+        _cast_back(node, out, dtype)
+
+
+def _cast_back(node: ir.Node, out: ir.Value, dtype: ir.DataType) -> None:
+    graph = node.graph
+    assert graph is not None
     if out.dtype is None or out.dtype == dtype:  # the exporter types every value
         return
     back = ir.node("Cast", [out], {"to": out.dtype})

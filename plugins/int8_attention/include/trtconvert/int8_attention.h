@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_ATTENTION_VERSION 4
+#define TRTCONVERT_ATTENTION_VERSION 5
 
 typedef enum {
   TRTCONVERT_OK = 0,
@@ -115,6 +115,16 @@ typedef struct {
    * as in joint attention, where text and image have norms of their own. s < Nq = Nk; 0 where there is no norm, or one across
    * heads. */
   int32_t norm_split;
+
+  /* 0: all tokens lie in the tensors above. s > 0: the tokens before s do, and those from s on lie in tensors of their own, as the
+   * text and the image of joint attention come out of their projections. s < Nq = Nk, in steps of 128. Shapes are those of all
+   * tokens: where Nq = Nk = N, q holds [B, s, H, D] and second_q [B, N - s, H, D]. */
+  int32_t token_split;
+  const void* second_q; /* null, like the next three, with token_split 0 */
+  const void* second_k;
+  const void* second_v;
+  void* second_out;
+  TrtConvertStrides second_q_strides, second_k_strides, second_v_strides, second_out_strides;
 } TrtConvertAttentionParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
