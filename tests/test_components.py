@@ -20,7 +20,7 @@ from support import refusal, run
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 import tiny_pipelines  # noqa: E402
-from tiny_pipelines import PIPELINES, TOKENS, WIDTH, errors_beside  # noqa: E402
+from tiny_pipelines import PIPELINES, TOKENS, WIDTH, errors_beside, picture  # noqa: E402
 from tolerances import HALF_DENOISER, INT8_CALL, INT8_IMAGES_PSNR, SAME_ARITHMETIC, SAME_IMAGES_PSNR  # noqa: E402
 
 from trtconvert import models, runtime  # noqa: E402
@@ -28,6 +28,7 @@ from trtconvert.bundle import ComponentRecord, TensorRecord  # noqa: E402
 from trtconvert.cache import Cache, Stage  # noqa: E402
 from trtconvert.engine import tensorrt_rtx  # noqa: E402
 from trtconvert.errors import GateError, UserError  # noqa: E402
+from trtconvert.evaluate.evaluation import full_precision  # noqa: E402
 from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model  # noqa: E402
 from trtconvert.models.pipelines import Observed, load_pipeline  # noqa: E402
@@ -478,6 +479,32 @@ def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
     shown = " ".join(run("inspect", half.bundle).output.split())
     for part in ("vae_decoder", "text_encoder", "ONNX, text_encoder", "relative error against float32", "-p"):
         assert part in shown
+
+
+def test_a_bundle_holds_the_images_that_its_pipeline_edits(tmp_path, monkeypatch):
+    """Two of one name, from folders that the machine it goes to does not have."""
+    pipe = diffusers.StableDiffusionInpaintPipeline(**tiny_pipelines.with_text("stable_diffusion").components)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    images = {}
+    for seed, argument in enumerate(("image", "mask_image")):
+        (tmp_path / argument).mkdir()
+        images[argument] = str(picture(tmp_path / argument / "photo.png", seed).relative_to(tmp_path))
+    model = {"images": images, "options": options("stable_diffusion")}
+    built = convert(tmp_path, "stable_diffusion", {"all": {}, "vae_encoder": {}}, model=model)
+    bundle = shutil.copytree(built, tmp_path / "elsewhere" / "bundle")
+    for argument in images:
+        held = bundle / "images" / f"{argument}.png"
+        assert held.read_bytes() == (tmp_path / images[argument]).read_bytes()
+        shutil.rmtree(tmp_path / argument)
+    rest = ("-p", "a cat", "-n", 1, "--steps", 2, "-o", tmp_path / "drawn.png")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    outcome = run("run", "bundle", *rest)
+    assert outcome.exit_code == 0, outcome.output
+    # It is what the full-precision model of the bundle draws with them, whose weights are all that is asked for.
+    with runtime.load(bundle) as loaded:
+        assert full_precision(loaded, tmp_path / "pipeline") is not None
+    (bundle / "images" / "mask_image.png").unlink()
+    refusal(run("run", "bundle", *rest), "images/mask_image.png")
 
 
 def test_prompts_need_a_pipeline(tiny_build, tmp_path):

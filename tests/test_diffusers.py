@@ -12,7 +12,6 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 from support import refusal, run
 from tolerances import FLIPPED_CALL, INT8_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
@@ -21,7 +20,7 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 import tiny_models  # noqa: E402
 import tiny_pipelines  # noqa: E402
-from tiny_pipelines import PIPELINES, errors_beside  # noqa: E402
+from tiny_pipelines import PIPELINES, errors_beside, picture  # noqa: E402
 
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.attention.sites import find_sites  # noqa: E402
@@ -490,12 +489,6 @@ def test_timesteps_of_tokens_are_those_of_their_sample(tmp_path):
         dropped_in(**named | {"timestep": torch.arange(24.0).reshape(2, 12)})
     with pytest.raises(UserError, match=r"(?s)a timestep for each token.*expected: one size.*got: a range of height"):
         diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
-
-
-def picture(path: Path, seed: int) -> Path:
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-    return path
 
 
 def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -451,3 +454,10 @@ def errors_beside(denoiser: DiffusersDenoiser, reference: Any) -> list[float]:
 
     denoiser.forward = called
     return errors
+
+
+def picture(path: Path, seed: int) -> Path:
+    """A file of 32 × 32 random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path

@@ -16,10 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trtconvert import __version__
 from trtconvert.errors import UserError
 from trtconvert.files import PARTIAL, link_files, sha256
-from trtconvert.recipe import Recipe
+from trtconvert.recipe import ModelSection, Recipe
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+
+IMAGES = "images"
+"""Folder of a bundle with the images of its recipe, each named after the argument that it is."""
 
 TRANSPOSED = ".T"
 """What the name of an ONNX initialiser ends with that is a transposed weight; else it is the weight's in the state dict."""
@@ -372,6 +375,12 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
         got=got,
         remedy="copy the bundle again, or build it again",
     )
+
+
+def model_section(folder: Path, manifest: Manifest) -> ModelSection:
+    """Where the denoiser of a bundle came from: the weights as the recipe names them, the images where the bundle has them."""
+    section = manifest.recipe.model
+    return section.model_copy(update={"images": {name: folder / path for name, path in section.images.items()}})
 
 
 def lost_plans(folder: Path, manifest: Manifest) -> list[str]:

@@ -176,6 +176,11 @@ def _assemble(
             shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
+    kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
+    images = {name: Path(bundle.IMAGES, name + path.suffix) for name, path in recipe.model.images.items()}
+    for name, path in images.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(recipe.model.images[name], folder / path)
     errors = {
         name: json.loads((stage.folder / ERROR).read_text()) for name, stage in components.items() if name != COMPONENT
     }
@@ -189,7 +194,7 @@ def _assemble(
         versions=versions(),
         backend=backend.name,
         backend_reason=reason,
-        recipe=with_paths(recipe, lambda path: Path(path.name)),  # without the folders of this machine
+        recipe=kept.model_copy(update={"model": kept.model.model_copy(update={"images": images})}),
         calibration=CALIBRATION,
         components=records,
         pipeline=PIPELINE if (folder / PIPELINE).is_dir() else "",

@@ -74,6 +74,14 @@ class ModelSection(_Section):
         default="float32", description="Type of the engine's weights and inputs."
     )
 
+    @field_validator("images")
+    @classmethod
+    def _by_argument(cls, images: dict[str, Path]) -> dict[str, Path]:
+        """Files of bundles are named after them."""
+        if bad := [name for name in images if not name.isidentifier()]:
+            raise ValueError(f"arguments of the pipeline's call, not {', '.join(map(repr, bad))}")
+        return images
+
     @field_validator("dtype", mode="before")
     @classmethod
     def _checkable(cls, dtype: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trtconvert import models, runtime
 from trtconvert.attention.sites import SiteCall
-from trtconvert.bundle import Manifest
+from trtconvert.bundle import Manifest, model_section
 from trtconvert.cache import versions
 from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
@@ -192,7 +192,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     metrics.check_packages()
     bundle = runtime.load(folder)
     extractor = load_extractor(request.features, request.features_weights)
-    source = full_precision(bundle.manifest, request.weights)
+    source = full_precision(bundle, request.weights)
     source = on_device(source, request.device) if source else None
     int8, backend = _int8(bundle, source, request)
     drawing = _Drawing(
@@ -269,20 +269,20 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     return TorchInt8(source, bundle.folder, bundle.manifest), f"torch on {where}"
 
 
-def full_precision(manifest: Manifest, weights: Path | None) -> DiffusionModel | None:
+def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> DiffusionModel | None:
     """The model that a bundle was made from, None where its weights are needed and not given.
 
     Raises:
         UserError: the weights are another model's.
     """
-    section = manifest.recipe.model
+    section = model_section(bundle.folder, bundle.manifest)
     if section.weights is not None and weights is None:
         return None
     section = section.model_copy(update={"weights": weights})
-    if (got := identity(section)) != manifest.weights:
+    if (got := identity(section)) != bundle.manifest.weights:
         raise UserError(
             f"{weights or section.source} is not what the bundle was made from",
-            expected=f"the model {manifest.weights[:12]}…",
+            expected=f"the model {bundle.manifest.weights[:12]}…",
             got=f"{got[:12]}…",
             remedy="give the weights file of the recipe that built the bundle",
         )

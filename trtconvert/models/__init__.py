@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 
@@ -70,7 +71,7 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
             prompts, and the bundle does not hold what reads them.
     """
     manifest = bundle.manifest
-    section = manifest.recipe.model
+    section = model_section(bundle.folder, manifest)
     if manifest.pipeline:
         from trtconvert.models.diffusers import pipeline_sampler
 
@@ -89,7 +90,7 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its own weights, which this bundle does not hold",
-            expected=", ".join(map(str, [section.weights, *section.images.values()])) + " in the current folder",
+            expected=f"{section.weights} in the current folder",
             got="no such file",
             remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
         )
