@@ -15,12 +15,13 @@ TensorRT's own is everywhere, where that makes the faster engine. The time of it
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
 compile` changes in a graph besides attention.
 
-Engines are called as our runtime does, through a CUDA graph. Latency is the median of CUDA events over repeated calls with
-rotating inputs; memory is the device's beside what lies there before, at its peak, for engines their weights and their
-scratch. A second table has each shape of attention timed alone, and how much of TensorRT's own step that is: what attention at
-no cost would give. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model. `--exports` keeps the
-ONNX models for further runs. `--kernels` leaves a profile of each engine: its kernels in their order, in a steady loop. Nothing
-is asserted. The host's time per call is measured by bench/runtime.py.
+Engines are called as our runtime does, through a CUDA graph, and timed when all are built: in turns, each in a loop that is
+warm, so that none has the GPU cooler than another. Latency is the median of CUDA events over repeated calls with rotating
+inputs, that of an image the median of the rounds; memory is the device's beside what lies there before, at its peak, for engines
+their weights and their scratch. A second table has each shape of attention timed alone, and how much of TensorRT's own step that
+is: what attention at no cost would give. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model.
+`--exports` keeps the ONNX models for further runs. `--kernels` leaves a profile of each engine: its kernels in their order, in a
+steady loop. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import DiffusionModel, InputSpec, intercepted
 from trtconvert.recipe import EngineSection
 
-REPEATS = 30
+ROUNDS, REPEATS = 3, 30
+WARM_UP_SECONDS = 0.5
 STEPS = 50
 """Of an image."""
 TIMESTEP_MAX = 1000.0
@@ -251,19 +253,25 @@ Inputs = dict[str, Tensor]
 Call = Callable[[int], Tensor]
 
 
-def median_ms(call: Call) -> tuple[float, float]:
-    """Median and spread (largest less smallest of the middle half) of CUDA-event times; `call` gets a rotating index."""
-    for i in range(5):
-        call(i)
+def warm_up(call: Call) -> None:
+    """Calls, until the GPU has the clock that it keeps under them."""
+    started = time.perf_counter()
+    for index in itertools.count():
+        call(index)
+        torch.cuda.synchronize()
+        if time.perf_counter() - started > WARM_UP_SECONDS:
+            break
+
+
+def times_ms(call: Call) -> list[float]:
+    """CUDA-event times of calls; `call` gets a rotating index."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
-    torch.cuda.synchronize()
     for i, (start, end) in enumerate(events):
         start.record()
         call(i)
         end.record()
     torch.cuda.synchronize()
-    low, middle, high = statistics.quantiles([start.elapsed_time(end) for start, end in events], n=4)
-    return middle, high - low
+    return [start.elapsed_time(end) for start, end in events]
 
 
 def image_s(call: Call) -> float:
@@ -378,7 +386,8 @@ class Notices:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. Time of a step in milliseconds, of all steps of an image in seconds, memory and plan in MiB."""
+    """A line of the table. Time of a step in milliseconds, of all steps of an image in seconds, memory and plan in MiB. The
+    spread is the largest less the smallest of the middle half."""
 
     model: str
     what: str
@@ -389,6 +398,18 @@ class Row:
     memory: float
     build_s: float = 0.0
     plan: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What takes turns at being timed, at a timestep of a mode's bin. Memory and plan are in bytes."""
+
+    what: str
+    call: Call
+    mode: Mode
+    memory: float
+    build_s: float = 0.0
+    plan: int = 0
 
 
 @dataclass(frozen=True)
@@ -425,6 +446,7 @@ class Bench:
     def __init__(self, name: str, kernels: Path | None = None) -> None:
         """Args: name: of the architecture; kernels: the folder for profiles of engines, if they are wanted."""
         self.rows, self.attention = list[Row](), list[Attention]()
+        self._engines = list[Timed]()
         self._kernels = kernels
         with Phase(f"{name}: made"):
             self.model = describe(name, "cuda")
@@ -453,18 +475,36 @@ class Bench:
         }
         self.inputs = [feed | {"timestep": feed["timestep"].float()} for feed in half]
 
-    def add(
-        self, what: str, call: Call, memory: float, build_s: float = 0.0, plan: int = 0, mode: Mode = MODES[0]
-    ) -> None:
-        """Time a call, at a timestep of a mode's bin."""
+    def _at(self, mode: Mode) -> None:
         for feed in self.inputs:
             feed["timestep"].fill_(TIMESTEPS[mode])
-        expected = self.expected[mode]
-        error = float((call(0).float() - expected).norm() / expected.norm())
-        ms, spread = median_ms(call)
-        row = Row(self.model.name, what, ms, spread, image_s(call), error, memory / 2**20, build_s, plan / 2**20)
-        self.rows.append(row)
-        print(row, flush=True)
+
+    def _time(self, timed: Sequence[Timed]) -> None:
+        """Rows of what is timed in turns."""
+        steps, images = [[list[float]() for _ in timed] for _ in range(2)]
+        for round_ in range(ROUNDS):
+            for index, one in enumerate(timed):
+                self._at(one.mode)
+                warm_up(one.call)
+                steps[index] += times_ms(one.call)
+                images[index].append(image_s(one.call))
+                print(
+                    f"{one.what}, round {round_ + 1}: {statistics.median(steps[index][-REPEATS:]):.3f} ms", flush=True
+                )
+        for one, of_steps, of_images in zip(timed, steps, images, strict=True):
+            self._at(one.mode)
+            expected = self.expected[one.mode]
+            error = float((one.call(0).float() - expected).norm() / expected.norm())
+            low, middle, high = statistics.quantiles(of_steps, n=4)
+            row = Row(
+                self.model.name, one.what, middle, high - low, statistics.median(of_images), error, one.memory / 2**20,
+                one.build_s, one.plan / 2**20,
+            )  # fmt: skip
+            self.rows.append(row)
+            print(row, flush=True)
+            if self._kernels is not None and one.plan:
+                name = re.sub(r"[^a-z0-9]+", "-", f"{self.model.name} {one.what}".lower())
+                write_kernels(kernels_of(one.call), self._kernels / f"{name}.txt")
 
     def torch_rows(self) -> None:
         self._torch_row("torch eager FP16 (SDPA)", self.model.denoiser, 0.0)
@@ -480,7 +520,7 @@ class Bench:
         forward(**self.inputs[0])
         held = sum(x.nbytes for named in (*self.inputs, self.expected) for x in named.values())
         memory = torch.cuda.max_memory_allocated() - held
-        self.add(what, lambda i: forward(**self.inputs[i % len(self.inputs)]), memory, built)
+        self._time([Timed(what, lambda i: forward(**self.inputs[i % len(self.inputs)]), MODES[0], memory, built)])
 
     def to_cpu(self) -> None:
         """Once torch is done with the denoiser: the exporters want it there."""
@@ -495,7 +535,7 @@ class Bench:
                 export(self.model, self.tables, path)
         return path
 
-    def plain_row(self, folder: Path) -> None:
+    def build_plain(self, folder: Path) -> None:
         """The engine of what torch.onnx.export writes, where TensorRT takes it."""
         trt = tensorrt.load()
         path = folder / f"{self.model.name}-plain.onnx"
@@ -513,7 +553,7 @@ class Bench:
         except TrtconvertError as refusal:  # the other peers keep their rows
             print(refusal, flush=True)
             return
-        self._engine(trt, PLAIN, plan, False, building.seconds)
+        self._load(trt, PLAIN, plan, False, building.seconds)
 
     def _records(self) -> list[TensorRecord]:
         return [
@@ -521,7 +561,7 @@ class Bench:
             for x in self.model.inputs
         ]
 
-    def engine_rows(self, path: Path, with_auto: bool) -> None:
+    def build_engines(self, path: Path, with_auto: bool) -> None:
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
@@ -538,7 +578,7 @@ class Bench:
             return plans[key][0]
 
         for what, native in ((NATIVE, list(sites)), ("TensorRT, our plugin", [])):
-            self._engine(trt, what, build(native), not native, plans[frozenset(native)][1])
+            self._load(trt, what, build(native), not native, plans[frozenset(native)][1])
         with Phase(f"{self.model.name}: attention timed alone") as alone:
             choice = tensorrt.choose_alone(trt, exported, [{}], options, Notices())
         self.attention = attention_alone(self.model.name, exported, choice)
@@ -550,19 +590,20 @@ class Bench:
             auto = fastest_mix(choice, sites, build, time_engine, Notices())
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
         built = first_two + alone.seconds + choosing.seconds
-        self._engine(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, built)
+        self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, built)
 
-    def _engine(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
-        """Time an engine. One with the plugin is timed in each mode, by the timestep."""
+    def _load(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
+        """An engine to be timed. One with the plugin is timed in each mode, by the timestep."""
         torch.cuda.empty_cache()
         engine = Engine(trt, plan, self.inputs)
         for mode in MODES if with_plugin else MODES[:1]:
             title = f"{what}, {mode.name.lower()}" if with_plugin else what
-            self.add(title, engine, engine.memory, built, len(plan), mode)
-            if self._kernels is not None:
-                name = re.sub(r"[^a-z0-9]+", "-", f"{self.model.name} {title}".lower())
-                write_kernels(kernels_of(engine), self._kernels / f"{name}.txt")
-        del engine
+            self._engines.append(Timed(title, engine, mode, engine.memory, built, len(plan)))
+
+    def engine_rows(self) -> None:
+        """Rows of all engines that were built, which are let go then."""
+        self._time(self._engines)
+        self._engines.clear()
         gc.collect()
 
 
@@ -651,9 +692,10 @@ def main() -> None:
             if arguments.exports or wanted:
                 path = bench.export(exports)
                 if wanted:
-                    bench.engine_rows(path, "auto" in wanted)
+                    bench.build_engines(path, "auto" in wanted)
             if "plain" in arguments.peers:
-                bench.plain_row(exports)
+                bench.build_plain(exports)
+            bench.engine_rows()
             rows += bench.rows
             attention += bench.attention
             if arguments.json:
