@@ -1,11 +1,11 @@
-// Calls the plugin the way TensorRT does, for tests/test_plugin.py: C functions around the virtual ones, and a logger that
+// Calls a plugin the way TensorRT does, for tests/plugin_driver.py: C functions around the virtual ones, and a logger that
 // remembers. Compiled with -DTENSORRT_MAJOR=10 or 11, it stands for that TensorRT: the plugin asks the library that the
 // logger finder comes from for its version.
 #include <dlfcn.h>
 
 #include <string>
 
-#include "abi.h"
+#include "tensorrt/abi.h"
 
 #if TENSORRT_MAJOR >= 11
 namespace logging = trtconvert::abi::v11;
@@ -61,8 +61,9 @@ extern "C" {
 
 int32_t getInferLibVersion() { return TENSORRT_MAJOR * 10000; }
 
-// Loads the plugin library as a plugin registry does. Null, and dlerror()'s text as a message, where it cannot.
-IPluginCreatorV3One* driver_open(char const* path) {
+// Loads the plugin library as a plugin registry does, and finds a plugin by its name. Null, and dlerror()'s text as a message, where it
+// cannot.
+IPluginCreatorV3One* driver_open(char const* path, char const* name) {
   void* library = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
   if (library == nullptr) {
     g_messages = dlerror();
@@ -73,7 +74,12 @@ IPluginCreatorV3One* driver_open(char const* path) {
   int32_t count = 0;
   auto const creators =
       reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"))(count);
-  return count == 1 ? static_cast<IPluginCreatorV3One*>(creators[0]) : nullptr;
+  for (int32_t i = 0; i < count; ++i) {
+    auto* const creator = static_cast<IPluginCreatorV3One*>(creators[i]);
+    if (std::string(creator->getPluginName()) == name) return creator;
+  }
+  g_messages = std::string("no plugin ") + name;
+  return nullptr;
 }
 
 // The messages since the last call, one "severity text" a line.

@@ -8,113 +8,38 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-import shutil
-import subprocess
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
+from plugin_driver import (
+    BF16,
+    BOOL,
+    BUILD,
+    CHW2,
+    FIELD_CHAR,
+    FIELD_FLOAT32,
+    FIELD_FLOAT64,
+    FIELD_INT32,
+    FIELD_INT64,
+    FLOAT,
+    HALF,
+    INT32,
+    LINEAR,
+    RUNTIME,
+    Desc,
+    Dims,
+    DimsExprs,
+    Driver,
+    Field,
+    Fields,
+    compiled_driver,
+    dynamic,
+)
 
 from trtconvert.attention import kernel
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.library import library_path
-
-FLOAT, HALF, INT32, BOOL, BF16 = 0, 1, 3, 4, 7
-FIELD_FLOAT32, FIELD_FLOAT64, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 2, 5, 6, 10
-BUILD, RUNTIME = 0, 1
-LINEAR, CHW2 = 0, 1
-
-
-class Dims(ctypes.Structure):
-    _fields_ = [("nb", ctypes.c_int32), ("d", ctypes.c_int64 * 8)]
-
-    def __init__(self, shape: Sequence[int] = ()) -> None:
-        super().__init__(len(shape), (ctypes.c_int64 * 8)(*shape))
-
-
-class Desc(ctypes.Structure):
-    _fields_ = [("dims", Dims), ("type", ctypes.c_int32), ("format", ctypes.c_int32), ("scale", ctypes.c_float)]
-
-
-class DynamicDesc(ctypes.Structure):
-    _fields_ = [("desc", Desc), ("min", Dims), ("max", Dims), ("opt", Dims)]
-
-
-class DimsExprs(ctypes.Structure):
-    _fields_ = [("nb", ctypes.c_int32), ("d", ctypes.c_void_p * 8)]
-
-
-class Field(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int32),
-        ("length", ctypes.c_int32),
-    ]
-
-
-class Fields(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_int32), ("fields", ctypes.POINTER(Field))]
-
-
-class Driver:
-    """The compiled driver with a loaded plugin. Keeps the memory of fields alive for as long as it lives."""
-
-    def __init__(self, path: Path) -> None:
-        self.lib = ctypes.CDLL(str(path))
-        for name in ("open", "create", "clone", "attach"):
-            getattr(self.lib, f"driver_{name}").restype = ctypes.c_void_p
-        self.lib.driver_take_messages.restype = ctypes.c_char_p
-        self.lib.driver_fields.restype = ctypes.POINTER(Fields)
-        self.lib.driver_supports.restype = ctypes.c_bool
-        self.lib.driver_workspace.restype = ctypes.c_size_t
-        library = library_path()
-        assert library is not None, "expected the shared library, got none; 'pip install .' builds it"
-        self.creator = ctypes.c_void_p(self.lib.driver_open(str(library).encode()))
-        assert self.creator, self.messages()
-        self.kept: list[object] = []
-
-    def messages(self) -> str:
-        return self.lib.driver_take_messages().decode()
-
-    def create(self, phase: int = BUILD, **attributes: object) -> ctypes.c_void_p:
-        fields = [self.field(name, value) for name, value in attributes.items()]
-        return self.create_from(Fields(len(fields), (Field * len(fields))(*fields)), phase)
-
-    def create_from(self, fields: Fields, phase: int) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self.lib.driver_create(self.creator, ctypes.byref(fields), phase))
-
-    def field(self, name: str, value: object) -> Field:
-        """A plugin field as TensorRT's ONNX parser makes it; a tuple (type, length, data) makes any other."""
-        if isinstance(value, tuple):
-            kind, length, data = value
-        elif isinstance(value, str):
-            kind, length, data = FIELD_CHAR, len(value), ctypes.create_string_buffer(value.encode())
-        elif isinstance(value, float):
-            kind, length, data = FIELD_FLOAT32, 1, ctypes.c_float(value)
-        else:
-            kind, length, data = FIELD_INT32, 1, ctypes.c_int32(value)
-        self.kept.append(data)
-        address = None if data is None else ctypes.cast(ctypes.byref(data), ctypes.c_void_p)
-        return Field(name.encode(), address, kind, length)
-
-    def serialised(self, plugin: ctypes.c_void_p) -> dict[str, object]:
-        """The fields of a plugin, read back."""
-        collection = self.lib.driver_fields(plugin).contents
-        values: dict[str, object] = {}
-        for field in collection.fields[: collection.count]:
-            pointer = ctypes.c_void_p(field.data)
-            if field.type == FIELD_CHAR:
-                value: object = ctypes.string_at(pointer, field.length).decode()
-            elif field.type == FIELD_FLOAT32:
-                value = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))[0]
-            else:
-                assert field.type == FIELD_INT32
-                value = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int32))[0]
-            values[field.name.decode()] = value
-        return values
 
 
 def tensors(
@@ -156,28 +81,9 @@ def tensors(
     return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, *((out, dtype) for out in outs)]]
 
 
-def dynamic(smallest: list[Desc], largest: list[Desc]) -> ctypes.Array[DynamicDesc]:
-    array = (DynamicDesc * len(smallest))()
-    for slot, low, high in zip(array, smallest, largest, strict=True):
-        slot.desc, slot.min, slot.max, slot.opt = low, low.dims, high.dims, low.dims
-    return array
-
-
 @pytest.fixture(scope="module", params=[10, 11], ids=["logger-of-10", "logger-of-11"])
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    header = Path(__file__).parents[1] / "plugins" / "int8_attention" / "tensorrt"
-    source = Path(__file__).with_name("plugin_driver.cpp")
-    target = tmp_path_factory.mktemp("driver") / f"libdriver{request.param}.so"
-    # fmt: off
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility-inlines-hidden", f"-I{header}",
-         f"-DTENSORRT_MAJOR={request.param}", source, "-o", target, "-ldl"],
-        check=True,
-    )
-    # fmt: on
-    return Driver(target)
+    return compiled_driver(tmp_path_factory.mktemp("driver"), request.param, "Int8Attention")
 
 
 @pytest.fixture
@@ -270,7 +176,7 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, attributes: di
     assert not driver.create(**attributes)
     messages = driver.messages()
     assert said in messages
-    assert all(line.startswith("1 Int8Attention: ") for line in messages.splitlines())  # severity 1: an error
+    assert all(line.startswith("1 trtconvert: ") for line in messages.splitlines())  # severity 1: an error
 
 
 def test_broken_collections_are_refused(driver: Driver) -> None:

@@ -59,9 +59,15 @@ found["from_other_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_ver
 found["bad"] = {}
 for name, value in {"layout": b"BDNH", "softmax_scale": -1.0, "smooth_k": 7, "scaling": 3}.items():
     found["bad"][name] = create(trt.TensorRTPhase.BUILD, **{name: value}) is not None
+norms = registry.get_creator("ResidualNorm", "1", "")
+found["norm_fields"] = [field.name for field in norms.field_names]
+epsilon = trt.PluginField("epsilon", np.array([1e-6], np.float32), trt.PluginFieldType.FLOAT32)
+norm = norms.create_plugin("layer", trt.PluginFieldCollection([epsilon]), trt.TensorRTPhase.BUILD)
+found["norm_outputs"] = norm.get_capability_interface(kinds.BUILD).num_outputs
+del norm, norms
 del core, build, runtime, plugin, creator  # their code goes with the library
 registry.deregister_library(handle)
-found["gone"] = registry.get_creator("Int8Attention", "1", "") is None
+found["gone"] = [registry.get_creator(name, "1", "") is None for name in found["new"]]
 print(json.dumps(found))
 """
 
@@ -81,13 +87,13 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
     return request.param, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_the_library_registers_one_creator(probed: tuple[str, dict, str]) -> None:
+def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:
     version, found, _ = probed
     assert found["version"].startswith(version + ".")
-    assert found["new"] == ["Int8Attention"]
+    assert found["new"] == ["Int8Attention", "ResidualNorm"]
     of_layers = ["rotary", "norm", "norm_eps", "norm_split", "kv_heads", "k_head", "v_head", "parts"]
     assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k", *of_layers]
-    assert found["gone"]
+    assert found["gone"] == [True, True]
 
 
 def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
@@ -96,6 +102,7 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
     assert found["core"] == ["Int8Attention", "1", ""]
     assert found["interfaces"] == ["PLUGIN_V3ONE_CORE", "PLUGIN_V3ONE_BUILD", "PLUGIN_V3ONE_RUNTIME"]
     assert found["outputs"] == 1
+    assert (found["norm_fields"], found["norm_outputs"]) == (["epsilon"], 2)
     assert found["defaults"] and found["from_engine"]
 
 

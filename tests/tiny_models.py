@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trtconvert.attention.sites import SiteCall
 
 SHAPE, WIDTH = (1, 4, 4), 32
+TEXT_WIDTH = 32
 SCHEDULE = NoiseSchedule(ddpm_betas(1000))
 
 
@@ -200,6 +201,58 @@ def traced_joint(
     model = replace(
         build(), denoiser=Joint(read, text_first).eval().requires_grad_(False), inputs=inputs,
         output=InputSpec("prediction", "float32", shapes["x"]), dims={name: dims[name] for name in dims if name in used},
+    )  # fmt: skip
+    return traced(model, dtype)
+
+
+class Attention(nn.Module):
+    """Attention of 2 heads of 32 channels, with its projections."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(width, 64), nn.Linear(context, 64), nn.Linear(context, 64)
+        self.out = nn.Linear(64, width)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (
+            f(y).unflatten(2, (2, 32)).transpose(1, 2) for f, y in ((self.q, x), (self.k, context), (self.v, context))
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Blocks(nn.Module):
+    """As Stable Diffusion has them: attention to itself, attention to a text, an MLP; each normed before and added after."""
+
+    def __init__(self, width: int = 64, bias: bool = True, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        self.to_itself = nn.ModuleList(Attention(width, width) for _ in range(2))
+        self.to_text = nn.ModuleList(Attention(width, TEXT_WIDTH) for _ in range(2))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width)) for _ in range(2)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width, eps=epsilon, bias=bias) for _ in range(6))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """x [B, 16, C], timestep [B], text [B, 7, 32] → as x."""
+        for block in range(2):
+            norms = self.norms[3 * block : 3 * block + 3]
+            normed = norms[0](x)
+            x = self.to_itself[block](normed, normed) + x
+            x = x + self.to_text[block](norms[1](x), text)
+            x = self.mlps[block](norms[2](x)) + x
+        return x
+
+
+def traced_blocks(module: nn.Module, width: int = 64, dtype: torch.dtype = torch.float32) -> ir.Model:
+    """A module that is called as `Blocks`, traced."""
+    shapes = {"x": ("batch", 16, width), "timestep": ("batch",), "text": ("batch", 7, TEXT_WIDTH)}
+    model = replace(
+        build(), denoiser=module.eval().requires_grad_(False),
+        inputs=tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items()),
+        output=InputSpec("prediction", "float32", shapes["x"]),
     )  # fmt: skip
     return traced(model, dtype)
 

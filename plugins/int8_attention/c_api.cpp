@@ -1,41 +1,15 @@
 // The C API: every check at the boundary, then the launches. Nothing here throws.
 #include <cmath>
-#include <cstdarg>
-#include <cstdio>
 #include <cstring>
 
+#include "common/device.h"
+#include "common/report.h"
 #include "launch.h"
 #include "one_tile.h"
 #include "workspace.h"
 
 namespace trtconvert::attention {
 namespace {
-
-// Collects the first failure: a status and its text.
-struct Report {
-  char* message;
-  size_t size;
-  TrtConvertStatus status = TRTCONVERT_OK;
-
-  Report(char* text, size_t bytes) : message(text), size(bytes) {
-    if (message && size) message[0] = '\0';
-  }
-
-  __attribute__((format(printf, 3, 4))) TrtConvertStatus fail(TrtConvertStatus code, const char* format, ...) {
-    status = code;
-    if (message && size) {
-      va_list arguments;
-      va_start(arguments, format);
-      std::vsnprintf(message, size, format, arguments);
-      va_end(arguments);
-    }
-    return code;
-  }
-
-  TrtConvertStatus invalid_int(const char* field, const char* expected, long long got) {
-    return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected %s, got %lld", field, expected, got);
-  }
-};
 
 constexpr long long kMaxTokens = 1LL << 30;   // token indices, rounded up to whole tiles, stay within int32
 constexpr long long kMaxGridYZ = 65535;       // CUDA's limit: heads and batch are grid dimensions
@@ -188,20 +162,6 @@ Params make_params(const TrtConvertAttentionParams& c) {
   return p;
 }
 
-// What the choice of a kernel needs to know of the current device.
-struct Device {
-  int major = 0, minor = 0, multiprocessors = 0;
-
-  cudaError_t read() {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    return error;
-  }
-};
-
 bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
 #ifdef TRTCONVERT_SM90
   return device.major == 9 && device.minor == 0 && c.target_arch == 0 && c.mask_kind == TRTCONVERT_MASK_NONE;
@@ -214,6 +174,7 @@ bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
 Params make_params(const TrtConvertAttentionParams& c, const Device& device) {
   Params p = make_params(c);
   if (uses_sm90(c, device)) p.multiprocessors = device.multiprocessors;
+  p.early_launch = device.starts_early();
   return p;
 }
 
@@ -256,18 +217,10 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
   return TRTCONVERT_OK;
 }
 
-TrtConvertStatus launched(cudaError_t error, const char* kernel, Report& report) {
-  if (error == cudaSuccess) return TRTCONVERT_OK;
-  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
-    return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
-                       "device: this library was compiled for %s only; rebuild it with TRTCONVERT_CUDA_ARCHITECTURES",
-                       TRTCONVERT_ARCHITECTURES);
-  return report.fail(TRTCONVERT_CUDA_ERROR, "%s: %s: %s", kernel, cudaGetErrorName(error), cudaGetErrorString(error));
-}
-
 }  // namespace
 }  // namespace trtconvert::attention
 
+using namespace trtconvert;
 using namespace trtconvert::attention;
 
 extern "C" {
@@ -297,17 +250,17 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   Params p = make_params(*params, device);
   const auto stream = static_cast<cudaStream_t>(params->stream);
   if (params->target_arch == 0 && is_one_tile(p))
-    return launched(launch_attention_one_tile(p, device.multiprocessors, stream), "attention (one tile)", report);
+    return report.launched(launch_attention_one_tile(p, device.multiprocessors, stream), "attention (one tile)");
   lay_out_workspace(p, params->workspace);
   ValueMaps values = {};
   // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.
   p.direct_values = uses_sm90(*params, device) && !params->key_lengths && describe_values(p, values);
   p.fp8_values = uses_sm90(*params, device) && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);
-  if (launched(launch_prepass(p, stream), "pre-pass", report)) return report.status;
+  if (report.launched(launch_prepass(p, stream), "pre-pass")) return report.status;
 #ifdef TRTCONVERT_SM90
-  if (uses_sm90(*params, device)) return launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)", report);
+  if (uses_sm90(*params, device)) return report.launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)");
 #endif
-  return launched(launch_attention_mma(p, stream), "attention (mma.sync)", report);
+  return report.launched(launch_attention_mma(p, stream), "attention (mma.sync)");
 }
 
 const char* trtconvert_version(void) { return TRTCONVERT_VERSION; }

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/early_launch.cuh"
 #include "launch.h"
 #include "mma.cuh"
 #include "one_tile.h"
@@ -27,6 +28,9 @@ using mma::kRowsPerWarp;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRows = kWarps * kRowsPerWarp;  // queries that a thread block computes at once
+// Of loops whose passes do not depend on each other. In a network this code is in no cache when it starts: what more copies of a loop
+// would spare takes less time than fetching them.
+constexpr int kUnrolled = 2;
 constexpr int kKeyGroup = 16;                 // keys of a step of the second product in 16 bits
 
 template <int kDimQk>
@@ -72,6 +76,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
   const Tensors& tensors = p.parts[0];  // so few keys are all of them
   const uint8_t* const k = source(tensors.k, tensors.k_strides);
   if (lane * 8 < kDimQk)
+#pragma unroll 1
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
       const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + raw_key_offset(w.layout.keys, key, lane),
@@ -80,6 +85,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
   mma::commit_copies();
   const uint8_t* const v = source(tensors.v, tensors.v_strides);
   if (lane * 8 < kDimPv)
+#pragma unroll 1
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
       const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16,
@@ -103,7 +109,7 @@ __device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], cons
       const int channel = group * 32 + threadIdx.x % 4 * 8;
       data[group][r] = make_uint4(0, 0, 0, 0);
       if (row < p.num_queries && channel < p.head_dim)
-        data[group][r] = __ldg(reinterpret_cast<const uint4*>(source + channel));
+        data[group][r] = *reinterpret_cast<const uint4*>(source + channel);
     }
   }
 }
@@ -126,6 +132,7 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
   float scale = p.k_scale[int64_t(w.element.bin) * p.kv_heads + w.kv_head];
   if (from_data) {
     float amax = 127.f * kScaleFloor;
+#pragma unroll 1
     for (int key = first_key; key < w.num_keys && has_channels; key += kThreads / Lanes) {
       float x[8];
       centred(x, key);
@@ -136,6 +143,7 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
   }
   const float factor = reciprocal(scale);
   if (lane * 8 < kDimQk)
+#pragma unroll 1
     for (int key = first_key; key < w.layout.keys; key += kThreads / Lanes) {
       uint2 k8 = make_uint2(0, 0);
       if (key < w.num_keys) {
@@ -425,7 +433,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
 
     const TrtConvertStrides& strides = p.parts[0].out_strides;
     T* const out = static_cast<T*>(p.parts[0].out) + w.b * strides.batch + w.head * strides.head + w.row * strides.token;
-#pragma unroll
+#pragma unroll 2
     for (int n = 0; n < kDimPv / 8; n += 2) {
       if (n * 8 >= p.head_dim) continue;
       float o[2][4] = {};
@@ -457,8 +465,8 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
         float2 v_scale = make_float2(1.f, 1.f), v_offset = make_float2(0.f, 0.f);
         const int channel = (n + i) * 8 + t * 2;
         if (kInt8Values && channel < p.head_dim) {
-          v_scale = __ldg(reinterpret_cast<const float2*>(p.v_scale + channel0 + channel));
-          v_offset = __ldg(reinterpret_cast<const float2*>(p.v_offset + channel0 + channel));
+          v_scale = *reinterpret_cast<const float2*>(p.v_scale + channel0 + channel);
+          v_offset = *reinterpret_cast<const float2*>(p.v_offset + channel0 + channel);
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -487,15 +495,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
   w.layout = {{kDimQk, kDimPv}, keys};
   w.b = blockIdx.z;
   w.head = blockIdx.y;
-  w.num_keys = num_keys_of(p, blockIdx.z);
   w.row = blockIdx.x * steps * kRows + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
   w.kv_head = w.head / p.group;
+  prefetch_element(p, w.b);
+  prefetch_query_tables(p, w.head);
+  prefetch_channels(p, p.k_offset, w.kv_head);
+  wait_for_previous_kernel();
+  w.num_keys = num_keys_of(p, w.b);
 
   // The loads come first: what the element's mode is takes two more trips to memory.
   copy_keys_and_values<kDimQk, kDimPv>(p, w);
   uint4 data[kDimQk / 32][2];
   load_queries<kDimQk>(data, p, w, w.row);
-  w.element = element_of(p, blockIdx.z);
+  w.element = element_of(p, w.b);
   const auto attend_in = [&](auto mode) {
     return p.bf16 ? attend<kDimQk, kDimPv, kKeyGroups, __nv_bfloat16, decltype(mode)::value>(p, w, data, steps)
                   : attend<kDimQk, kDimPv, kKeyGroups, __half, decltype(mode)::value>(p, w, data, steps);
@@ -522,8 +534,7 @@ cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t strea
   const int wanted = static_cast<int>(std::clamp<int64_t>(at_once / heads, 1, groups));
   const int steps = ceil_div(groups, wanted);
   const dim3 grid(ceil_div(groups, steps), params.heads, params.batch);
-  kernel<<<grid, kThreads, layout.bytes(), stream>>>(params, layout.keys, steps);
-  return cudaGetLastError();
+  return launch_kernel(kernel, grid, kThreads, layout.bytes(), stream, params.early_launch, params, layout.keys, steps);
 }
 
 }  // namespace trtconvert::attention::one_tile

@@ -1,29 +1,34 @@
-// What TensorRT finds in the library: the creator of Int8Attention, and the place to put its logger.
+// What TensorRT finds in the library: the creators of its plugins, and the place to put its logger.
 #include <new>
 
-#include "abi.h"
-#include "logger.h"
-#include "plugin.h"
+#include "int8_attention/tensorrt/plugin.h"
+#include "residual_norm/tensorrt/plugin.h"
+#include "tensorrt/abi.h"
+#include "tensorrt/logger.h"
+#include "tensorrt/plugin_base.h"
 
 namespace trtconvert::plugin {
 namespace {
 
-class Int8AttentionCreator final : public nvinfer1::IPluginCreatorV3One {
+// Of a plugin that is made from its Attributes.
+template <typename Plugin>
+class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
   nvinfer1::IPluginV3* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fc,
                                     nvinfer1::TensorRTPhase phase) noexcept override {
-    Attributes attributes;
-    if (!parse_attributes(fc, phase, attributes)) {
-      log(Severity::kERROR, "the plugin of layer '%s' was not made, for the reason above", name != nullptr ? name : "");
+    typename Plugin::Attributes attributes;
+    if (!Plugin::parse(fc, phase, attributes)) {
+      log(Severity::kERROR, "the plugin %s of layer '%s' was not made, for the reason above", Plugin::kName,
+          name != nullptr ? name : "");
       return nullptr;
     }
-    auto* plugin = new (std::nothrow) Int8AttentionPlugin(attributes);
+    auto* plugin = new (std::nothrow) Plugin(attributes);
     if (plugin == nullptr) log(Severity::kERROR, "expected %zu bytes of host memory, got none", sizeof(*plugin));
     return plugin;
   }
 
-  nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override { return attribute_names(); }
-  char const* getPluginName() const noexcept override { return kPluginName; }
+  nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override { return Plugin::attribute_names(); }
+  char const* getPluginName() const noexcept override { return Plugin::kName; }
   char const* getPluginVersion() const noexcept override { return kPluginVersion; }
   char const* getPluginNamespace() const noexcept override { return kPluginNamespace; }
 };
@@ -36,9 +41,11 @@ class Int8AttentionCreator final : public nvinfer1::IPluginCreatorV3One {
 // TensorRT looks these up by name when a library is loaded into its plugin registry.
 
 TRTCONVERT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& nbCreators) {
-  static trtconvert::plugin::Int8AttentionCreator creator;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&creator};
-  nbCreators = 1;
+  using namespace trtconvert::plugin;
+  static Creator<Int8AttentionPlugin> attention;
+  static Creator<ResidualNormPlugin> residual_norm;
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &residual_norm};
+  nbCreators = static_cast<int32_t>(sizeof(creators) / sizeof(creators[0]));
   return creators;
 }
 

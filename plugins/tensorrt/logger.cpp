@@ -1,4 +1,4 @@
-#include "logger.h"
+#include "tensorrt/logger.h"
 
 #include <dlfcn.h>
 
@@ -46,7 +46,7 @@ void set_logger_finder(void* finder) noexcept {
 
 void log(Severity severity, char const* format, ...) noexcept {
   char message[1024];
-  constexpr char kPrefix[] = "Int8Attention: ";
+  constexpr char kPrefix[] = "trtconvert: ";
   std::snprintf(message, sizeof(message), "%s", kPrefix);
   va_list arguments;
   va_start(arguments, format);

@@ -1,7 +1,7 @@
 // Messages to the logger of the TensorRT that loaded this library.
 #pragma once
 
-#include "abi.h"
+#include "tensorrt/abi.h"
 
 namespace trtconvert::plugin {
 
@@ -10,7 +10,7 @@ using abi::Severity;
 // Remembers where TensorRT says its logger is found. `finder` is an ILoggerFinder of whichever TensorRT calls.
 void set_logger_finder(void* finder) noexcept;
 
-// Formats like printf (up to 1 KiB) and logs with the plugin's name in front. Without a logger, errors go to stderr.
+// Formats like printf (up to 1 KiB) and logs with the library's name in front. Without a logger, errors go to stderr.
 [[gnu::format(printf, 2, 3)]] void log(Severity severity, char const* format, ...) noexcept;
 
 }  // namespace trtconvert::plugin

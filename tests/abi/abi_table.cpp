@@ -8,7 +8,7 @@
 namespace logging = nvinfer1;
 using Severity = nvinfer1::ILogger::Severity;
 #else
-#include "abi.h"
+#include "tensorrt/abi.h"
 #if TENSORRT_MAJOR >= 11
 namespace logging = trtconvert::abi::v11;
 #else

@@ -226,6 +226,18 @@ def test_an_engine_with_tokens_in_two_tensors_computes_the_same(trt, monkeypatch
     assert relative_error(*outputs) <= HALF_DENOISER
 
 
+def test_an_engine_with_sums_and_norms_of_plugins_computes_the_same(trt, monkeypatch):
+    outputs = []
+    for taken in (5, 0):
+        model = tiny_models.traced_blocks(tiny_models.Blocks(), dtype=torch.float16)
+        if not taken:
+            monkeypatch.setattr("trtconvert.export.lowering.plugin.take_residual_norms", lambda model: 0)
+        lower_to_plugin(model)
+        assert sum(node.op_type == "ResidualNorm" for node in model.graph) == taken
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
+
+
 def output_of(trt, model):
     """What an engine of a tiny model gives for another batch than the one that its profile is tuned for."""
     generator, shapes = torch.Generator("cuda").manual_seed(0), {x.name: list(x.shape)[1:] for x in model.graph.inputs}

@@ -137,17 +137,8 @@ cudaError_t launch(const Params& p, const ValueMaps& values, cudaStream_t stream
                                 schedule_of<C::kFp8Mode, kDimQk, kDimPv>(p)}};
   int64_t most = 0;
   for (const Schedule& s : schedules.of) most = std::max(most, int64_t(s.tasks(false)) * (p.batch - 1) + s.tasks(true));
-  cudaLaunchAttribute beside_prepass = {};
-  beside_prepass.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  beside_prepass.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(std::min(most, int64_t(p.multiprocessors))));
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &beside_prepass;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p, schedules, values);
+  const dim3 grid(unsigned(std::min(most, int64_t(p.multiprocessors))));
+  return launch_kernel(kernel, grid, C::kThreads, kSharedBytes, stream, true, p, schedules, values);
 }
 
 }  // namespace trtconvert::attention::sm90

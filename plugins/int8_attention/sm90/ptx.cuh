@@ -106,9 +106,6 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // ---- Launch order, registers, named barriers ----
 
-// Until here the kernel may run beside the one before it in the stream (programmatic dependent launch).
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

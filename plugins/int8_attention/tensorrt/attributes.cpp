@@ -1,11 +1,11 @@
 #include "attributes.h"
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <string_view>
 
-#include "logger.h"
+#include "tensorrt/fields.h"
+#include "tensorrt/logger.h"
 
 namespace trtconvert::plugin {
 namespace {
@@ -18,7 +18,6 @@ using nvinfer1::TensorRTPhase;
 // Raised whenever a field is added or changes its meaning.
 constexpr int32_t kSerializationVersion = 4;
 
-constexpr char kVersion[] = "serialization_version";
 constexpr char kLayout[] = "layout";
 constexpr char kSoftmaxScale[] = "softmax_scale";
 constexpr char kTimestepMax[] = "timestep_max";
@@ -32,48 +31,6 @@ constexpr char kKvHeads[] = "kv_heads";
 constexpr char kKHead[] = "k_head";
 constexpr char kVHead[] = "v_head";
 constexpr char kParts[] = "parts";
-constexpr int32_t kTextLengthLimit = 64;
-
-// Text with or without the final zeros that some callers count in.
-bool read_text(PluginField const& field, std::string_view& text) noexcept {
-  if (field.type != PluginFieldType::kCHAR || field.data == nullptr || field.length < 0 ||
-      field.length > kTextLengthLimit) {
-    log(Severity::kERROR, "attribute '%s': expected text of at most %d characters, got field type %d and length %d",
-        field.name, kTextLengthLimit, static_cast<int>(field.type), field.length);
-    return false;
-  }
-  text = std::string_view(static_cast<char const*>(field.data), static_cast<size_t>(field.length));
-  while (!text.empty() && text.back() == '\0') text.remove_suffix(1);
-  return true;
-}
-
-// Attribute data need not be aligned for its type.
-template <typename T>
-T load(void const* data) noexcept {
-  T value;
-  std::memcpy(&value, data, sizeof(value));
-  return value;
-}
-
-bool read_integer(PluginField const& field, int64_t& value) noexcept {
-  if (field.data != nullptr && field.length == 1) {
-    if (field.type == PluginFieldType::kINT32) return value = load<int32_t>(field.data), true;
-    if (field.type == PluginFieldType::kINT64) return value = load<int64_t>(field.data), true;
-  }
-  log(Severity::kERROR, "attribute '%s': expected one integer, got field type %d and length %d", field.name,
-      static_cast<int>(field.type), field.length);
-  return false;
-}
-
-bool read_real(PluginField const& field, float& value) noexcept {
-  if (field.data != nullptr && field.length == 1) {
-    if (field.type == PluginFieldType::kFLOAT32) return value = load<float>(field.data), true;
-    if (field.type == PluginFieldType::kFLOAT64) return value = static_cast<float>(load<double>(field.data)), true;
-  }
-  log(Severity::kERROR, "attribute '%s': expected one floating-point number, got field type %d and length %d",
-      field.name, static_cast<int>(field.type), field.length);
-  return false;
-}
 
 // One of two words; `second` tells which.
 bool read_choice(PluginField const& field, char const* word0, char const* word1, bool& second) noexcept {
@@ -116,13 +73,6 @@ bool read_timestep_max(PluginField const& field, float& value) noexcept {
   return false;
 }
 
-bool read_norm_epsilon(PluginField const& field, float& value) noexcept {
-  if (!read_real(field, value)) return false;
-  if (std::isfinite(value) && value >= 0.0f) return true;
-  log(Severity::kERROR, "attribute '%s': expected a finite number from 0, got %g", field.name, static_cast<double>(value));
-  return false;
-}
-
 bool read_count(PluginField const& field, char const* counted, int32_t& value) noexcept {
   int64_t wide = 0;
   if (!read_integer(field, wide)) return false;
@@ -142,22 +92,10 @@ bool read_parts(PluginField const& field, int32_t& parts) noexcept {
   return false;
 }
 
-bool read_version(PluginField const& field) noexcept {
-  int64_t version = 0;
-  if (!read_integer(field, version)) return false;
-  if (version == kSerializationVersion) return true;
-  log(Severity::kERROR,
-      "the engine holds serialization version %lld, this plugin reads %d; build the engine again with this plugin, or "
-      "load the plugin that built it",
-      static_cast<long long>(version), kSerializationVersion);
-  return false;
-}
-
 // Which fields were seen, to tell repeated and missing ones.
 constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
                    kSmoothKBit = 32, kRotaryBit = 64, kNormBit = 128, kNormEpsilonBit = 256, kKvHeadsBit = 512,
-                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096, kPartsBit = 8192,
-                   kAllBits = (1u << SerializedAttributes::kNumFields) - 1;
+                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096, kPartsBit = 8192;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
 unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
@@ -174,13 +112,13 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kSmoothK) return read_flag(field, attributes.smooth_k) ? kSmoothKBit : 0;
   if (name == kRotary) return read_flag(field, attributes.rotary) ? kRotaryBit : 0;
   if (name == kNorm) return read_flag(field, attributes.norm) ? kNormBit : 0;
-  if (name == kNormEpsilon) return read_norm_epsilon(field, attributes.norm_epsilon) ? kNormEpsilonBit : 0;
+  if (name == kNormEpsilon) return read_epsilon(field, attributes.norm_epsilon) ? kNormEpsilonBit : 0;
   if (name == kNormSplit) return read_count(field, "tokens", attributes.norm_split) ? kNormSplitBit : 0;
   if (name == kKvHeads) return read_count(field, "heads", attributes.kv_heads) ? kKvHeadsBit : 0;
   if (name == kKHead) return read_count(field, "heads", attributes.k_head) ? kKHeadBit : 0;
   if (name == kVHead) return read_count(field, "heads", attributes.v_head) ? kVHeadBit : 0;
   if (name == kParts) return read_parts(field, attributes.parts) ? kPartsBit : 0;
-  if (name == kVersion && phase == TensorRTPhase::kRUNTIME) return read_version(field) ? kVersionBit : 0;
+  if (name == kSerializationVersionField && phase == TensorRTPhase::kRUNTIME) return read_version(field, kSerializationVersion) ? kVersionBit : 0;
   log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it",
       kLayout, kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kNormSplit, kKvHeads, kKHead,
       kVHead, kParts, field.name);
@@ -204,30 +142,10 @@ PluginFieldCollection const* attribute_names() noexcept {
 }
 
 bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, Attributes& attributes) noexcept {
-  if (fields == nullptr || fields->nbFields < 0 || (fields->nbFields > 0 && fields->fields == nullptr)) {
-    log(Severity::kERROR, "expected a collection of plugin fields, got %s", fields == nullptr ? "null" : "a broken one");
-    return false;
-  }
   unsigned seen = 0;
-  for (int32_t i = 0; i < fields->nbFields; ++i) {
-    PluginField const& field = fields->fields[i];
-    if (field.name == nullptr) {
-      log(Severity::kERROR, "expected a name for attribute %d, got null", i);
-      return false;
-    }
-    unsigned const bit = read_field(field, phase, attributes);
-    if (bit == 0) return false;
-    if (seen & bit) {
-      log(Severity::kERROR, "expected attribute '%s' once, got it twice", field.name);
-      return false;
-    }
-    seen |= bit;
-  }
-  if (phase == TensorRTPhase::kRUNTIME && seen != kAllBits) {
-    log(Severity::kERROR, "expected the %d fields that this plugin serialises, got %d; build the engine again",
-        SerializedAttributes::kNumFields, fields->nbFields);
-    return false;
-  }
+  auto const read = [&](PluginField const& field) { return read_field(field, phase, attributes); };
+  if (!read_fields(fields, read, seen)) return false;
+  if (phase == TensorRTPhase::kRUNTIME && !check_complete(fields, seen, SerializedAttributes::kNumFields)) return false;
   if (attributes.norm_split > 0 && !attributes.norm) {
     log(Severity::kERROR, "attribute '%s': expected 0 without an input 'norm', got %d", kNormSplit, attributes.norm_split);
     return false;
@@ -252,7 +170,7 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
     return PluginField{name, value.data(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size())};
   };
   fields_ = {
-      PluginField{kVersion, &version_, PluginFieldType::kINT32, 1},
+      PluginField{kSerializationVersionField, &version_, PluginFieldType::kINT32, 1},
       text(kLayout, attributes.heads_first ? "BHND" : "BNHD"),
       PluginField{kSoftmaxScale, &softmax_scale_, PluginFieldType::kFLOAT32, 1},
       PluginField{kTimestepMax, &timestep_max_, PluginFieldType::kFLOAT32, 1},

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "abi.h"
+#include "tensorrt/abi.h"
 
 namespace trtconvert::plugin {
 

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <limits>
 
-#include "logger.h"
+#include "tensorrt/logger.h"
+#include "tensorrt/plugin_base.h"
+#include "tensorrt/shapes.h"
 
 namespace trtconvert::plugin {
 namespace {
@@ -17,26 +18,6 @@ using nvinfer1::TensorFormat;
 
 constexpr char const* kInputNames[kMaxInputs] = {"q",       "k",        "v",        "timestep", "q_scale", "k_scale", "v_scale",
                                                  "k_offset", "v_offset", "modes",    "mask",     "rotary",  "norm"};
-
-bool is_16bit_float(DataType type) noexcept { return type == DataType::kHALF || type == DataType::kBF16; }
-
-// A shape as text, "[1, 24, 4096, 128]".
-struct ShapeText {
-  char text[160];
-
-  explicit ShapeText(Dims const& dims) noexcept {
-    int used = std::snprintf(text, sizeof(text), "[");
-    for (int32_t i = 0; i < dims.nbDims && i < Dims::MAX_DIMS; ++i) {
-      used += std::snprintf(text + used, sizeof(text) - used, i == 0 ? "%lld" : ", %lld",
-                            static_cast<long long>(dims.d[i]));
-    }
-    std::snprintf(text + used, sizeof(text) - used, "]");
-  }
-};
-
-bool is_same(Dims const& a, Dims const& b) noexcept {
-  return a.nbDims == b.nbDims && std::equal(a.d, a.d + a.nbDims, b.d);
-}
 
 bool check_shape(Input input, Dims const& got, Dims const& expected) noexcept {
   bool const same = is_same(got, expected);

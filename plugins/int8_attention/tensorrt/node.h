@@ -1,7 +1,7 @@
 // The node's inputs and output: their order, types and shapes, and the kernel parameters that they amount to.
 #pragma once
 
-#include "abi.h"
+#include "tensorrt/abi.h"
 #include "attributes.h"
 #include "trtconvert/int8_attention.h"
 

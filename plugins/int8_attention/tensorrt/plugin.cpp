@@ -2,8 +2,8 @@
 
 #include <new>
 
-#include "logger.h"
 #include "node.h"
+#include "tensorrt/logger.h"
 #include "trtconvert/int8_attention.h"
 
 namespace trtconvert::plugin {
@@ -11,18 +11,12 @@ namespace trtconvert::plugin {
 using nvinfer1::DataType;
 using nvinfer1::DimsExprs;
 using nvinfer1::DynamicPluginTensorDesc;
-using nvinfer1::IPluginCapability;
 using nvinfer1::IPluginV3;
-using nvinfer1::PluginCapabilityType;
 using nvinfer1::PluginTensorDesc;
 
 namespace {
 
 constexpr size_t kMessageSize = 512;
-
-// What TensorRT takes for success and failure.
-constexpr int32_t kOk = 0;
-constexpr int32_t kFailed = 1;
 
 int32_t report(TrtConvertStatus status, char const* message) noexcept {
   if (status == TRTCONVERT_OK) return kOk;
@@ -30,17 +24,11 @@ int32_t report(TrtConvertStatus status, char const* message) noexcept {
   return kFailed;
 }
 
-// Which end of a dynamic shape's range.
-enum class Bound { kMin, kMax };
-
 // Kernel parameters of one end of the range. False, and a logged reason, where the shapes do not belong together.
 bool describe_bound(Attributes const& attributes, DynamicPluginTensorDesc const* inputs, int32_t num_inputs, Bound bound,
                     TrtConvertAttentionParams& params) noexcept {
   PluginTensorDesc descs[kMaxInputs];
-  for (int32_t i = 0; i < num_inputs; ++i) {
-    descs[i] = inputs[i].desc;
-    descs[i].dims = bound == Bound::kMin ? inputs[i].min : inputs[i].max;
-  }
+  at_bound(inputs, num_inputs, bound, descs);
   return describe(attributes, descs, num_inputs, params);
 }
 
@@ -52,19 +40,6 @@ int32_t check_shapes(TrtConvertAttentionParams const& params) noexcept {
 }
 
 }  // namespace
-
-IPluginCapability* Int8AttentionPlugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
-  switch (type) {
-    case PluginCapabilityType::kCORE:
-      return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-    case PluginCapabilityType::kBUILD:
-      return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
-    case PluginCapabilityType::kRUNTIME:
-      return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
-  }
-  log(Severity::kERROR, "expected plugin capability 0, 1 or 2, got %d", static_cast<int>(type));
-  return nullptr;
-}
 
 IPluginV3* Int8AttentionPlugin::clone() noexcept {
   auto* copy = new (std::nothrow) Int8AttentionPlugin(attributes_);
@@ -169,8 +144,6 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
   params.stream = stream;
   return report(trtconvert_attention_run(&params, message, sizeof(message)), message);
 }
-
-IPluginV3* Int8AttentionPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept { return clone(); }
 
 nvinfer1::PluginFieldCollection const* Int8AttentionPlugin::getFieldsToSerialize() noexcept {
   return serialized_.fields();

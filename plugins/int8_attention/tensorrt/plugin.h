@@ -1,33 +1,30 @@
 // Int8Attention as a TensorRT plugin. It knows shapes, types and attributes; the work is done by the C API.
 #pragma once
 
-#include "abi.h"
 #include "attributes.h"
+#include "tensorrt/plugin_base.h"
 
 namespace trtconvert::plugin {
 
-constexpr char kPluginName[] = "Int8Attention";
-constexpr char kPluginVersion[] = "1";
-constexpr char kPluginNamespace[] = "";
-
 // Works from its attributes and the shapes that each call is given, so that contexts and streams share nothing they could
-// race for. The four bases are the interfaces TensorRT asks for by PluginCapabilityType.
-class Int8AttentionPlugin final : public nvinfer1::IPluginV3,
-                                  public nvinfer1::IPluginV3OneCore,
-                                  public nvinfer1::IPluginV3OneBuild,
-                                  public nvinfer1::IPluginV3OneRuntime {
+// race for.
+class Int8AttentionPlugin final : public PluginBase {
  public:
+  // For its creator.
+  static constexpr char kName[] = "Int8Attention";
+  using Attributes = plugin::Attributes;
+  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
+                    Attributes& attributes) noexcept {
+    return parse_attributes(fields, phase, attributes);
+  }
+  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept { return plugin::attribute_names(); }
+
   explicit Int8AttentionPlugin(Attributes const& attributes) noexcept
       : attributes_(attributes), serialized_(attributes) {}
 
-  // IPluginV3
-  nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
+  // IPluginV3, IPluginV3OneCore
   nvinfer1::IPluginV3* clone() noexcept override;
-
-  // IPluginV3OneCore
-  char const* getPluginName() const noexcept override { return kPluginName; }
-  char const* getPluginVersion() const noexcept override { return kPluginVersion; }
-  char const* getPluginNamespace() const noexcept override { return kPluginNamespace; }
+  char const* getPluginName() const noexcept override { return kName; }
 
   // IPluginV3OneBuild
   int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs,
@@ -49,7 +46,6 @@ class Int8AttentionPlugin final : public nvinfer1::IPluginV3,
   int32_t enqueue(nvinfer1::PluginTensorDesc const* inputDesc, nvinfer1::PluginTensorDesc const* outputDesc,
                   void const* const* inputs, void* const* outputs, void* workspace,
                   CUstream_st* stream) noexcept override;
-  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
   nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
 
  private:

@@ -8,6 +8,7 @@ from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.norms import take_norms
 from trtconvert.export.lowering.packing import pack_projections
+from trtconvert.export.lowering.residual_norms import take_residual_norms
 from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes import HALF, mask_of, require_attention_nodes
@@ -18,9 +19,10 @@ def lower_to_plugin(model: ir.Model, *, refittable: bool = False) -> int:
 
     What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`take_rotary`), norms
     (`take_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
-    (`share_projections`). Nodes that take any of these have no other lowering any more. Kernels take one 16-bit type for
-    queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through casts, and masks of another type
-    than the queries are cast to it.
+    (`share_projections`). Nodes that take any of these have no other lowering any more. Residual connections and their layer
+    norms beside them become plugins as well (`take_residual_norms`). Kernels take one 16-bit type for queries, keys, values and
+    additive masks: nodes of FP32 models get and give FP16 through casts, and masks of another type than the queries are cast to
+    it.
 
     Args:
         refittable: weights keep their names, so norms and projections stay as they are.
@@ -37,6 +39,7 @@ def lower_to_plugin(model: ir.Model, *, refittable: bool = False) -> int:
         fold_transposes(model)
         pack_projections(model)
         share_projections(model)
+        take_residual_norms(model)
     casts: _Casts = {}
     for node in nodes.values():
         node.overload = ""

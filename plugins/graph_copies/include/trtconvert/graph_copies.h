@@ -13,11 +13,7 @@
 
 #include <stdint.h>
 
-#if defined(__GNUC__)
-#define TRTCONVERT_API __attribute__((visibility("default")))
-#else
-#define TRTCONVERT_API
-#endif
+#include "trtconvert/status.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -11,11 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(__GNUC__)
-#define TRTCONVERT_API __attribute__((visibility("default")))
-#else
-#define TRTCONVERT_API
-#endif
+#include "trtconvert/status.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -23,16 +19,6 @@ extern "C" {
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
 #define TRTCONVERT_ATTENTION_VERSION 5
-
-typedef enum {
-  TRTCONVERT_OK = 0,
-  TRTCONVERT_INVALID_ARGUMENT = 1,     /* the message names the field, what was expected and what came */
-  TRTCONVERT_UNSUPPORTED_DEVICE = 2,   /* older than sm_80, or not among the compiled architectures */
-  TRTCONVERT_WORKSPACE_TOO_SMALL = 3,
-  TRTCONVERT_CUDA_ERROR = 4,           /* the message carries CUDA's own error name */
-} TrtConvertStatus;
-
-typedef enum { TRTCONVERT_FLOAT16 = 0, TRTCONVERT_BFLOAT16 = 1 } TrtConvertDataType;
 
 typedef enum {
   TRTCONVERT_SCALING_CALIBRATED = 0,  /* q_scale and k_scale are used as they are */

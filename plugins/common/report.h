@@ -1,0 +1,48 @@
+// What every C API of the library does with a failure: a status, and a text for the caller.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "trtconvert/status.h"
+
+namespace trtconvert {
+
+// Collects the first failure: a status and its text.
+struct Report {
+  char* message;
+  size_t size;
+  TrtConvertStatus status = TRTCONVERT_OK;
+
+  Report(char* text, size_t bytes) : message(text), size(bytes) {
+    if (message && size) message[0] = '\0';
+  }
+
+  __attribute__((format(printf, 3, 4))) TrtConvertStatus fail(TrtConvertStatus code, const char* format, ...) {
+    status = code;
+    if (message && size) {
+      va_list arguments;
+      va_start(arguments, format);
+      std::vsnprintf(message, size, format, arguments);
+      va_end(arguments);
+    }
+    return code;
+  }
+
+  TrtConvertStatus invalid_int(const char* field, const char* expected, long long got) {
+    return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected %s, got %lld", field, expected, got);
+  }
+
+  TrtConvertStatus launched(cudaError_t error, const char* kernel) {
+    if (error == cudaSuccess) return TRTCONVERT_OK;
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
+      return fail(TRTCONVERT_UNSUPPORTED_DEVICE,
+                  "device: this library was compiled for %s only; rebuild it with TRTCONVERT_CUDA_ARCHITECTURES",
+                  TRTCONVERT_ARCHITECTURES);
+    return fail(TRTCONVERT_CUDA_ERROR, "%s: %s: %s", kernel, cudaGetErrorName(error), cudaGetErrorString(error));
+  }
+};
+
+}  // namespace trtconvert

@@ -1,0 +1,210 @@
+// A residual connection and the layer norm behind it: the kernel and its C API. Nothing here throws.
+#include "trtconvert/residual_norm.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+
+#include "common/device.h"
+#include "common/early_launch.cuh"
+#include "common/report.h"
+
+namespace trtconvert::residual_norm {
+namespace {
+
+constexpr int kWarps = 4;   // of a thread block, with a row each
+constexpr int kVector = 8;  // channels of 16 bytes
+constexpr int kWarpVectors = 32;
+
+struct Params {
+  const uint4* x;         // [rows, vectors]
+  const uint4* residual;  // [rows, vectors]
+  const uint4* weight;    // [vectors]
+  const uint4* bias;      // [vectors]
+  uint4* sum;             // [rows, vectors]
+  uint4* normed;          // [rows, vectors]
+  int64_t rows;
+  int vectors;          // C / kVector
+  float epsilon;
+  float inverse_count;  // 1 / C
+};
+
+template <typename T>
+struct Pair;
+template <>
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ __forceinline__ float2 widen(Type pair) { return __half22float2(pair); }
+  static __device__ __forceinline__ Type round(float a, float b) { return __floats2half2_rn(a, b); }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ __forceinline__ float2 widen(Type pair) { return __bfloat1622float2(pair); }
+  static __device__ __forceinline__ Type round(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+
+template <typename T>
+union Vector {
+  uint4 words;
+  typename Pair<T>::Type pairs[kVector / 2];
+};
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// A warp has a row in registers, up to kVectors vectors a lane: one trip over memory, and every load of it under way before the
+// first is used.
+template <typename T, int kVectors>
+__global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid_constant__ Params p) {
+  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= p.rows) return;
+  const int lane = threadIdx.x % 32;
+  for (int at = lane; at < p.vectors; at += kWarpVectors) {
+    prefetch(p.weight + at);
+    prefetch(p.bias + at);
+  }
+  wait_for_previous_kernel();
+
+  const int64_t first = row * p.vectors;
+  Vector<T> sums[kVectors], residual[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * kWarpVectors + lane;
+    sums[i].words = residual[i].words = uint4{};
+    if (at >= p.vectors) continue;
+    sums[i].words = p.x[first + at];
+    residual[i].words = p.residual[first + at];
+  }
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int c = 0; c < kVector / 2; ++c) {
+      const float2 a = Pair<T>::widen(sums[i].pairs[c]), b = Pair<T>::widen(residual[i].pairs[c]);
+      sums[i].pairs[c] = Pair<T>::round(a.x + b.x, a.y + b.y);
+      const float2 sum = Pair<T>::widen(sums[i].pairs[c]);
+      total += sum.x + sum.y;
+    }
+    if (i * kWarpVectors + lane < p.vectors) p.sum[first + i * kWarpVectors + lane] = sums[i].words;
+  }
+  const float mean = warp_sum(total) * p.inverse_count;
+  // From the differences, not from a sum of squares: that would cancel where a row is far from zero.
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (i * kWarpVectors + lane >= p.vectors) continue;
+#pragma unroll
+    for (int c = 0; c < kVector / 2; ++c) {
+      const float2 sum = Pair<T>::widen(sums[i].pairs[c]);
+      squares += (sum.x - mean) * (sum.x - mean) + (sum.y - mean) * (sum.y - mean);
+    }
+  }
+  const float factor = 1.f / sqrtf(warp_sum(squares) * p.inverse_count + p.epsilon);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = i * kWarpVectors + lane;
+    if (at >= p.vectors) continue;
+    Vector<T> weight, bias, normed;
+    weight.words = p.weight[at];
+    bias.words = p.bias[at];
+#pragma unroll
+    for (int c = 0; c < kVector / 2; ++c) {
+      const float2 sum = Pair<T>::widen(sums[i].pairs[c]);
+      const float2 w = Pair<T>::widen(weight.pairs[c]), b = Pair<T>::widen(bias.pairs[c]);
+      normed.pairs[c] = Pair<T>::round((sum.x - mean) * factor * w.x + b.x, (sum.y - mean) * factor * w.y + b.y);
+    }
+    p.normed[first + at] = normed.words;
+  }
+}
+
+template <typename T>
+cudaError_t launch(const Params& p, bool early, cudaStream_t stream) {
+  const auto with = [&](auto kernel) {
+    const dim3 grid(static_cast<unsigned>((p.rows + kWarps - 1) / kWarps));
+    return launch_kernel(kernel, grid, kWarps * 32, 0, stream, early, p);
+  };
+  const int per_lane = (p.vectors + kWarpVectors - 1) / kWarpVectors;
+  if (per_lane <= 2) return with(residual_norm_kernel<T, 2>);
+  if (per_lane == 3) return with(residual_norm_kernel<T, 3>);
+  if (per_lane <= 5) return with(residual_norm_kernel<T, 5>);
+  if (per_lane <= 8) return with(residual_norm_kernel<T, 8>);
+  if (per_lane <= 12) return with(residual_norm_kernel<T, 12>);
+  return with(residual_norm_kernel<T, 16>);
+}
+static_assert(16 * kWarpVectors * kVector == TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS);
+
+constexpr long long kMostRows = 1LL << 31;  // the grid has at most 2^31 - 1 thread blocks
+
+TrtConvertStatus check(const TrtConvertResidualNormParams* c, Report& report) {
+  if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
+  if (c->struct_size != sizeof(TrtConvertResidualNormParams) || c->version != TRTCONVERT_RESIDUAL_NORM_VERSION)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT,
+                       "params: expected version %u of %zu bytes, got version %u of %u bytes; rebuild the caller with this "
+                       "library's residual_norm.h",
+                       TRTCONVERT_RESIDUAL_NORM_VERSION, sizeof(TrtConvertResidualNormParams), c->version, c->struct_size);
+  if (c->rows < 1 || c->rows > kMostRows) return report.invalid_int("rows", "1..2^31", c->rows);
+  if (c->channels < kVector || c->channels > TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS || c->channels % kVector)
+    return report.invalid_int("channels", "8..4096 in steps of 8", c->channels);
+  if (c->data_type != TRTCONVERT_FLOAT16 && c->data_type != TRTCONVERT_BFLOAT16)
+    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", c->data_type);
+  if (!std::isfinite(c->epsilon) || c->epsilon < 0)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "epsilon: expected a finite value >= 0, got %g", c->epsilon);
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus check_tensors(const TrtConvertResidualNormParams& c, Report& report) {
+  const struct {
+    const char* name;
+    const void* pointer;
+  } tensors[] = {{"x", c.x}, {"residual", c.residual}, {"weight", c.weight}, {"bias", c.bias}, {"sum", c.sum}, {"normed", c.normed}};
+  for (const auto& tensor : tensors)
+    if (!tensor.pointer || reinterpret_cast<uintptr_t>(tensor.pointer) % sizeof(uint4))
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a 16-byte aligned address, got %p", tensor.name, tensor.pointer);
+  if (c.sum == c.normed)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "normed: expected another tensor than sum, got both at %p", c.normed);
+  return TRTCONVERT_OK;
+}
+
+}  // namespace
+}  // namespace trtconvert::residual_norm
+
+using namespace trtconvert;
+
+extern "C" {
+
+TrtConvertStatus trtconvert_residual_norm_check(const TrtConvertResidualNormParams* params, char* message, size_t message_size) {
+  Report report(message, message_size);
+  return residual_norm::check(params, report);
+}
+
+TrtConvertStatus trtconvert_residual_norm_run(const TrtConvertResidualNormParams* params, char* message, size_t message_size) {
+  using namespace residual_norm;
+  Report report(message, message_size);
+  if (check(params, report) || check_tensors(*params, report)) return report.status;
+  Device device;
+  if (const cudaError_t error = device.read())
+    return report.fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
+  const auto at = [](const void* tensor) { return static_cast<const uint4*>(tensor); };
+  const Params p = {at(params->x),
+                    at(params->residual),
+                    at(params->weight),
+                    at(params->bias),
+                    static_cast<uint4*>(params->sum),
+                    static_cast<uint4*>(params->normed),
+                    params->rows,
+                    params->channels / kVector,
+                    params->epsilon,
+                    1.f / static_cast<float>(params->channels)};
+  const auto stream = static_cast<cudaStream_t>(params->stream);
+  const bool early = device.starts_early();
+  return report.launched(params->data_type == TRTCONVERT_BFLOAT16 ? residual_norm::launch<__nv_bfloat16>(p, early, stream)
+                                                                  : residual_norm::launch<__half>(p, early, stream),
+                         "residual norm");
+}
+
+}  // extern "C"

@@ -1,0 +1,97 @@
+#include "tensorrt/fields.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace trtconvert::plugin {
+
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldCollection;
+using nvinfer1::PluginFieldType;
+
+namespace {
+
+constexpr int32_t kTextLengthLimit = 64;
+
+// Attribute data need not be aligned for its type.
+template <typename T>
+T load(void const* data) noexcept {
+  T value;
+  std::memcpy(&value, data, sizeof(value));
+  return value;
+}
+
+}  // namespace
+
+bool read_text(PluginField const& field, std::string_view& text) noexcept {
+  if (field.type != PluginFieldType::kCHAR || field.data == nullptr || field.length < 0 ||
+      field.length > kTextLengthLimit) {
+    log(Severity::kERROR, "attribute '%s': expected text of at most %d characters, got field type %d and length %d",
+        field.name, kTextLengthLimit, static_cast<int>(field.type), field.length);
+    return false;
+  }
+  text = std::string_view(static_cast<char const*>(field.data), static_cast<size_t>(field.length));
+  while (!text.empty() && text.back() == '\0') text.remove_suffix(1);
+  return true;
+}
+
+bool read_integer(PluginField const& field, int64_t& value) noexcept {
+  if (field.data != nullptr && field.length == 1) {
+    if (field.type == PluginFieldType::kINT32) return value = load<int32_t>(field.data), true;
+    if (field.type == PluginFieldType::kINT64) return value = load<int64_t>(field.data), true;
+  }
+  log(Severity::kERROR, "attribute '%s': expected one integer, got field type %d and length %d", field.name,
+      static_cast<int>(field.type), field.length);
+  return false;
+}
+
+bool read_real(PluginField const& field, float& value) noexcept {
+  if (field.data != nullptr && field.length == 1) {
+    if (field.type == PluginFieldType::kFLOAT32) return value = load<float>(field.data), true;
+    if (field.type == PluginFieldType::kFLOAT64) return value = static_cast<float>(load<double>(field.data)), true;
+  }
+  log(Severity::kERROR, "attribute '%s': expected one floating-point number, got field type %d and length %d",
+      field.name, static_cast<int>(field.type), field.length);
+  return false;
+}
+
+bool read_epsilon(PluginField const& field, float& value) noexcept {
+  if (!read_real(field, value)) return false;
+  if (std::isfinite(value) && value >= 0.0f) return true;
+  log(Severity::kERROR, "attribute '%s': expected a finite number from 0, got %g", field.name, static_cast<double>(value));
+  return false;
+}
+
+bool read_version(PluginField const& field, int32_t expected) noexcept {
+  int64_t version = 0;
+  if (!read_integer(field, version)) return false;
+  if (version == expected) return true;
+  log(Severity::kERROR,
+      "the engine holds serialization version %lld, this plugin reads %d; build the engine again with this plugin, or "
+      "load the plugin that built it",
+      static_cast<long long>(version), expected);
+  return false;
+}
+
+bool check_fields(PluginFieldCollection const* fields) noexcept {
+  if (fields == nullptr || fields->nbFields < 0 || (fields->nbFields > 0 && fields->fields == nullptr)) {
+    log(Severity::kERROR, "expected a collection of plugin fields, got %s", fields == nullptr ? "null" : "a broken one");
+    return false;
+  }
+  for (int32_t i = 0; i < fields->nbFields; ++i) {
+    if (fields->fields[i].name == nullptr) {
+      log(Severity::kERROR, "expected a name for attribute %d, got null", i);
+      return false;
+    }
+  }
+  return true;
+}
+
+bool check_complete(PluginFieldCollection const* fields, unsigned seen, int32_t expected) noexcept {
+  if (seen == (1u << expected) - 1) return true;
+  log(Severity::kERROR, "expected the %d fields that this plugin serialises, got %d; build the engine again", expected,
+      fields->nbFields);
+  return false;
+}
+
+}  // namespace trtconvert::plugin

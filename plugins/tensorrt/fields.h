@@ -1,0 +1,45 @@
+// Attributes of a network's node, or of an engine's plugin, as TensorRT passes them. Whoever returns false logged why.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "tensorrt/abi.h"
+#include "tensorrt/logger.h"
+
+namespace trtconvert::plugin {
+
+// The field of an engine that tells which serialization it has.
+constexpr char kSerializationVersionField[] = "serialization_version";
+
+// Text with or without the final zeros that some callers count in.
+bool read_text(nvinfer1::PluginField const& field, std::string_view& text) noexcept;
+bool read_integer(nvinfer1::PluginField const& field, int64_t& value) noexcept;
+bool read_real(nvinfer1::PluginField const& field, float& value) noexcept;
+// A finite number from 0.
+bool read_epsilon(nvinfer1::PluginField const& field, float& value) noexcept;
+bool read_version(nvinfer1::PluginField const& field, int32_t expected) noexcept;
+
+// Whether there is a collection, and each of its fields has a name.
+bool check_fields(nvinfer1::PluginFieldCollection const* fields) noexcept;
+
+// Calls `read` with each field; `seen` gets the bits that it returns, each once. 0 stands for a field that it refused.
+template <typename Read>
+bool read_fields(nvinfer1::PluginFieldCollection const* fields, Read read, unsigned& seen) noexcept {
+  if (!check_fields(fields)) return false;
+  for (int32_t i = 0; i < fields->nbFields; ++i) {
+    unsigned const bit = read(fields->fields[i]);
+    if (bit == 0) return false;
+    if (seen & bit) {
+      log(Severity::kERROR, "expected attribute '%s' once, got it twice", fields->fields[i].name);
+      return false;
+    }
+    seen |= bit;
+  }
+  return true;
+}
+
+// Whether an engine has all fields that its plugin serialises, which have the lowest bits.
+bool check_complete(nvinfer1::PluginFieldCollection const* fields, unsigned seen, int32_t expected) noexcept;
+
+}  // namespace trtconvert::plugin

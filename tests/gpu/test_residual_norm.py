@@ -1,0 +1,148 @@
+"""Residual connections and their norms on a GPU against float64."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.library import load_library
+
+pytestmark = pytest.mark.gpu
+
+INVALID_ARGUMENT = 1
+# The output's rounding: half of 2^-10 (FP16) and of 2^-7 (BF16) at most, relative to outputs of up to 16, and what FP32 loses.
+ROUNDED = {torch.float16: 8e-3, torch.bfloat16: 7e-2}
+
+
+class Params(ctypes.Structure):
+    """TrtConvertResidualNormParams, field by field."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("rows", ctypes.c_int64),
+        ("channels", ctypes.c_int32),
+        ("data_type", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "bias", "sum", "normed", "stream")),
+    ]
+
+
+def params(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, **changed
+) -> Params:
+    given = {
+        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
+        "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype], "epsilon": 1e-5, "x": x.data_ptr(),
+        "residual": residual.data_ptr(), "weight": weight.data_ptr(), "bias": bias.data_ptr(), "sum": total.data_ptr(),
+        "normed": normed.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
+    }  # fmt: skip
+    return Params(**given | changed)
+
+
+def run(given: Params) -> tuple[int, str]:
+    message = ctypes.create_string_buffer(512)
+    return load_library().trtconvert_residual_norm_run(ctypes.byref(given), message, 512), message.value.decode()
+
+
+def draw(rows: int, channels: int, dtype: torch.dtype, offset: float = 0.0) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(rows * channels)
+    shapes = ((rows, channels), (rows, channels), (channels,), (channels,))
+    x, residual, weight, bias = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
+    return [tensor.to(dtype) for tensor in (x + offset, residual * 3, weight, bias)]
+
+
+def blank(like: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.full_like(like, torch.nan), torch.full_like(like, torch.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [8, 256, 320, 640, 768, 1280, 1536, 2048, 2056, 3072, 4096])
+@pytest.mark.parametrize("rows", [1, 3, 2048])
+def test_sums_and_norms(rows, channels, dtype):
+    given = draw(rows, channels, dtype)
+    total, normed = blank(given[0])
+    assert run(params(*given, total, normed)) == (0, "")
+    x, residual, weight, bias = given
+    assert torch.equal(total, x + residual)  # one rounding each
+    expected = F.layer_norm(total.double(), (channels,), weight.double(), bias.double(), 1e-5)
+    assert (normed.double() - expected).abs().max() <= ROUNDED[dtype]
+
+
+def test_rows_far_from_zero():
+    """Where the mean is a hundred times the deviation a sum of squares would cancel."""
+    given = draw(64, 1280, torch.float16, offset=300.0)
+    total, normed = blank(given[0])
+    assert run(params(*given, total, normed))[0] == 0
+    expected = F.layer_norm(total.double(), (1280,), given[2].double(), given[3].double(), 1e-5)
+    assert (normed.double() - expected).abs().max() <= ROUNDED[torch.float16]
+
+
+def test_rows_without_variance():
+    x = torch.full((2, 64), 2.0, dtype=torch.float16, device="cuda")
+    weight, bias = torch.ones_like(x[0]), torch.full_like(x[0], 0.5)
+    total, normed = blank(x)
+    assert run(params(x, x, weight, bias, total, normed))[0] == 0
+    assert torch.equal(total, x + x) and torch.equal(normed, bias.expand_as(x))
+
+
+def test_in_place_and_beyond_the_rows():
+    x, residual, weight, bias = draw(9, 640, torch.float16)
+    expected = x[:7] + residual[:7]
+    rest, normed = x[7:].clone(), torch.full_like(x, torch.nan)
+    assert run(params(x, residual, weight, bias, x, normed, rows=7))[0] == 0
+    assert torch.equal(x[:7], expected) and torch.equal(x[7:], rest)
+    assert normed[:7].isfinite().all() and normed[7:].isnan().all()
+
+
+def test_after_the_kernel_before_it_in_a_graph():
+    """It starts before that one ends, and must not read what is not there yet."""
+    big = torch.randn(4096, 4096, device="cuda").half()
+    weight, bias = torch.ones(4096, device="cuda").half(), torch.zeros(4096, device="cuda").half()
+    x, (total, normed) = torch.empty_like(big), blank(big)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.mm(big, big, out=x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):
+                torch.mm(big, big, out=x)
+                assert run(params(x, big, weight, bias, total, normed))[0] == 0
+                torch.add(total, 0, out=big)  # its output is what the next round begins with
+    torch.cuda.synchronize()
+    start = (torch.randn(4096, 4096, device="cuda") / 64).half()
+    big.copy_(start)
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = start
+    for _ in range(3):
+        expected = torch.mm(expected, expected) + expected
+    assert relative_error(total, expected) <= 1e-3  # the products may be other kernels in a graph
+    assert relative_error(normed, F.layer_norm(expected.float(), (4096,))) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"struct_size": 8}, "params: expected version 1 of"),
+        ({"version": 2}, "got version 2"),
+        ({"rows": 0}, "rows: expected 1..2^31, got 0"),
+        ({"channels": 12}, "channels: expected 8..4096 in steps of 8, got 12"),
+        ({"data_type": 2}, "data_type: expected 0 (float16) or 1 (bfloat16), got 2"),
+        ({"epsilon": -1.0}, "epsilon: expected a finite value >= 0, got -1"),
+        ({"weight": 0}, "weight: expected a 16-byte aligned address"),
+        ({"x": 8}, "x: expected a 16-byte aligned address, got 0x8"),
+    ],
+    ids=str,
+)
+def test_refusals_say_what_is_wrong(changed, said):
+    given = draw(2, 64, torch.float16)
+    total, normed = blank(given[0])
+    status, message = run(params(*given, total, normed, **changed))
+    assert status == INVALID_ARGUMENT and said in message
+    assert total.isnan().all() and normed.isnan().all()

@@ -1,0 +1,162 @@
+"""The plugin of residual connections and their norms, without TensorRT and without a GPU; what it computes: tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import pytest
+from plugin_driver import (
+    BF16,
+    CHW2,
+    FIELD_FLOAT64,
+    FIELD_INT32,
+    FLOAT,
+    HALF,
+    INT32,
+    LINEAR,
+    RUNTIME,
+    Desc,
+    Dims,
+    DimsExprs,
+    Driver,
+    compiled_driver,
+    dynamic,
+)
+
+X, WEIGHT = (2, 1024, 1280), (1280,)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "ResidualNorm")
+
+
+@pytest.fixture
+def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
+    driver.messages()
+    made = driver.create(epsilon=0.5)
+    yield made
+    driver.lib.driver_destroy(made)
+
+
+def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
+    """Descriptions of x, residual, weight, bias, and of the two outputs, which have the shape of the first."""
+    shapes = shapes or (X, X, WEIGHT, WEIGHT)
+    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape in (*shapes, shapes[0], shapes[0])]
+
+
+def array(descs: list[Desc]) -> ctypes.Array[Desc]:
+    return (Desc * len(descs))(*descs)
+
+
+def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    expected = {"serialization_version": 1, "epsilon": 0.5}
+    assert driver.serialised(plugin) == expected
+    again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
+    clone = ctypes.c_void_p(driver.lib.driver_clone(again))
+    attached = ctypes.c_void_p(driver.lib.driver_attach(again))
+    driver.lib.driver_destroy(again)
+    assert driver.serialised(clone) == driver.serialised(attached) == expected
+    assert driver.serialised(driver.create()) == expected | {"epsilon": pytest.approx(1e-5)}
+    wide = driver.create(epsilon=(FIELD_FLOAT64, 1, ctypes.c_double(0.25)))
+    assert driver.serialised(wide)["epsilon"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("phase", "attributes", "said"),
+    [
+        (0, {"epsilon": -1e-5}, "expected a finite number from 0"),
+        (0, {"epsilon": float("nan")}, "got nan"),
+        (0, {"epsilon": (FIELD_INT32, 1, ctypes.c_int32(1))}, "expected one floating-point number"),
+        (0, {"axis": 1}, "expected the attribute epsilon, got 'axis'; remove it"),
+        (0, {"serialization_version": 1}, "got 'serialization_version'"),
+        (1, {"epsilon": 1e-5}, "expected the 2 fields that this plugin serialises, got 1"),
+        (1, {"epsilon": 1e-5, "serialization_version": 2}, "serialization version 2, this plugin reads 1"),
+    ],
+)
+def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
+    driver.messages()
+    assert not driver.create(phase, **attributes)
+    messages = driver.messages()
+    assert said in messages and "the plugin ResidualNorm of layer 'layer' was not made" in messages
+
+
+def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    for kind in (HALF, BF16):
+        descs = tensors(kind=kind)
+        together = dynamic(descs, descs)
+        assert all(driver.lib.driver_supports(plugin, position, together, 4) for position in range(6))
+    for kind in (FLOAT, INT32):
+        descs = tensors(kind=kind)
+        assert not driver.lib.driver_supports(plugin, 0, dynamic(descs, descs), 4)
+    for position in range(1, 6):
+        descs = tensors()
+        descs[position].type = BF16
+        assert not driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 4)
+        descs[position].type, descs[position].format = HALF, CHW2
+        assert not driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 4)
+
+
+def test_outputs_are_as_x(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    types = (ctypes.c_int32 * 2)()
+    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 4)(*[BF16] * 4), 4, types) == 0
+    assert list(types) == [BF16, BF16]
+    inputs, outputs = (DimsExprs * 4)(), (DimsExprs * 2)()
+    inputs[0].nb = 3
+    inputs[0].d[:3] = [0x10, 0x20, 0x30]
+    assert driver.lib.driver_output_shape(plugin, inputs, 4, outputs) == 0
+    assert [(out.nb, list(out.d)[:3]) for out in outputs] == [(3, [0x10, 0x20, 0x30])] * 2
+
+
+def test_shapes_that_fit(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    for shape in (X, (8,), (5, 4096), (1, 2, 3, 4, 640)):
+        descs = tensors(shape, shape, shape[-1:], shape[-1:])
+        assert driver.lib.driver_shape_change(plugin, array(descs), 4) == 0, driver.messages()
+        assert driver.lib.driver_configure(plugin, dynamic(descs, descs), 4) == 0, driver.messages()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (
+            (X, (2, 1024, 640), WEIGHT, WEIGHT),
+            "input 'residual': expected shape [2, 1024, 1280] from x, got [2, 1024, 640]",
+        ),
+        ((X, X, (640,), WEIGHT), "input 'weight': expected shape [1280] from x, got [640]"),
+        ((X, X, WEIGHT, (1, 1280)), "input 'bias': expected shape [1280] from x, got [1, 1280]"),
+        (((), (), (1,), (1,)), "input 'x': expected one dimension or more"),
+        (((2, 12), (2, 12), (12,), (12,)), "channels: expected 8..4096 in steps of 8, got 12"),
+        (((2, 4104), (2, 4104), (4104,), (4104,)), "channels: expected 8..4096 in steps of 8, got 4104"),
+        (((0, 8), (0, 8), (8,), (8,)), "rows: expected 1..2^31, got 0"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_refused(driver: Driver, plugin: ctypes.c_void_p, shapes: tuple, said: str) -> None:
+    descs = tensors(*shapes)
+    assert driver.lib.driver_shape_change(plugin, array(descs), 4) == 1
+    assert said in driver.messages()
+    good = tensors()
+    for smallest, largest in ((descs, good), (good, descs)):
+        assert driver.lib.driver_configure(plugin, dynamic(smallest, largest), 4) == 1
+        assert said in driver.messages()
+
+
+def test_other_numbers_of_inputs_are_refused(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    descs = tensors()
+    assert driver.lib.driver_shape_change(plugin, array(descs), 3) == 1
+    assert "expected 4 inputs (x, residual, weight, bias) and 2 outputs (sum, normed), got 3 and 2" in driver.messages()
+
+
+def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    descs = array(tensors((1, 8), (1, 8), (8,), (8,)))
+    memory = ctypes.create_string_buffer(256)
+    start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
+    inputs = (ctypes.c_void_p * 4)(start, start + 24, start + 32, start + 48)
+    outputs = (ctypes.c_void_p * 2)(start + 64, start + 80)
+    assert driver.lib.driver_enqueue(plugin, descs, 4, inputs, outputs, None) == 1
+    assert "residual: expected a 16-byte aligned address" in driver.messages()
+    inputs[1] = start + 16
+    outputs[1] = outputs[0]
+    assert driver.lib.driver_enqueue(plugin, descs, 4, inputs, outputs, None) == 1
+    assert "normed: expected another tensor than sum" in driver.messages()
