@@ -1,8 +1,8 @@
 // The C API: every check at the boundary, then the launches. Nothing here throws.
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
-#include "common/device.h"
 #include "common/report.h"
 #include "launch.h"
 #include "one_tile.h"
@@ -161,6 +161,31 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.norm_split = c.norm_split;
   return p;
 }
+
+// What the choice of a kernel needs to know of the current device.
+struct Device {
+  int major = 0, minor = 0, multiprocessors = 0;
+
+  cudaError_t read() {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return error;
+  }
+
+  // Whether kernels may start early (early_launch.cuh): the device can, and runs what was compiled for its generation. What a
+  // driver makes of code for an older one does not wait for the kernel before it.
+  bool starts_early() const {
+    if (major < 9) return false;
+    for (const char* arch = TRTCONVERT_ARCHITECTURES; arch; arch = std::strchr(arch, ',')) {
+      arch += *arch == ',';
+      if (std::atoi(arch) / 10 == major) return true;
+    }
+    return false;
+  }
+};
 
 bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
 #ifdef TRTCONVERT_SM90

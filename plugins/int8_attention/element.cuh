@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common/early_launch.cuh"
+#include "early_launch.cuh"
 #include "params.h"
 
 namespace trtconvert::attention {

@@ -5,6 +5,9 @@
 // keeps all their logits there, so that softmax needs one pass and no running maximum. What the arithmetic is, the reference and
 // the other kernels say; the order of sums is another.
 //
+// In a network the code is in no cache when the kernel starts, and a warp goes through most of it once: loops over keys and over the
+// output's channels are left rolled, which halves that of mode 1.
+//
 // The depth of the first product is permuted, for queries and keys alike: thread t of a quad multiplies channels 8 t to 8 t + 7
 // of each group of 32. Of a query row that is one load of 16 bytes, of a key one read of 8 (INT8) or 16 bytes from shared memory,
 // and nothing moves between threads. Names are those of mma.cuh.
@@ -13,7 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/early_launch.cuh"
+#include "early_launch.cuh"
 #include "launch.h"
 #include "mma.cuh"
 #include "one_tile.h"
@@ -28,9 +31,6 @@ using mma::kRowsPerWarp;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRows = kWarps * kRowsPerWarp;  // queries that a thread block computes at once
-// Of loops whose passes do not depend on each other. In a network this code is in no cache when it starts: what more copies of a loop
-// would spare takes less time than fetching them.
-constexpr int kUnrolled = 2;
 constexpr int kKeyGroup = 16;                 // keys of a step of the second product in 16 bits
 
 template <int kDimQk>

@@ -21,7 +21,6 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
   const int token = (blockIdx.x - (is_query ? 0 : query_work)) * kFactorTokens + threadIdx.x / 32;
   const int tokens = is_query ? p.num_queries : p.num_keys, heads = is_query ? p.heads : p.kv_heads;
   if (token >= tokens) return;
-  wait_for_previous_kernel();
   const int part = part_of(p, token);
   const Tensors& tensors = p.parts[part];
   const TrtConvertStrides& strides = is_query ? tensors.q_strides : tensors.k_strides;
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
 #pragma unroll
     for (int i = 0; i < kFactorLoads; ++i) {
       // Beyond the last chunk the first one again: behind a condition, the compiler lets each load wait for the one before.
-      data[i] = *reinterpret_cast<const uint4*>(lane < left - i * 32 ? next : source);
+      data[i] = __ldg(reinterpret_cast<const uint4*>(lane < left - i * 32 ? next : source));
       next += further;
       chunk += further_chunks;
       if (chunk >= chunks) chunk -= chunks, next += to_next_head;
@@ -61,7 +60,8 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
 template <typename T>
 cudaError_t launch_norm_factors(const Params& p, cudaStream_t stream) {
   const dim3 grid(ceil_div(p.num_queries, kFactorTokens) + ceil_div(p.num_keys, kFactorTokens), p.batch);
-  return launch_kernel(norm_factors_kernel<T>, grid, kFactorThreads, 0, stream, p.early_launch, p);
+  norm_factors_kernel<T><<<grid, kFactorThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace prepass

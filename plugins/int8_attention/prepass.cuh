@@ -8,7 +8,6 @@
 
 #include <algorithm>
 
-#include "common/early_launch.cuh"
 #include "launch.h"
 #include "quantise.cuh"
 
@@ -102,7 +101,7 @@ __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const P
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
     const int row = row_offset<Lanes, kPermuted>(i);
     data[i] = make_uint4(0, 0, 0, 0);
-    if (row < rows) data[i] = *reinterpret_cast<const uint4*>(source + row * strides.token);
+    if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + row * strides.token));
   }
 }
 
@@ -125,7 +124,7 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
     norm += at.head * p.head_dim;
     factors += int64_t(at.batch) * tokens + int64_t(at.tile) * kTokens;
 #pragma unroll
-    for (int i = 0; i < Map<Lanes>::kPasses; ++i) given[i] = factors[existing(i)];
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) given[i] = __ldg(factors + existing(i));
   }
   // The tile's row where the second part begins, or one outside it. A thread's rows ascend: its first one tells which weights it
   // takes, and only in a tile that holds both parts it goes on to the others, once.
@@ -428,6 +427,10 @@ template <typename T, int Lanes, Layers kLayers>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
     prepass_kernel(const __grid_constant__ Params p) {
   __shared__ Shared<Lanes> shared;
+#if __CUDA_ARCH__ >= 900  // programmatic dependent launch begins with Hopper
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+
   // Heads run fastest: with tokens outermost in memory, neighbouring thread blocks read neighbouring bytes.
   const int query_work = p.heads * ceil_div(p.num_queries, kTokens), key_work = p.kv_heads * p.key_tiles;
   const bool is_query = blockIdx.x < query_work;
@@ -436,18 +439,6 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   const int heads = is_query ? p.heads : p.kv_heads;
   Tile at;
   at.batch = blockIdx.y;
-  prefetch_element(p, at.batch);
-  if (is_query) {
-    prefetch_query_tables(p, index % heads);
-  } else if (is_key) {
-    prefetch_channels(p, p.k_offset, index % heads);
-  } else {
-    prefetch_channels(p, p.v_scale, index % heads);
-    prefetch_channels(p, p.v_offset, index % heads);
-  }
-  wait_for_previous_kernel();
-  // Not before: the attention kernel reads timestep and modes as soon as it starts.
-  let_next_kernel_start();
 
   if (!is_query && !is_key) {
     // Where the mode may spare all of it, that is asked first, and by few thread blocks.
@@ -506,7 +497,8 @@ cudaError_t launch_layers(const Params& p, cudaStream_t stream) {
   const int64_t blocks = query_work + key_work + (p.direct_values ? std::min(key_work, int64_t(at_once)) : key_work);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks), p.batch);
-  return launch_kernel(prepass_kernel<T, Lanes, kLayers>, grid, Map<Lanes>::kThreads, 0, stream, p.early_launch, p);
+  prepass_kernel<T, Lanes, kLayers><<<grid, Map<Lanes>::kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 template <typename T, int Lanes>

@@ -137,8 +137,8 @@ __device__ __forceinline__ float query_scale(float amax) {
 __device__ __forceinline__ void load_channels(float (&x)[8], const float* table, int64_t first, bool has_channels) {
   float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
   if (has_channels) {
-    low = *reinterpret_cast<const float4*>(table + first);
-    high = *reinterpret_cast<const float4*>(table + first + 4);
+    low = __ldg(reinterpret_cast<const float4*>(table + first));
+    high = __ldg(reinterpret_cast<const float4*>(table + first + 4));
   }
   x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
@@ -151,13 +151,12 @@ __device__ inline bool tables_usable(const Params& p, const Element& e, int head
   const int kv_head = head / p.group;
   bool bad = false;
   if (e.mode == 3 || (e.mode != 0 && !p.dynamic))
-    // Both loads before the first test.
-    bad = !usable_scale(p.q_scale[int64_t(e.bin) * p.heads + head]) |
+    bad = !usable_scale(p.q_scale[int64_t(e.bin) * p.heads + head]) ||
           !usable_scale(p.k_scale[int64_t(e.bin) * p.kv_heads + kv_head]);
   const int64_t row = (int64_t(e.bin) * p.kv_heads + kv_head) * p.head_dim;
   for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     if (e.mode != 0 && p.smooth_k) bad |= !isfinite(p.k_offset[row + d]);
-    if (e.mode >= 2) bad |= !isfinite(p.v_offset[row + d]) | !usable_scale(p.v_scale[row + d]);
+    if (e.mode >= 2) bad |= !isfinite(p.v_offset[row + d]) || !usable_scale(p.v_scale[row + d]);
   }
   return !__syncthreads_or(bad);
 }

@@ -6,8 +6,6 @@
 
 #include <cmath>
 
-#include "common/device.h"
-#include "common/early_launch.cuh"
 #include "common/report.h"
 
 namespace trtconvert::residual_norm {
@@ -64,12 +62,6 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= p.rows) return;
   const int lane = threadIdx.x % 32;
-  for (int at = lane; at < p.vectors; at += kWarpVectors) {
-    prefetch(p.weight + at);
-    prefetch(p.bias + at);
-  }
-  wait_for_previous_kernel();
-
   const int64_t first = row * p.vectors;
   Vector<T> sums[kVectors], residual[kVectors];
 #pragma unroll
@@ -123,10 +115,11 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
 }
 
 template <typename T>
-cudaError_t launch(const Params& p, bool early, cudaStream_t stream) {
+cudaError_t launch(const Params& p, cudaStream_t stream) {
+  // Not early (int8_attention/early_launch.cuh): its thread blocks, waiting, slow the product in front down by more than they gain.
   const auto with = [&](auto kernel) {
-    const dim3 grid(static_cast<unsigned>((p.rows + kWarps - 1) / kWarps));
-    return launch_kernel(kernel, grid, kWarps * 32, 0, stream, early, p);
+    kernel<<<static_cast<unsigned>((p.rows + kWarps - 1) / kWarps), kWarps * 32, 0, stream>>>(p);
+    return cudaGetLastError();
   };
   const int per_lane = (p.vectors + kWarpVectors - 1) / kWarpVectors;
   if (per_lane <= 2) return with(residual_norm_kernel<T, 2>);
@@ -186,9 +179,6 @@ TrtConvertStatus trtconvert_residual_norm_run(const TrtConvertResidualNormParams
   using namespace residual_norm;
   Report report(message, message_size);
   if (check(params, report) || check_tensors(*params, report)) return report.status;
-  Device device;
-  if (const cudaError_t error = device.read())
-    return report.fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
   const auto at = [](const void* tensor) { return static_cast<const uint4*>(tensor); };
   const Params p = {at(params->x),
                     at(params->residual),
@@ -201,9 +191,8 @@ TrtConvertStatus trtconvert_residual_norm_run(const TrtConvertResidualNormParams
                     params->epsilon,
                     1.f / static_cast<float>(params->channels)};
   const auto stream = static_cast<cudaStream_t>(params->stream);
-  const bool early = device.starts_early();
-  return report.launched(params->data_type == TRTCONVERT_BFLOAT16 ? residual_norm::launch<__nv_bfloat16>(p, early, stream)
-                                                                  : residual_norm::launch<__half>(p, early, stream),
+  return report.launched(params->data_type == TRTCONVERT_BFLOAT16 ? residual_norm::launch<__nv_bfloat16>(p, stream)
+                                                                  : residual_norm::launch<__half>(p, stream),
                          "residual norm");
 }
 

@@ -34,7 +34,7 @@ class Params(ctypes.Structure):
 
 
 def params(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, **changed
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, /, **changed: float
 ) -> Params:
     given = {
         "struct_size": ctypes.sizeof(Params), "version": 1, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],

@@ -1,7 +1,8 @@
 // Kernels that start before the one in front of them ends (programmatic dependent launch, Hopper and later).
 //
 // In a network a kernel's first microseconds go to being launched, to instructions that are not in any cache, and to tables that
-// come from DRAM, one after another. Launched early it has that behind it when its inputs are there.
+// come from DRAM, one after another. Launched early it has that behind it when its inputs are there. But its thread blocks take room
+// from those of the kernel in front, which many of them slow down by more than that.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,20 +10,13 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace trtconvert {
+namespace trtconvert::attention {
 
 // Until here the kernel may run beside the one before it in the stream: nothing may be written, and nothing read that another
 // kernel writes. Not by `__ldg` behind it either, which the compiler may put in front. Launched in the ordinary way it does not wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// The next kernel may start when all thread blocks have come here, or ended.
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -34,8 +28,8 @@ constexpr int kCacheLine = 128;
 // Of a table in which each bin has `bytes` bytes from `first` on, `stride` bytes apart, those of all bins: which one is wanted
 // tells the timestep, later. Called by the whole thread block; of very many bins the first ones.
 __device__ __forceinline__ void prefetch_bins(const void* first, int bins, int64_t stride, int bytes) {
-  const int lines = (bytes + kCacheLine - 1) / kCacheLine, bin = threadIdx.x / lines;
-  if (bin < bins) prefetch(static_cast<const uint8_t*>(first) + bin * stride + threadIdx.x % lines * kCacheLine);
+  const int lines = (bytes - 1) / kCacheLine + 2, bin = threadIdx.x / lines;  // they may begin within one
+  if (bin < bins) prefetch(static_cast<const uint8_t*>(first) + bin * stride + min(int(threadIdx.x) % lines * kCacheLine, bytes - 1));
 }
 
 // Launches a kernel that has wait_for_previous_kernel() in it: early, where the device and the compiled code can.
@@ -55,4 +49,4 @@ cudaError_t launch_kernel(void (*kernel)(Expected...), dim3 grid, int threads, s
   return cudaLaunchKernelEx(&config, kernel, static_cast<Actual&&>(arguments)...);
 }
 
-}  // namespace trtconvert
+}  // namespace trtconvert::attention
