@@ -3,12 +3,23 @@
 
 #include "tensorrt/abi.h"
 #include "tensorrt/logger.h"
+#include "trtconvert/status.h"
 
 namespace trtconvert::plugin {
 
 // What TensorRT takes for success and failure.
 constexpr int32_t kOk = 0;
 constexpr int32_t kFailed = 1;
+
+// Room for a message of the C APIs.
+constexpr size_t kMessageSize = 512;
+
+// What a C API says, as TensorRT takes it; its message is logged.
+inline int32_t report(TrtConvertStatus status, char const* message) noexcept {
+  if (status == TRTCONVERT_OK) return kOk;
+  log(Severity::kERROR, "%s", message);
+  return kFailed;
+}
 
 constexpr char kPluginVersion[] = "1";
 constexpr char kPluginNamespace[] = "";

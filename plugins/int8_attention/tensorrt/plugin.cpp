@@ -16,14 +16,6 @@ using nvinfer1::PluginTensorDesc;
 
 namespace {
 
-constexpr size_t kMessageSize = 512;
-
-int32_t report(TrtConvertStatus status, char const* message) noexcept {
-  if (status == TRTCONVERT_OK) return kOk;
-  log(Severity::kERROR, "%s", message);
-  return kFailed;
-}
-
 // Kernel parameters of one end of the range. False, and a logged reason, where the shapes do not belong together.
 bool describe_bound(Attributes const& attributes, DynamicPluginTensorDesc const* inputs, int32_t num_inputs, Bound bound,
                     TrtConvertAttentionParams& params) noexcept {

@@ -28,14 +28,6 @@ constexpr int32_t kSerializationVersion = 1;
 constexpr char kEpsilon[] = "epsilon";
 constexpr unsigned kVersionBit = 1, kEpsilonBit = 2;
 
-constexpr size_t kMessageSize = 512;
-
-int32_t report(TrtConvertStatus status, char const* message) noexcept {
-  if (status == TRTCONVERT_OK) return kOk;
-  log(Severity::kERROR, "%s", message);
-  return kFailed;
-}
-
 }  // namespace
 
 PluginFieldCollection const* ResidualNormPlugin::attribute_names() noexcept {
