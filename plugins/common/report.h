@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdarg>
+#include <cstdint>
 #include <cstdio>
 
 #include "trtconvert/status.h"
@@ -33,6 +34,15 @@ struct Report {
 
   TrtConvertStatus invalid_int(const char* field, const char* expected, long long got) {
     return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected %s, got %lld", field, expected, got);
+  }
+
+  // Whether the caller's struct is the one that this library was built with.
+  template <typename Params>
+  TrtConvertStatus check_caller(const Params& params, uint32_t version, const char* header) {
+    if (params.struct_size == sizeof(Params) && params.version == version) return TRTCONVERT_OK;
+    return fail(TRTCONVERT_INVALID_ARGUMENT,
+                "params: expected version %u of %zu bytes, got version %u of %u bytes; rebuild the caller with this library's %s",
+                version, sizeof(Params), params.version, params.struct_size, header);
   }
 
   TrtConvertStatus launched(cudaError_t error, const char* kernel) {

@@ -16,11 +16,7 @@ constexpr long long kMaxGridYZ = 65535;       // CUDA's limit: heads and batch a
 
 TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report) {
   if (!p) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
-  if (p->struct_size != sizeof(TrtConvertAttentionParams) || p->version != TRTCONVERT_ATTENTION_VERSION)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT,
-                       "params: expected version %u of %zu bytes, got version %u of %u bytes; rebuild the caller with this "
-                       "library's int8_attention.h",
-                       TRTCONVERT_ATTENTION_VERSION, sizeof(TrtConvertAttentionParams), p->version, p->struct_size);
+  if (report.check_caller(*p, TRTCONVERT_ATTENTION_VERSION, "int8_attention.h")) return report.status;
   const struct {
     const char* name;
     int32_t value;
@@ -199,7 +195,6 @@ bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
 Params make_params(const TrtConvertAttentionParams& c, const Device& device) {
   Params p = make_params(c);
   if (uses_sm90(c, device)) p.multiprocessors = device.multiprocessors;
-  p.early_launch = device.starts_early();
   return p;
 }
 
@@ -274,8 +269,10 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   if (check_all(params, device, report)) return report.status;
   Params p = make_params(*params, device);
   const auto stream = static_cast<cudaStream_t>(params->stream);
-  if (params->target_arch == 0 && is_one_tile(p))
+  if (params->target_arch == 0 && is_one_tile(p)) {
+    p.early_launch = device.starts_early();
     return report.launched(launch_attention_one_tile(p, device.multiprocessors, stream), "attention (one tile)");
+  }
   lay_out_workspace(p, params->workspace);
   ValueMaps values = {};
   // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.

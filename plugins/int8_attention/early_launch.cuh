@@ -8,7 +8,6 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
-#include <cstdint>
 
 namespace trtconvert::attention {
 
@@ -18,18 +17,6 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// A hint, so that it may be given in front of wait_for_previous_kernel().
-__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
-constexpr int kCacheLine = 128;
-
-// Of a table in which each bin has `bytes` bytes from `first` on, `stride` bytes apart, those of all bins: which one is wanted
-// tells the timestep, later. Called by the whole thread block; of very many bins the first ones.
-__device__ __forceinline__ void prefetch_bins(const void* first, int bins, int64_t stride, int bytes) {
-  const int lines = (bytes - 1) / kCacheLine + 2, bin = threadIdx.x / lines;  // they may begin within one
-  if (bin < bins) prefetch(static_cast<const uint8_t*>(first) + bin * stride + min(int(threadIdx.x) % lines * kCacheLine, bytes - 1));
 }
 
 // Launches a kernel that has wait_for_previous_kernel() in it: early, where the device and the compiled code can.

@@ -50,6 +50,29 @@ struct Work {
   uint8_t* memory;
 };
 
+// A hint, so that it may be given in front of wait_for_previous_kernel().
+__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+constexpr int kCacheLine = 128;
+
+// Of a table in which each bin has `bytes` bytes from `first` on, `stride` bytes apart, those of all bins: which one is wanted
+// tells the timestep, later. Called by the whole thread block; of very many bins the first ones.
+__device__ __forceinline__ void prefetch_bins(const void* first, int bins, int64_t stride, int bytes) {
+  const int lines = (bytes - 1) / kCacheLine + 2, bin = threadIdx.x / lines;  // they may begin within one
+  if (bin < bins) prefetch(static_cast<const uint8_t*>(first) + bin * stride + min(int(threadIdx.x) % lines * kCacheLine, bytes - 1));
+}
+
+// What a thread block will want of the tables, in L2 before it is known which bin it wants: in a network they come from DRAM, and
+// the timestep, the mode and a bin's scales would come one after the other.
+__device__ __forceinline__ void prefetch_tables(const Params& p, const Work& w) {
+  if (threadIdx.x == 0) prefetch(p.timestep + w.b);
+  prefetch_bins(p.modes, 1, 0, p.num_bins * int(sizeof(int32_t)));
+  prefetch_bins(p.q_scale + w.head, p.num_bins, p.heads * sizeof(float), sizeof(float));
+  prefetch_bins(p.k_scale + w.kv_head, p.num_bins, p.kv_heads * sizeof(float), sizeof(float));
+  const int channels = p.head_dim * int(sizeof(float));
+  prefetch_bins(p.k_offset + int64_t(w.kv_head) * p.head_dim, p.num_bins, int64_t(p.kv_heads) * channels, channels);
+}
+
 // 16 bytes from global to shared memory, or zeros.
 __device__ __forceinline__ void copy_or_clear(uint32_t s_target, const void* g_source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source), "r"(exists ? 16 : 0) : "memory");
@@ -497,9 +520,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
   w.head = blockIdx.y;
   w.row = blockIdx.x * steps * kRows + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
   w.kv_head = w.head / p.group;
-  prefetch_element(p, w.b);
-  prefetch_query_tables(p, w.head);
-  prefetch_channels(p, p.k_offset, w.kv_head);
+  prefetch_tables(p, w);
   wait_for_previous_kernel();
   w.num_keys = num_keys_of(p, w.b);
 

@@ -105,7 +105,7 @@ struct Params {
   int multiprocessors;  // for the kernel of sm_90a; 0 elsewhere
   bool direct_values;   // the kernel of sm_90a reads 16-bit values from v, not from v_images
   bool fp8_values;      // the kernel that runs has mode 4
-  bool early_launch;    // kernels may start before the one in front of them ends
+  bool early_launch;    // the kernel of one tile may start before the one in front of it ends
   PaddedDims dims;
 
   bool bf16, dynamic, smooth_k;

@@ -135,11 +135,7 @@ constexpr long long kMostRows = 1LL << 31;  // the grid has at most 2^31 - 1 thr
 
 TrtConvertStatus check(const TrtConvertResidualNormParams* c, Report& report) {
   if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
-  if (c->struct_size != sizeof(TrtConvertResidualNormParams) || c->version != TRTCONVERT_RESIDUAL_NORM_VERSION)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT,
-                       "params: expected version %u of %zu bytes, got version %u of %u bytes; rebuild the caller with this "
-                       "library's residual_norm.h",
-                       TRTCONVERT_RESIDUAL_NORM_VERSION, sizeof(TrtConvertResidualNormParams), c->version, c->struct_size);
+  if (report.check_caller(*c, TRTCONVERT_RESIDUAL_NORM_VERSION, "residual_norm.h")) return report.status;
   if (c->rows < 1 || c->rows > kMostRows) return report.invalid_int("rows", "1..2^31", c->rows);
   if (c->channels < kVector || c->channels > TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS || c->channels % kVector)
     return report.invalid_int("channels", "8..4096 in steps of 8", c->channels);

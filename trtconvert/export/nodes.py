@@ -22,8 +22,13 @@ def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
     return {
         node.metadata_props.get(SITE_METADATA) or node.name or f"node {index}": node
         for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))
-        if node.domain == DOMAIN and node.op_type == OP
+        if is_attention(node)
     }
+
+
+def is_attention(node: ir.Node | None) -> bool:
+    """Whether there is a node, and it is an `Int8Attention` node."""
+    return node is not None and node.domain == DOMAIN and node.op_type == OP
 
 
 def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = None) -> dict[str, ir.Node]:

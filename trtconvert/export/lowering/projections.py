@@ -50,7 +50,7 @@ def projection(value: ir.Value | None) -> Projection | None:
     product, bias = reshape.inputs[0], None
     steps = [value, product]
     if (add := producer_of(product, "Add")) is not None:
-        bias = next((x for x in add.inputs if _is_weight(x, 1, width)), None)
+        bias = next((x for x in add.inputs if is_weight(x, 1, width)), None)
         product = next((x for x in add.inputs if x is not bias), None)
         if bias is None:
             return None
@@ -59,7 +59,7 @@ def projection(value: ir.Value | None) -> Projection | None:
     if matmul is None:
         return None
     x, weight = matmul.inputs
-    if x is None or weight is None or not _is_weight(weight, 2, width) or not _same_tokens(x, value):
+    if x is None or weight is None or not is_weight(weight, 2, width) or not _same_tokens(x, value):
         return None
     return Projection(x, weight, bias, heads, head_dim, tuple(step for step in steps if step is not None))
 
@@ -93,7 +93,7 @@ def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> 
     return joined
 
 
-def _is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
+def is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
     """Whether a value is a constant of so many axes, the last one of so many elements."""
     if value is None or value.const_value is None:
         return False

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from trtconvert.export.function_body import DOMAIN, OP, VERSION
+from trtconvert.export.function_body import DOMAIN, VERSION
+from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.matching import is_same_shape, producer_of
-from trtconvert.export.nodes import HALF
+from trtconvert.export.nodes import HALF, is_attention
 
 RESIDUAL_NORM = "ResidualNorm"
 """Operator of the plugin: x, residual [..., C], weight, bias [C] → x + residual, and its layer norm."""
@@ -90,7 +91,7 @@ def _residual_norm(norm: ir.Node) -> _ResidualNorm | None:
         return None
     if channels % _VECTOR or channels > _MOST_CHANNELS or not _is_last_axis(norm, total):
         return None
-    if not all(_is_row(value, channels) and value.dtype == total.dtype for value in (weight, bias)):
+    if not all(is_weight(value, 1, channels) and value.dtype == total.dtype for value in (weight, bias)):
         return None
     return _ResidualNorm(add, norm, x, residual, weight, bias, norm.attributes.get_float("epsilon", 1e-5))
 
@@ -102,17 +103,8 @@ def _is_last_axis(norm: ir.Node, total: ir.Value) -> bool:
     return axis == len(total.shape) - 1 and norm.attributes.get_int("stash_type", 1) == ir.DataType.FLOAT
 
 
-def _is_row(value: ir.Value | None, channels: int) -> bool:
-    """Whether a value is a constant [C]."""
-    return value is not None and value.const_value is not None and list(value.const_value.shape) == [channels]
-
-
 def _at_border(taken: _ResidualNorm) -> bool:
     return any(_is_behind(value) for value in (taken.x, taken.residual)) or _is_in_front(taken.norm.outputs[0])
-
-
-def _is_attention(node: ir.Node | None) -> bool:
-    return node is not None and node.domain == DOMAIN and node.op_type == OP
 
 
 def _is_behind(value: ir.Value) -> bool:
@@ -120,7 +112,7 @@ def _is_behind(value: ir.Value) -> bool:
     producer = value.producer()
     while producer is not None and (source := _source(producer)) is not None:
         producer = source.producer()
-    return _is_attention(producer)
+    return is_attention(producer)
 
 
 def _source(node: ir.Node) -> ir.Value | None:
@@ -135,7 +127,7 @@ def _source(node: ir.Node) -> ir.Value | None:
 
 def _is_in_front(value: ir.Value) -> bool:
     """Whether linear layers make attention's queries, keys or values of a value."""
-    return any(_is_attention(reader) for reader in _readers(value))
+    return any(is_attention(reader) for reader in _readers(value))
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
