@@ -23,6 +23,7 @@ from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.table import watch_line
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.files import PARTIAL
 from trtconvert.progress import Reporter
 
 TINY_SHAPE = torch.Size([1, 4, 4])
@@ -261,6 +262,8 @@ def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
     process.communicate()
     kept = {path: path.stat().st_mtime_ns for path in kept}
     assert kept and not (tmp_path / "killed.json").exists()
+    for path in kept:  # as where it is killed right after a shard has its name
+        path.with_name(f".{path.name}{PARTIAL}killed").mkdir()
 
     again = finish(start(*tiny, "--work", work, "-o", tmp_path / "killed.json"))
     assert again.exit_code == 0, again.output

@@ -20,7 +20,7 @@ from torch import Tensor
 from trtconvert.cache import code_identity
 from trtconvert.calib.distributed import Ranks
 from trtconvert.errors import UserError
-from trtconvert.files import whole_file
+from trtconvert.files import sweep_files, whole_file
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class ShardSet:
             UserError: the work folder cannot be written, or the disk is full.
             RankLost: another rank has ended; what was finished is kept.
         """
+        if self.folder.is_dir():
+            sweep_files(self.folder)  # also beside shards that were finished, of which no more are made
         for index in self.share(ranks):
             path = self.path(index)
             if not _is_whole(path):
