@@ -572,7 +572,7 @@ class Bench:
             key = frozenset(native)
             if key not in plans:  # what `auto` builds may be one of the others
                 with Phase(f"{self.model.name}: built, {len(key)} of {len(sites)} sites native") as building:
-                    model = tensorrt.lowered(exported, native, options)
+                    model = tensorrt.lowered(exported, native, options, [{}])
                     plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
                 plans[key] = plan, building.seconds
             return plans[key][0]

@@ -112,7 +112,7 @@ def test_images_of_any_size_stay():
 @pytest.mark.parametrize("refittable", [False, True])
 def test_engines_multiply_unless_their_weights_are_to_be_replaced(refittable):
     model = exported(Embeds((2, 2)), torch.randn(1, 3, 4, 4))
-    lowered = tensorrt.lowered(model, [], EngineSection(refittable=refittable))
+    lowered = tensorrt.lowered(model, [], EngineSection(refittable=refittable), [{}])
     assert ("Conv" in operators(lowered)) == refittable
     assert "Conv" in operators(model)
 

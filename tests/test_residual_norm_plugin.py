@@ -25,6 +25,8 @@ from plugin_driver import (
 )
 
 X, WEIGHT = (2, 1024, 1280), (1280,)
+WRAPS = 1 << 32
+"""Is 0 in 32 bits."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +48,17 @@ def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
     return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape in (*shapes, shapes[0], shapes[0])]
 
 
+def of_x(*x: int) -> tuple[Sequence[int], ...]:
+    """Shapes of the inputs that belong together."""
+    return x, x, x[-1:], x[-1:]
+
+
 def array(descs: list[Desc]) -> ctypes.Array[Desc]:
     return (Desc * len(descs))(*descs)
 
 
 def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    expected = {"serialization_version": 1, "epsilon": 0.5}
+    expected = {"serialization_version": 2, "epsilon": 0.5, "starts_early": 0}
     assert driver.serialised(plugin) == expected
     again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
     clone = ctypes.c_void_p(driver.lib.driver_clone(again))
@@ -59,6 +66,7 @@ def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.
     driver.lib.driver_destroy(again)
     assert driver.serialised(clone) == driver.serialised(attached) == expected
     assert driver.serialised(driver.create()) == expected | {"epsilon": pytest.approx(1e-5)}
+    assert driver.serialised(driver.create(starts_early=1))["starts_early"] == 1
     wide = driver.create(epsilon=(FIELD_FLOAT64, 1, ctypes.c_double(0.25)))
     assert driver.serialised(wide)["epsilon"] == 0.25
 
@@ -69,10 +77,11 @@ def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.
         (0, {"epsilon": -1e-5}, "expected a finite number from 0"),
         (0, {"epsilon": float("nan")}, "got nan"),
         (0, {"epsilon": (FIELD_INT32, 1, ctypes.c_int32(1))}, "expected one floating-point number"),
-        (0, {"axis": 1}, "expected the attribute epsilon, got 'axis'; remove it"),
+        (0, {"starts_early": 2}, "attribute 'starts_early': expected 0 or 1, got 2"),
+        (0, {"axis": 1}, "expected one of the attributes epsilon and starts_early, got 'axis'; remove it"),
         (0, {"serialization_version": 1}, "got 'serialization_version'"),
-        (1, {"epsilon": 1e-5}, "expected the 2 fields that this plugin serialises, got 1"),
-        (1, {"epsilon": 1e-5, "serialization_version": 2}, "serialization version 2, this plugin reads 1"),
+        (1, {"epsilon": 1e-5}, "expected the 3 fields that this plugin serialises, got 1"),
+        (1, {"epsilon": 1e-5, "serialization_version": 1}, "serialization version 1, this plugin reads 2"),
     ],
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
@@ -110,8 +119,8 @@ def test_outputs_are_as_x(driver: Driver, plugin: ctypes.c_void_p) -> None:
 
 
 def test_shapes_that_fit(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    for shape in (X, (8,), (5, 4096), (1, 2, 3, 4, 640)):
-        descs = tensors(shape, shape, shape[-1:], shape[-1:])
+    for shape in (X, (8,), (5, 4096), (1, 2, 3, 4, 640), (1 << 31, 8), (1 << 16, 1, 1 << 15, 8)):
+        descs = tensors(*of_x(*shape))
         assert driver.lib.driver_shape_change(plugin, array(descs), 4) == 0, driver.messages()
         assert driver.lib.driver_configure(plugin, dynamic(descs, descs), 4) == 0, driver.messages()
 
@@ -126,9 +135,19 @@ def test_shapes_that_fit(driver: Driver, plugin: ctypes.c_void_p) -> None:
         ((X, X, (640,), WEIGHT), "input 'weight': expected shape [1280] from x, got [640]"),
         ((X, X, WEIGHT, (1, 1280)), "input 'bias': expected shape [1280] from x, got [1, 1280]"),
         (((), (), (1,), (1,)), "input 'x': expected one dimension or more"),
-        (((2, 12), (2, 12), (12,), (12,)), "channels: expected 8..4096 in steps of 8, got 12"),
-        (((2, 4104), (2, 4104), (4104,), (4104,)), "channels: expected 8..4096 in steps of 8, got 4104"),
-        (((0, 8), (0, 8), (8,), (8,)), "rows: expected 1..2^31, got 0"),
+        (of_x(2, 12), "channels: expected 8..4096 in steps of 8, got 12"),
+        (of_x(2, 4104), "channels: expected 8..4096 in steps of 8, got 4104"),
+        (of_x(1, WRAPS + 8), "channels: expected 8..4096 in steps of 8, got 2147483647"),
+        (of_x(2, -8), "channels: expected 8..4096 in steps of 8, got -8"),
+        (of_x(2, 8 - WRAPS), "channels: expected 8..4096 in steps of 8, got -2147483648"),
+        (of_x(0, 8), "rows: expected 1..2^31, got 0"),
+        (of_x((1 << 31) + 1, 8), "rows: expected 1..2^31, got"),
+        (of_x(WRAPS, 8), "rows: expected 1..2^31, got"),
+        (of_x(WRAPS, WRAPS, 1, 8), "rows: expected 1..2^31, got"),
+        (of_x((1 << 62) + 1, 4, 8), "rows: expected 1..2^31, got"),
+        (of_x((1 << 63) - 1, 8), "rows: expected 1..2^31, got"),
+        (of_x(-1, 8), "rows: expected 1..2^31, got"),
+        (of_x(-1, -1, 8), "rows: expected 1..2^31, got"),
     ],
     ids=str,
 )
@@ -149,14 +168,21 @@ def test_other_numbers_of_inputs_are_refused(driver: Driver, plugin: ctypes.c_vo
 
 
 def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    descs = array(tensors((1, 8), (1, 8), (8,), (8,)))
+    descs = array(tensors(*of_x(1, 8)))
     memory = ctypes.create_string_buffer(256)
     start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
-    inputs = (ctypes.c_void_p * 4)(start, start + 24, start + 32, start + 48)
-    outputs = (ctypes.c_void_p * 2)(start + 64, start + 80)
-    assert driver.lib.driver_enqueue(plugin, descs, 4, inputs, outputs, None) == 1
-    assert "residual: expected a 16-byte aligned address" in driver.messages()
-    inputs[1] = start + 16
-    outputs[1] = outputs[0]
-    assert driver.lib.driver_enqueue(plugin, descs, 4, inputs, outputs, None) == 1
-    assert "normed: expected another tensor than sum" in driver.messages()
+    names, right = ("x", "residual", "weight", "bias", "sum", "normed"), [start + 16 * i for i in range(6)]
+
+    def refusal(**changed: int | None) -> str:
+        """What is said of these addresses of inputs and outputs."""
+        given = list((dict(zip(names, right, strict=True)) | changed).values())
+        inputs, outputs = (ctypes.c_void_p * 4)(*given[:4]), (ctypes.c_void_p * 2)(*given[4:])
+        assert driver.lib.driver_enqueue(plugin, descs, 4, inputs, outputs, None) == 1
+        return driver.messages()
+
+    for name, place in zip(names, right, strict=True):
+        said = f"{name}: expected a pointer aligned to 16 bytes, got {place + 8:#x}"
+        assert said in refusal(**{name: place + 8})
+        assert f"{name}: expected a device pointer, got null" in refusal(**{name: None})
+    said = f"normed: expected another tensor than sum, got both at {right[4]:#x}"
+    assert said in refusal(normed=right[4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -244,6 +245,29 @@ class Blocks(nn.Module):
             x = x + self.to_text[block](norms[1](x), text)
             x = self.mlps[block](norms[2](x)) + x
         return x
+
+
+class Geglu(nn.Module):
+    """As diffusers has it, or with other operators in its place."""
+
+    def __init__(self, width: int, gate: nn.Module, first: int = 1) -> None:
+        super().__init__()
+        self.proj, self.gate, self.first = nn.Linear(width, 256), gate, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.proj(x).chunk(2, dim=-1)
+        return halves[1 - self.first] * self.gate(halves[self.first])
+
+
+class GatedBlocks(Blocks):
+    """With gated MLPs."""
+
+    def __init__(self, gate: Callable[[], nn.Module] = nn.GELU, first: int = 1, width: int = 64) -> None:
+        super().__init__(width)
+        self.mlps = nn.ModuleList(nn.Sequential(Geglu(width, gate(), first), nn.Linear(128, width)) for _ in range(2))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.mlps.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
 
 
 def traced_blocks(module: nn.Module, width: int = 64, dtype: torch.dtype = torch.float32) -> ir.Model:

@@ -37,6 +37,11 @@ Dims = dict[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
 
 
+def opt_sizes(profiles: Sequence[Dims]) -> list[dict[str, int]]:
+    """The sizes that the engine is tuned for, in each profile."""
+    return [{name: opt for name, (_, opt, _) in dims.items()} for dims in profiles]
+
+
 def covering(profiles: Sequence[Dims]) -> Dims:
     """From the least to the largest size of each dimension in any of the profiles, and the opt of the first."""
     return {

@@ -67,6 +67,11 @@ def compiled_architectures() -> tuple[str, ...]:
     return tuple(_text("trtconvert_compiled_architectures").split(","))
 
 
+def has_linear_kernel() -> bool:
+    """Whether the library has its kernel for linear layers, for the GPU that CUDA takes by itself. Raises BackendUnavailable."""
+    return bool(_function("trtconvert_linear_is_supported")())
+
+
 def serves(architecture: str, compiled: Iterable[str]) -> bool:
     """Whether kernels compiled for some architectures run on a GPU, like "sm89".
 
@@ -77,9 +82,13 @@ def serves(architecture: str, compiled: Iterable[str]) -> bool:
 
 
 def _text(function: str) -> str:
-    try:
-        call = getattr(load_library(), function)
-    except AttributeError as error:
-        raise outdated(error) from error
+    call = _function(function)
     call.restype = ctypes.c_char_p
     return call().decode()
+
+
+def _function(name: str) -> ctypes._NamedFuncPointer:
+    try:
+        return getattr(load_library(), name)
+    except AttributeError as error:
+        raise outdated(error) from error

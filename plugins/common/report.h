@@ -36,6 +36,17 @@ struct Report {
     return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected %s, got %lld", field, expected, got);
   }
 
+  TrtConvertStatus check_pointer(const char* name, const void* pointer, size_t alignment) {
+    if (!pointer) return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a device pointer, got null", name);
+    if (reinterpret_cast<uintptr_t>(pointer) % alignment)
+      return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a pointer aligned to %zu bytes, got %p", name, alignment, pointer);
+    return TRTCONVERT_OK;
+  }
+
+  TrtConvertStatus no_device(cudaError_t error) {
+    return fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
+  }
+
   // Whether the caller's struct is the one that this library was built with.
   template <typename Params>
   TrtConvertStatus check_caller(const Params& params, uint32_t version, const char* header) {

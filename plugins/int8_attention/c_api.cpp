@@ -1,8 +1,8 @@
 // The C API: every check at the boundary, then the launches. Nothing here throws.
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 
+#include "common/device.h"
 #include "common/report.h"
 #include "launch.h"
 #include "one_tile.h"
@@ -62,16 +62,8 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
   return TRTCONVERT_OK;
 }
 
-TrtConvertStatus check_pointer(const char* name, const void* pointer, size_t alignment, Report& report) {
-  if (!pointer) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a device pointer, got null", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % alignment)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a pointer aligned to %zu bytes, got %p", name, alignment,
-                       pointer);
-  return TRTCONVERT_OK;
-}
-
 TrtConvertStatus check_tensor(const char* name, const void* pointer, const TrtConvertStrides& s, Report& report) {
-  if (check_pointer(name, pointer, 16, report)) return report.status;
+  if (report.check_pointer(name, pointer, 16)) return report.status;
   if (s.batch % 8 || s.token % 8 || s.head % 8)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT,
                        "%s: expected strides in multiples of 8 elements (16-byte rows), got batch %lld, token %lld, head "
@@ -100,7 +92,7 @@ TrtConvertStatus check_second_part(const TrtConvertAttentionParams& c, Report& r
 
 TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report& report) {
   if (c.rotary) {
-    if (check_pointer("rotary", c.rotary, 16, report)) return report.status;
+    if (report.check_pointer("rotary", c.rotary, 16)) return report.status;
     if (c.num_queries != c.num_keys)
       return report.fail(TRTCONVERT_INVALID_ARGUMENT, "rotary: expected as many queries as keys, got %d and %d", c.num_queries,
                          c.num_keys);
@@ -110,7 +102,7 @@ TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report&
     if (c.norm_split) return report.invalid_int("norm_split", "0 without q_norm and k_norm", c.norm_split);
     return TRTCONVERT_OK;
   }
-  if (check_pointer("q_norm", c.q_norm, 16, report) || check_pointer("k_norm", c.k_norm, 16, report)) return report.status;
+  if (report.check_pointer("q_norm", c.q_norm, 16) || report.check_pointer("k_norm", c.k_norm, 16)) return report.status;
   if (!std::isfinite(c.norm_epsilon) || c.norm_epsilon < 0)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "norm_epsilon: expected a finite value >= 0, got %g", c.norm_epsilon);
   return TRTCONVERT_OK;
@@ -158,37 +150,8 @@ Params make_params(const TrtConvertAttentionParams& c) {
   return p;
 }
 
-// What the choice of a kernel needs to know of the current device.
-struct Device {
-  int major = 0, minor = 0, multiprocessors = 0;
-
-  cudaError_t read() {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    return error;
-  }
-
-  // Whether kernels may start early (early_launch.cuh): the device can, and runs what was compiled for its generation. What a
-  // driver makes of code for an older one does not wait for the kernel before it.
-  bool starts_early() const {
-    if (major < 9) return false;
-    for (const char* arch = TRTCONVERT_ARCHITECTURES; arch; arch = std::strchr(arch, ',')) {
-      arch += *arch == ',';
-      if (std::atoi(arch) / 10 == major) return true;
-    }
-    return false;
-  }
-};
-
 bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
-#ifdef TRTCONVERT_SM90
-  return device.major == 9 && device.minor == 0 && c.target_arch == 0 && c.mask_kind == TRTCONVERT_MASK_NONE;
-#else
-  return false;
-#endif
+  return device.runs_sm90() && c.target_arch == 0 && c.mask_kind == TRTCONVERT_MASK_NONE;
 }
 
 // Parameters for a device, without the workspace.
@@ -206,17 +169,17 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "timestep_max: expected a finite value > 0, got %g", c->timestep_max);
   if (check_tensor("q", c->q, c->q_strides, report) || check_tensor("k", c->k, c->k_strides, report) ||
       check_tensor("v", c->v, c->v_strides, report) || check_tensor("out", c->out, c->out_strides, report) ||
-      check_pointer("timestep", c->timestep, 4, report) || check_pointer("q_scale", c->q_scale, 4, report) ||
-      check_pointer("k_scale", c->k_scale, 4, report) || check_pointer("v_scale", c->v_scale, 16, report) ||
-      check_pointer("k_offset", c->k_offset, 16, report) || check_pointer("v_offset", c->v_offset, 16, report) ||
-      check_pointer("modes", c->modes, 4, report) || check_pointer("workspace", c->workspace, 256, report))
+      report.check_pointer("timestep", c->timestep, 4) || report.check_pointer("q_scale", c->q_scale, 4) ||
+      report.check_pointer("k_scale", c->k_scale, 4) || report.check_pointer("v_scale", c->v_scale, 16) ||
+      report.check_pointer("k_offset", c->k_offset, 16) || report.check_pointer("v_offset", c->v_offset, 16) ||
+      report.check_pointer("modes", c->modes, 4) || report.check_pointer("workspace", c->workspace, 256))
     return report.status;
   if (c->mask_kind == TRTCONVERT_MASK_NONE) {
     if (c->mask) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "mask: expected null with mask_kind 0, got %p", c->mask);
-  } else if (check_pointer("mask", c->mask, c->mask_kind == TRTCONVERT_MASK_BOOL ? 1 : 2, report)) {
+  } else if (report.check_pointer("mask", c->mask, c->mask_kind == TRTCONVERT_MASK_BOOL ? 1 : 2)) {
     return report.status;
   }
-  if (c->key_lengths && check_pointer("key_lengths", c->key_lengths, 4, report)) return report.status;
+  if (c->key_lengths && report.check_pointer("key_lengths", c->key_lengths, 4)) return report.status;
   if (check_layers_before(*c, report) || check_second_part(*c, report)) return report.status;
   if (c->target_arch != 0 && c->target_arch != 80)
     return report.invalid_int("target_arch", "0 (the device's best) or 80 (mma.sync)", c->target_arch);
@@ -229,7 +192,7 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
     return report.fail(TRTCONVERT_WORKSPACE_TOO_SMALL, "workspace_size: expected at least %zu bytes, got %zu", needed,
                        c->workspace_size);
   if (error != cudaSuccess)
-    return report.fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
+    return report.no_device(error);
   if (device.major < 8)
     return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
                        "device: expected compute capability 8.0 or later, got %d.%d; use the native lowering there",

@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "early_launch.cuh"
+#include "common/early_launch.cuh"
 #include "launch.h"
 #include "mma.cuh"
 #include "one_tile.h"

@@ -6,6 +6,8 @@
 
 #include <cmath>
 
+#include "common/device.h"
+#include "common/early_launch.cuh"
 #include "common/report.h"
 
 namespace trtconvert::residual_norm {
@@ -59,6 +61,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 // first is used.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid_constant__ Params p) {
+  let_next_kernel_start();  // a linear layer's, whose thread blocks find room where these end
+  wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= p.rows) return;
   const int lane = threadIdx.x % 32;
@@ -115,11 +119,9 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
 }
 
 template <typename T>
-cudaError_t launch(const Params& p, cudaStream_t stream) {
-  // Not early (int8_attention/early_launch.cuh): its thread blocks, waiting, slow the product in front down by more than they gain.
+cudaError_t launch(const Params& p, bool early, cudaStream_t stream) {
   const auto with = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>((p.rows + kWarps - 1) / kWarps), kWarps * 32, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_kernel(kernel, dim3(static_cast<unsigned>((p.rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, early, p);
   };
   const int per_lane = (p.vectors + kWarpVectors - 1) / kWarpVectors;
   if (per_lane <= 2) return with(residual_norm_kernel<T, 2>);
@@ -143,6 +145,7 @@ TrtConvertStatus check(const TrtConvertResidualNormParams* c, Report& report) {
     return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", c->data_type);
   if (!std::isfinite(c->epsilon) || c->epsilon < 0)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "epsilon: expected a finite value >= 0, got %g", c->epsilon);
+  if (c->starts_early != 0 && c->starts_early != 1) return report.invalid_int("starts_early", "0 or 1", c->starts_early);
   return TRTCONVERT_OK;
 }
 
@@ -152,8 +155,7 @@ TrtConvertStatus check_tensors(const TrtConvertResidualNormParams& c, Report& re
     const void* pointer;
   } tensors[] = {{"x", c.x}, {"residual", c.residual}, {"weight", c.weight}, {"bias", c.bias}, {"sum", c.sum}, {"normed", c.normed}};
   for (const auto& tensor : tensors)
-    if (!tensor.pointer || reinterpret_cast<uintptr_t>(tensor.pointer) % sizeof(uint4))
-      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a 16-byte aligned address, got %p", tensor.name, tensor.pointer);
+    if (report.check_pointer(tensor.name, tensor.pointer, sizeof(uint4))) return report.status;
   if (c.sum == c.normed)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "normed: expected another tensor than sum, got both at %p", c.normed);
   return TRTCONVERT_OK;
@@ -187,8 +189,11 @@ TrtConvertStatus trtconvert_residual_norm_run(const TrtConvertResidualNormParams
                     params->epsilon,
                     1.f / static_cast<float>(params->channels)};
   const auto stream = static_cast<cudaStream_t>(params->stream);
-  return report.launched(params->data_type == TRTCONVERT_BFLOAT16 ? residual_norm::launch<__nv_bfloat16>(p, stream)
-                                                                  : residual_norm::launch<__half>(p, stream),
+  Device device;
+  if (const cudaError_t error = device.read()) return report.no_device(error);
+  const bool early = params->starts_early && device.starts_early();
+  return report.launched(params->data_type == TRTCONVERT_BFLOAT16 ? residual_norm::launch<__nv_bfloat16>(p, early, stream)
+                                                                  : residual_norm::launch<__half>(p, early, stream),
                          "residual norm");
 }
 

@@ -2,6 +2,7 @@
 #include <new>
 
 #include "int8_attention/tensorrt/plugin.h"
+#include "linear/tensorrt/plugin.h"
 #include "residual_norm/tensorrt/plugin.h"
 #include "tensorrt/abi.h"
 #include "tensorrt/logger.h"
@@ -43,8 +44,9 @@ class Creator final : public nvinfer1::IPluginCreatorV3One {
 TRTCONVERT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& nbCreators) {
   using namespace trtconvert::plugin;
   static Creator<Int8AttentionPlugin> attention;
+  static Creator<LinearPlugin> linear;
   static Creator<ResidualNormPlugin> residual_norm;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &residual_norm};
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &linear, &residual_norm};
   nbCreators = static_cast<int32_t>(sizeof(creators) / sizeof(creators[0]));
   return creators;
 }

@@ -45,6 +45,15 @@ bool read_integer(PluginField const& field, int64_t& value) noexcept {
   return false;
 }
 
+bool read_flag(PluginField const& field, int32_t& value) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  value = static_cast<int32_t>(read);
+  if (read == 0 || read == 1) return true;
+  log(Severity::kERROR, "attribute '%s': expected 0 or 1, got %lld", field.name, static_cast<long long>(read));
+  return false;
+}
+
 bool read_real(PluginField const& field, float& value) noexcept {
   if (field.data != nullptr && field.length == 1) {
     if (field.type == PluginFieldType::kFLOAT32) return value = load<float>(field.data), true;

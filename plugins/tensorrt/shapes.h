@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 
 #include "tensorrt/abi.h"
@@ -10,7 +11,7 @@ namespace trtconvert::plugin {
 
 // A shape as text, "[1, 24, 4096, 128]".
 struct ShapeText {
-  char text[160];
+  char text[192];  // eight sizes of 20 characters, and what is between them
 
   explicit ShapeText(nvinfer1::Dims const& dims) noexcept {
     int used = std::snprintf(text, sizeof(text), "[");
@@ -24,6 +25,19 @@ struct ShapeText {
 
 inline bool is_same(nvinfer1::Dims const& a, nvinfer1::Dims const& b) noexcept {
   return a.nbDims == b.nbDims && std::equal(a.d, a.d + a.nbDims, b.d);
+}
+
+// A size as the C APIs take it; larger ones than they take stay so.
+inline int32_t saturated(int64_t size) noexcept {
+  return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
+}
+
+// Elements of all dimensions but the last; 0 where one has none. More than any C API takes where they are that many.
+inline int64_t rows_of(nvinfer1::Dims const& dims) noexcept {
+  constexpr int64_t kLarge = (int64_t{1} << 31) + 1;  // its square does not overflow
+  int64_t rows = 1;
+  for (int32_t i = 0; i + 1 < dims.nbDims; ++i) rows = std::min(rows, kLarge) * std::clamp<int64_t>(dims.d[i], 0, kLarge);
+  return rows;
 }
 
 }  // namespace trtconvert::plugin

@@ -32,6 +32,7 @@ from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
+from trtconvert.library import has_linear_kernel
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
 
@@ -234,6 +235,19 @@ def test_an_engine_with_sums_and_norms_of_plugins_computes_the_same(trt, monkeyp
             monkeypatch.setattr("trtconvert.export.lowering.plugin.take_residual_norms", lambda model: 0)
         lower_to_plugin(model)
         assert sum(node.op_type == "ResidualNorm" for node in model.graph) == taken
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
+
+
+def test_an_engine_with_linear_layers_of_plugins_computes_the_same(trt):
+    """Taken for many rows, and run with few."""
+    if not has_linear_kernel():
+        pytest.skip("the library has a kernel for linear layers for compute capability 9.0 only")
+    outputs = []
+    for profiles, taken in (([{"batch": 2048}], 11), ([], 0)):
+        model = tiny_models.traced_blocks(tiny_models.GatedBlocks(), dtype=torch.float16)
+        lower_to_plugin(model, linear_profiles=profiles)
+        assert sum(node.op_type == "Linear" for node in model.graph) == taken
         outputs.append(output_of(trt, model))
     assert relative_error(*outputs) <= HALF_DENOISER
 

@@ -30,6 +30,7 @@ class Params(ctypes.Structure):
         ("data_type", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "bias", "sum", "normed", "stream")),
+        ("starts_early", ctypes.c_int32),
     ]
 
 
@@ -37,7 +38,7 @@ def params(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, /, **changed: float
 ) -> Params:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
+        "struct_size": ctypes.sizeof(Params), "version": 2, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
         "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype], "epsilon": 1e-5, "x": x.data_ptr(),
         "residual": residual.data_ptr(), "weight": weight.data_ptr(), "bias": bias.data_ptr(), "sum": total.data_ptr(),
         "normed": normed.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
@@ -100,7 +101,8 @@ def test_in_place_and_beyond_the_rows():
     assert normed[:7].isfinite().all() and normed[7:].isnan().all()
 
 
-def test_between_products_in_a_graph():
+@pytest.mark.parametrize("starts_early", [0, 1])
+def test_between_products_in_a_graph(starts_early):
     big = torch.randn(4096, 4096, device="cuda").half()
     weight, bias = torch.ones(4096, device="cuda").half(), torch.zeros(4096, device="cuda").half()
     x, (total, normed) = torch.empty_like(big), blank(big)
@@ -111,7 +113,7 @@ def test_between_products_in_a_graph():
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(3):
                 torch.mm(big, big, out=x)
-                assert run(params(x, big, weight, bias, total, normed))[0] == 0
+                assert run(params(x, big, weight, bias, total, normed, starts_early=starts_early))[0] == 0
                 torch.add(total, 0, out=big)  # its output is what the next round begins with
     torch.cuda.synchronize()
     start = (torch.randn(4096, 4096, device="cuda") / 64).half()
@@ -128,14 +130,15 @@ def test_between_products_in_a_graph():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"struct_size": 8}, "params: expected version 1 of"),
-        ({"version": 2}, "got version 2"),
+        ({"struct_size": 8}, "params: expected version 2 of"),
+        ({"version": 1}, "got version 1"),
         ({"rows": 0}, "rows: expected 1..2^31, got 0"),
         ({"channels": 12}, "channels: expected 8..4096 in steps of 8, got 12"),
         ({"data_type": 2}, "data_type: expected 0 (float16) or 1 (bfloat16), got 2"),
+        ({"starts_early": 2}, "starts_early: expected 0 or 1, got 2"),
         ({"epsilon": -1.0}, "epsilon: expected a finite value >= 0, got -1"),
-        ({"weight": 0}, "weight: expected a 16-byte aligned address"),
-        ({"x": 8}, "x: expected a 16-byte aligned address, got 0x8"),
+        ({"weight": 0}, "weight: expected a device pointer, got null"),
+        ({"x": 8}, "x: expected a pointer aligned to 16 bytes, got 0x8"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import Dims, NativeSite
+from trtconvert.bundle import Dims, NativeSite, opt_sizes
 from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, VERSION
 from trtconvert.export.nodes import SITE_METADATA, attention_nodes, mask_of
 
@@ -90,7 +90,7 @@ def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]
 
     Sites whose sizes the graph does not tell are left out; they cannot be timed alone.
     """
-    sizes = [{name: opt for name, (_, opt, _) in dims.items()} for dims in profiles]
+    sizes = opt_sizes(profiles)
     found = {}
     for site, node in attention_nodes(model).items():
         cases = [_case(node, opt) for opt in sizes]

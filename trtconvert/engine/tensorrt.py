@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord
+from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord, opt_sizes
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
-from trtconvert.library import compiled_architectures, library_path, library_version, serves
+from trtconvert.library import compiled_architectures, has_linear_kernel, library_path, library_version, serves
 from trtconvert.recipe import EngineSection
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def build_engine(
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
 
     def build(native: Collection[str]) -> bytes:
-        return build_lowered(trt, lowered(model, native, options), onnx, component.inputs, profiles, options, watch)
+        here = lowered(model, native, options, profiles)
+        return build_lowered(trt, here, onnx, component.inputs, profiles, options, watch)
 
     attention = _attention_here(options, watch) if nodes else "native"
     if attention == "auto":
@@ -263,8 +264,8 @@ def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["aut
     return "native"
 
 
-def lowered(model: ir.Model, native: Collection[str], options: EngineSection) -> ir.Model:
-    """A copy of an exported model for TensorRT: some sites with its own attention, the others with the plugin.
+def lowered(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> ir.Model:
+    """A copy of an exported model for TensorRT on this GPU: some sites with its own attention, the others with the plugin.
 
     Refittable engines keep their projections as they are: a weight is replaced by the name that it has in the state dict.
 
@@ -284,7 +285,11 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection) ->
     if native:
         lower_to_native(model, native)
     if attention_nodes(model):
-        lower_to_plugin(model, refittable=options.refittable)
+        # Of linear layers there is a kernel for some GPUs only.
+        with_linear = not options.hardware_compatible and has_linear_kernel()
+        lower_to_plugin(
+            model, refittable=options.refittable, linear_profiles=opt_sizes(profiles) if with_linear else ()
+        )
     if not options.refittable:
         split_products(model)
         split_modulations(model)

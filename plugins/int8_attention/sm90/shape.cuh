@@ -5,7 +5,7 @@
 #include <cmath>
 #include <initializer_list>
 
-#include "early_launch.cuh"
+#include "common/early_launch.cuh"
 #include "element.cuh"
 #include "launch.h"
 #include "sm90/ptx.cuh"

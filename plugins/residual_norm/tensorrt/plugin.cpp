@@ -23,15 +23,17 @@ using nvinfer1::TensorRTPhase;
 namespace {
 
 // Raised whenever a field is added or changes its meaning.
-constexpr int32_t kSerializationVersion = 1;
+constexpr int32_t kSerializationVersion = 2;
 
 constexpr char kEpsilon[] = "epsilon";
-constexpr unsigned kVersionBit = 1, kEpsilonBit = 2;
+constexpr char kStartsEarly[] = "starts_early";
+constexpr unsigned kVersionBit = 1, kEpsilonBit = 2, kStartsEarlyBit = 4;
 
 }  // namespace
 
 PluginFieldCollection const* ResidualNormPlugin::attribute_names() noexcept {
-  static constexpr PluginField kFields[] = {{kEpsilon, nullptr, PluginFieldType::kFLOAT32, 1}};
+  static constexpr PluginField kFields[] = {{kEpsilon, nullptr, PluginFieldType::kFLOAT32, 1},
+                                             {kStartsEarly, nullptr, PluginFieldType::kINT32, 1}};
   static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
   return &kCollection;
 }
@@ -41,20 +43,22 @@ bool ResidualNormPlugin::parse(PluginFieldCollection const* fields, TensorRTPhas
   auto const read = [&](PluginField const& field) noexcept -> unsigned {
     std::string_view const name = field.name;
     if (name == kEpsilon) return read_epsilon(field, attributes.epsilon) ? kEpsilonBit : 0;
+    if (name == kStartsEarly) return read_flag(field, attributes.starts_early) ? kStartsEarlyBit : 0;
     if (name == kSerializationVersionField && phase == TensorRTPhase::kRUNTIME)
       return read_version(field, kSerializationVersion) ? kVersionBit : 0;
-    log(Severity::kERROR, "expected the attribute %s, got '%s'; remove it", kEpsilon, field.name);
+    log(Severity::kERROR, "expected one of the attributes %s and %s, got '%s'; remove it", kEpsilon, kStartsEarly, field.name);
     return 0;
   };
   if (!read_fields(fields, read, seen)) return false;
-  return phase != TensorRTPhase::kRUNTIME || check_complete(fields, seen, 2);
+  return phase != TensorRTPhase::kRUNTIME || check_complete(fields, seen, 3);
 }
 
 ResidualNormPlugin::ResidualNormPlugin(Attributes const& attributes) noexcept
     : attributes_(attributes),
       version_(kSerializationVersion),
       fields_{{kSerializationVersionField, &version_, PluginFieldType::kINT32, 1},
-              {kEpsilon, &attributes_.epsilon, PluginFieldType::kFLOAT32, 1}},
+              {kEpsilon, &attributes_.epsilon, PluginFieldType::kFLOAT32, 1},
+              {kStartsEarly, &attributes_.starts_early, PluginFieldType::kINT32, 1}},
       collection_{static_cast<int32_t>(std::size(fields_)), fields_} {}
 
 nvinfer1::IPluginV3* ResidualNormPlugin::clone() noexcept {
@@ -98,11 +102,11 @@ bool ResidualNormPlugin::describe(PluginTensorDesc const* inputs, TrtConvertResi
   params = {};
   params.struct_size = sizeof(params);
   params.version = TRTCONVERT_RESIDUAL_NORM_VERSION;
-  params.rows = 1;
-  for (int32_t i = 0; i + 1 < x.nbDims; ++i) params.rows *= x.d[i];
-  params.channels = static_cast<int32_t>(of_channels.d[0]);
+  params.rows = rows_of(x);
+  params.channels = saturated(of_channels.d[0]);
   params.data_type = inputs[kX].type == DataType::kBF16 ? TRTCONVERT_BFLOAT16 : TRTCONVERT_FLOAT16;
   params.epsilon = attributes_.epsilon;
+  params.starts_early = attributes_.starts_early;
   char message[kMessageSize];
   return report(trtconvert_residual_norm_check(&params, message, sizeof(message)), message) == kOk;
 }

@@ -12,6 +12,7 @@ class ResidualNormPlugin final : public PluginBase {
  public:
   struct Attributes {
     float epsilon = 1e-5f;
+    int32_t starts_early = 0;
   };
 
   // For its creator.
@@ -64,7 +65,7 @@ class ResidualNormPlugin final : public PluginBase {
 
   Attributes const attributes_;
   int32_t const version_;
-  nvinfer1::PluginField const fields_[2];
+  nvinfer1::PluginField const fields_[3];
   nvinfer1::PluginFieldCollection const collection_;
 };
 

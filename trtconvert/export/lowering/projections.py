@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,10 @@ def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> 
         new.outputs[0].type = ir.TensorType(ir.DataType.INT64) if new is shape else first.x.type
     joined = nodes[-1].outputs[0]
     assert first.x.shape is not None
-    joined.shape = ir.Shape([*first.x.shape[:2], *sizes])
+    tokens = first.x.shape[:2]
+    for flat in nodes[: 2 if biases else 1]:
+        flat.outputs[0].shape = ir.Shape([*tokens, math.prod(sizes)])
+    joined.shape = ir.Shape([*tokens, *sizes])
     graph.insert_before(before, nodes)
     return joined
 

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_RESIDUAL_NORM_VERSION 1
+#define TRTCONVERT_RESIDUAL_NORM_VERSION 2
 
 /* Channels of a row: a warp holds it in registers. */
 #define TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS 4096
@@ -44,6 +44,10 @@ typedef struct {
   void* normed;         /* [rows, C] */
 
   void* stream; /* cudaStream_t; null is the default stream */
+
+  /* 1: the kernel may start before the one in front of it ends, where the device can; 0: not before. Its thread blocks wait in the
+   * room that is left: 1 is for behind kernels that leave little, as that of linear.h; others are slowed down by more than it gains. */
+  int32_t starts_early;
 } TrtConvertResidualNormParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */

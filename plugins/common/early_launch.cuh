@@ -9,13 +9,20 @@
 
 #include <cstddef>
 
-namespace trtconvert::attention {
+namespace trtconvert {
 
 // Until here the kernel may run beside the one before it in the stream: nothing may be written, and nothing read that another
 // kernel writes. Not by `__ldg` behind it either, which the compiler may put in front. Launched in the ordinary way it does not wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on, in every thread block or behind its end, a kernel that starts early may: its thread blocks take the room that is left.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -36,4 +43,4 @@ cudaError_t launch_kernel(void (*kernel)(Expected...), dim3 grid, int threads, s
   return cudaLaunchKernelEx(&config, kernel, static_cast<Actual&&>(arguments)...);
 }
 
-}  // namespace trtconvert::attention
+}  // namespace trtconvert

@@ -1,0 +1,42 @@
+// From the C API to the kernel.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace trtconvert::linear {
+
+constexpr int kTileRows = 128;
+constexpr int kBlockRows = 64;     // of a tile: those of one wgmma
+constexpr int kTileDepth = 64;     // of x and weight at a time: rows of 128 bytes, as the swizzle wants them
+constexpr int kStoreColumns = 32;  // of the boxes of kBlockRows in which y is written
+
+struct Params {
+  const void* bias;  // [columns] of each product, one behind the other, or null
+  int columns;       // of y
+  int row_tiles, column_tiles;
+  int depth_tiles;
+};
+
+struct Maps {
+  CUtensorMap x, weight, y;
+};
+
+// The kernel's instances.
+struct Instance {
+  int columns;     // of a tile: rows of weight, half of them of each product where there are two
+  bool alternate;  // whether its consumers do, or share tiles
+  bool geglu, bf16;
+
+  int out_columns() const { return geglu ? columns / 2 : columns; }
+};
+
+// The instance that takes least time.
+Instance choose_instance(int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors);
+
+// Enqueues on `stream`. The tensors' boxes are those of the tile.
+cudaError_t launch_linear(const Params& params, const Maps& maps, const Instance& instance, int multiprocessors, cudaStream_t stream);
+
+}  // namespace trtconvert::linear
