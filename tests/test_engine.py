@@ -752,17 +752,21 @@ def mix(times, choice=CHOICE, build=None):
     ("times", "kept", "timed"),
     [
         # In the whole network the plugin costs more than alone at some sites, and then at none, at all, and at all but some.
-        ({"abc": 90.0, "": 100.0, "ab": 80.004}, "ab", ["abc", "", "ab"]),
-        ({"abc": 90.0, "": 100.0, "ab": 90.0}, "abc", ["abc", "", "ab"]),
-        ({"abc": 110.0, "": 100.0, "ab": 105.0, "c": 101.0}, "", ["abc", "", "ab", "c"]),
-        ({"abc": 110.0, "": 100.0, "ab": 99.0}, "ab", ["abc", "", "ab"]),
+        ({"abc": 90.0, "": 100.0, "abcd": 85.0, "ab": 80.004}, "ab", ["abc", "", "abcd", "ab"]),
+        ({"abc": 90.0, "": 100.0, "abcd": 90.0, "ab": 90.0}, "abc", ["abc", "", "abcd", "ab"]),
+        ({"abc": 110.0, "": 100.0, "abcd": 103.0, "ab": 105.0, "c": 101.0}, "", ["abc", "", "abcd", "ab", "c"]),
+        ({"abc": 110.0, "": 100.0, "abcd": 120.0, "ab": 99.0}, "ab", ["abc", "", "abcd", "ab"]),
+        # Plugins at all sites may share their borders.
+        ({"abc": 90.0, "": 100.0, "abcd": 80.0, "ab": 85.0}, "abcd", ["abc", "", "abcd", "ab"]),
     ],
 )
 def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
     chosen, found, watch = mix(times)
     assert (chosen.plan.decode(), chosen.with_plugin, found) == (kept, bool(kept), timed)
     assert chosen.times == EngineTimes(round(min(t for plan, t in times.items() if plan), 2), times[""])
-    native = {"ab": ["d", "c"], "abc": ["d"], "": ["d"]}[kept]  # all are native in the last one, for another reason
+    native = {"ab": ["d", "c"], "abc": ["d"], "abcd": [], "": ["d"]}[
+        kept
+    ]  # all are native in the last one, for another reason
     assert [site.name for site in chosen.native_sites] == native
     assert any("with the plugin at 64 × 64 tokens only" in line for line in watch.details)
     told = "TensorRT's own attention, which stays at every site"
@@ -803,9 +807,9 @@ def test_a_mix_that_cannot_be_built_does_not_keep_a_slower_engine():
         names = "".join(name for name in "abcd" if name not in native)
         return refuse() if names == "ab" else names.encode()
 
-    chosen, timed, watch = mix({"abc": 110.0, "": 100.0}, build=build)
-    assert (chosen.plan, chosen.with_plugin, chosen.times) == (b"", False, EngineTimes(110.0, 100.0))
-    assert timed == ["abc", ""] and len(watch.notices) == 2
+    chosen, timed, watch = mix({"abc": 110.0, "": 100.0, "abcd": 105.0}, build=build)
+    assert (chosen.plan, chosen.with_plugin, chosen.times) == (b"", False, EngineTimes(105.0, 100.0))
+    assert timed == ["abc", "", "abcd"] and len(watch.notices) == 2
     assert "TensorRT's own attention at every site stays, not compared with mixes of the two" in watch.notices[0]
 
 

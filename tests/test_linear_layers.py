@@ -16,11 +16,14 @@ from test_residual_norms import as_operators as norms_as_operators
 from tiny_models import traced_blocks
 from torch import Tensor, nn
 
+from trtconvert.engine import tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin
 from trtconvert.export.lowering.linear_layers import LINEAR, take_linear_layers
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
 from trtconvert.export.nodes import attention_nodes
+from trtconvert.library import has_linear_kernel
+from trtconvert.recipe import EngineSection
 
 PROFILES = [{"batch": 2048}]
 """Of 16 tokens each: with 64 channels as many outputs as the kernel wants at least."""
@@ -183,8 +186,23 @@ def test_layers_that_others_read_are_left():
     assert take_linear_layers(model, PROFILES) == left + 1
 
 
-def test_engines_that_are_refitted_or_have_no_kernel_keep_them():
-    for options in ({"refittable": True, "linear_profiles": PROFILES}, {}):
-        model = blocks()
-        lower_to_plugin(model, **options)
-        assert not taken(model)
+@pytest.mark.parametrize(
+    ("kernel", "options", "count"),
+    [
+        (True, {}, 11),
+        (False, {}, 0),
+        (True, {"refittable": True}, 0),
+        (True, {"hardware_compatible": True}, 0),  # other GPUs have no kernel
+    ],
+    ids=str,
+)
+def test_engines_have_them_where_the_gpu_has_a_kernel(monkeypatch, kernel: bool, options: dict, count: int):
+    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: kernel)
+    lowered = tensorrt.lowered(blocks(), [], EngineSection(**options), [{"batch": (1, 2048, 4096)}])
+    assert len(taken(lowered)) == count
+
+
+def test_a_machine_without_a_gpu_has_no_kernel():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    assert not has_linear_kernel()

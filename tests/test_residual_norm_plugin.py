@@ -180,6 +180,8 @@ def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.
         assert driver.lib.driver_enqueue(plugin, descs, 4, inputs, outputs, None) == 1
         return driver.messages()
 
+    assert "got 0 and 2" in refusal()  # before any shapes are known
+    assert driver.lib.driver_shape_change(plugin, descs, 4) == 0, driver.messages()
     for name, place in zip(names, right, strict=True):
         said = f"{name}: expected a pointer aligned to 16 bytes, got {place + 8:#x}"
         assert said in refusal(**{name: place + 8})

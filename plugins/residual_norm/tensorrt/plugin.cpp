@@ -1,23 +1,18 @@
 #include "residual_norm/tensorrt/plugin.h"
 
 #include <iterator>
-#include <new>
 #include <string_view>
 
 #include "tensorrt/fields.h"
-#include "tensorrt/shapes.h"
 
 namespace trtconvert::plugin {
 
-using nvinfer1::DataType;
 using nvinfer1::Dims;
 using nvinfer1::DimsExprs;
-using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
-using nvinfer1::TensorFormat;
 using nvinfer1::TensorRTPhase;
 
 namespace {
@@ -61,73 +56,36 @@ ResidualNormPlugin::ResidualNormPlugin(Attributes const& attributes) noexcept
               {kStartsEarly, &attributes_.starts_early, PluginFieldType::kINT32, 1}},
       collection_{static_cast<int32_t>(std::size(fields_)), fields_} {}
 
-nvinfer1::IPluginV3* ResidualNormPlugin::clone() noexcept {
-  auto* copy = new (std::nothrow) ResidualNormPlugin(attributes_);
-  if (copy == nullptr) log(Severity::kERROR, "expected %zu bytes of host memory for a copy of the plugin, got none", sizeof(*copy));
-  return copy;
-}
-
-bool ResidualNormPlugin::check_counts(int32_t num_inputs, int32_t num_outputs) noexcept {
-  if (num_inputs == kInputs && num_outputs == kOutputs) return true;
-  log(Severity::kERROR,
-      "expected 4 inputs (x, residual, weight, bias) and 2 outputs (sum, normed), got %d and %d; build the engine again with this "
-      "version of trtconvert",
-      num_inputs, num_outputs);
-  return false;
-}
-
-// Fills in shapes and attributes; pointers stay null. False, and a logged reason, where shapes or types do not belong together or
-// the kernel does not take them.
-bool ResidualNormPlugin::describe(PluginTensorDesc const* inputs, TrtConvertResidualNormParams& params) const noexcept {
-  static constexpr char const* kNames[kInputs] = {"x", "residual", "weight", "bias"};
+bool ResidualNormPlugin::describe(PluginTensorDesc const* inputs, int32_t num_inputs,
+                                  TrtConvertResidualNormParams& params) const noexcept {
   Dims const& x = inputs[kX].dims;
   if (x.nbDims < 1) {
     log(Severity::kERROR, "input 'x': expected one dimension or more, got shape %s", ShapeText(x).text);
     return false;
   }
   Dims const of_channels{1, {x.d[x.nbDims - 1]}};
-  for (int32_t i = 0; i < kInputs; ++i) {
-    if (inputs[i].format != TensorFormat::kLINEAR || !is_16bit_float(inputs[i].type) || inputs[i].type != inputs[kX].type) {
-      log(Severity::kERROR, "input '%s': expected linear format and FP16 or BF16, as x; got format %d and type %d", kNames[i],
-          static_cast<int>(inputs[i].format), static_cast<int>(inputs[i].type));
-      return false;
-    }
-    Dims const& expected = i <= kResidual ? x : of_channels;
-    if (!is_same(inputs[i].dims, expected)) {
-      log(Severity::kERROR, "input '%s': expected shape %s from x, got %s", kNames[i], ShapeText(expected).text,
-          ShapeText(inputs[i].dims).text);
-      return false;
-    }
-  }
+  Dims const expected[kInputs] = {x, x, of_channels, of_channels};
+  if (!check_inputs(inputs, num_inputs, expected)) return false;
   params = {};
   params.struct_size = sizeof(params);
   params.version = TRTCONVERT_RESIDUAL_NORM_VERSION;
   params.rows = rows_of(x);
   params.channels = saturated(of_channels.d[0]);
-  params.data_type = inputs[kX].type == DataType::kBF16 ? TRTCONVERT_BFLOAT16 : TRTCONVERT_FLOAT16;
+  params.data_type = data_type(inputs[kX]);
   params.epsilon = attributes_.epsilon;
   params.starts_early = attributes_.starts_early;
   char message[kMessageSize];
   return report(trtconvert_residual_norm_check(&params, message, sizeof(message)), message) == kOk;
 }
 
-int32_t ResidualNormPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t nbInputs, DynamicPluginTensorDesc const*,
-                                            int32_t nbOutputs) noexcept {
-  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
-  for (Bound const bound : {Bound::kMin, Bound::kMax}) {
-    PluginTensorDesc descs[kInputs];
-    at_bound(in, kInputs, bound, descs);
-    TrtConvertResidualNormParams params;
-    if (!describe(descs, params)) return kFailed;
-  }
-  return kOk;
-}
-
-int32_t ResidualNormPlugin::getOutputDataTypes(DataType* outputTypes, int32_t nbOutputs, DataType const* inputTypes,
-                                               int32_t nbInputs) const noexcept {
-  if (!check_counts(nbInputs, nbOutputs)) return kFailed;
-  outputTypes[kSum] = outputTypes[kNormed] = inputTypes[kX];
-  return kOk;
+void ResidualNormPlugin::place(void const* const* inputs, int32_t, void* const* outputs,
+                               TrtConvertResidualNormParams& params) noexcept {
+  params.x = inputs[kX];
+  params.residual = inputs[kResidual];
+  params.weight = inputs[kWeight];
+  params.bias = inputs[kBias];
+  params.sum = outputs[kSum];
+  params.normed = outputs[kNormed];
 }
 
 int32_t ResidualNormPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t, DimsExprs* outputs,
@@ -135,34 +93,6 @@ int32_t ResidualNormPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbI
   if (!check_counts(nbInputs, nbOutputs)) return kFailed;
   outputs[kSum] = outputs[kNormed] = inputs[kX];
   return kOk;
-}
-
-bool ResidualNormPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
-                                                   int32_t nbOutputs) noexcept {
-  PluginTensorDesc const& tensor = inOut[pos].desc;
-  return check_counts(nbInputs, nbOutputs) && tensor.format == TensorFormat::kLINEAR && is_16bit_float(tensor.type) &&
-         tensor.type == inOut[kX].desc.type;
-}
-
-int32_t ResidualNormPlugin::onShapeChange(PluginTensorDesc const* in, int32_t nbInputs, PluginTensorDesc const*,
-                                          int32_t nbOutputs) noexcept {
-  TrtConvertResidualNormParams params;
-  return check_counts(nbInputs, nbOutputs) && describe(in, params) ? kOk : kFailed;
-}
-
-int32_t ResidualNormPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTensorDesc const*, void const* const* inputs,
-                                    void* const* outputs, void*, CUstream_st* stream) noexcept {
-  TrtConvertResidualNormParams params;
-  if (!describe(inputDesc, params)) return kFailed;
-  params.x = inputs[kX];
-  params.residual = inputs[kResidual];
-  params.weight = inputs[kWeight];
-  params.bias = inputs[kBias];
-  params.sum = outputs[kSum];
-  params.normed = outputs[kNormed];
-  params.stream = stream;
-  char message[kMessageSize];
-  return report(trtconvert_residual_norm_run(&params, message, sizeof(message)), message);
 }
 
 }  // namespace trtconvert::plugin

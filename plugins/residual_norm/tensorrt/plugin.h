@@ -3,12 +3,12 @@
 // Behind a plugin TensorRT computes both in kernels of their own, where without one it adds the residual inside the product before.
 #pragma once
 
-#include "tensorrt/plugin_base.h"
+#include "tensorrt/layer_plugin.h"
 #include "trtconvert/residual_norm.h"
 
 namespace trtconvert::plugin {
 
-class ResidualNormPlugin final : public PluginBase {
+class ResidualNormPlugin final : public LayerPlugin<ResidualNormPlugin, TrtConvertResidualNormParams> {
  public:
   struct Attributes {
     float epsilon = 1e-5f;
@@ -23,30 +23,14 @@ class ResidualNormPlugin final : public PluginBase {
 
   explicit ResidualNormPlugin(Attributes const& attributes) noexcept;
 
-  // IPluginV3, IPluginV3OneCore
-  nvinfer1::IPluginV3* clone() noexcept override;
-  char const* getPluginName() const noexcept override { return kName; }
-
-  // IPluginV3OneBuild
-  int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs,
-                          nvinfer1::DynamicPluginTensorDesc const* out, int32_t nbOutputs) noexcept override;
-  int32_t getOutputDataTypes(nvinfer1::DataType* outputTypes, int32_t nbOutputs, nvinfer1::DataType const* inputTypes,
-                             int32_t nbInputs) const noexcept override;
   int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
                           int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
                           nvinfer1::IExprBuilder& exprBuilder) noexcept override;
-  bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
-                                 int32_t nbOutputs) noexcept override;
-  int32_t getNbOutputs() const noexcept override { return kOutputs; }
-
-  // IPluginV3OneRuntime
-  int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t nbInputs, nvinfer1::PluginTensorDesc const* out,
-                        int32_t nbOutputs) noexcept override;
-  int32_t enqueue(nvinfer1::PluginTensorDesc const* inputDesc, nvinfer1::PluginTensorDesc const* outputDesc,
-                  void const* const* inputs, void* const* outputs, void* workspace, CUstream_st* stream) noexcept override;
   nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &collection_; }
 
  private:
+  friend LayerPlugin;
+
   enum Input : int32_t {
     kX,         // [..., C], FP16 or BF16, as are all tensors
     kResidual,  // as x
@@ -60,8 +44,16 @@ class ResidualNormPlugin final : public PluginBase {
     kOutputs,
   };
 
-  static bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept;
-  bool describe(nvinfer1::PluginTensorDesc const* inputs, TrtConvertResidualNormParams& params) const noexcept;
+  static constexpr char const* kInputNames[] = {"x", "residual", "weight", "bias"};
+  static constexpr int32_t kFewestInputs = kInputs;
+  static constexpr char kTensors[] = "4 inputs (x, residual, weight, bias) and 2 outputs (sum, normed)";
+  static constexpr char kShapesFrom[] = "x";
+  static constexpr auto kRun = trtconvert_residual_norm_run;
+
+  Attributes const& attributes() const noexcept { return attributes_; }
+  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertResidualNormParams& params) const noexcept;
+  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
+                    TrtConvertResidualNormParams& params) noexcept;
 
   Attributes const attributes_;
   int32_t const version_;

@@ -1,0 +1,118 @@
+// What plugins of single layers have in common: all tensors FP16 or all BF16, contiguous, one kernel without a workspace.
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+#include <new>
+
+#include "tensorrt/plugin_base.h"
+#include "tensorrt/shapes.h"
+
+namespace trtconvert::plugin {
+
+// `Plugin` derives from it and has, for it alone:
+//   kInputNames, kFewestInputs (the last ones may be left out), kOutputs; kTensors and kShapesFrom, for messages;
+//   attributes(), from which a copy is made;
+//   describe(inputs, num_inputs, params): fills in what the C API wants but pointers. Where shapes or types do not belong together, or
+//     the kernel does not take them, it gives false and has logged why;
+//   place(inputs, num_inputs, outputs, params): fills in the pointers;
+//   kRun: the C API's function.
+template <typename Plugin, typename Params>
+class LayerPlugin : public PluginBase {
+ public:
+  nvinfer1::IPluginV3* clone() noexcept final {
+    auto* copy = new (std::nothrow) Plugin(self().attributes());
+    if (copy == nullptr) {
+      log(Severity::kERROR, "expected %zu bytes of host memory for a copy of the plugin, got none", sizeof(*copy));
+      return nullptr;
+    }
+    copy->num_inputs_ = num_inputs_;
+    return copy;
+  }
+  char const* getPluginName() const noexcept final { return Plugin::kName; }
+
+  int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs, nvinfer1::DynamicPluginTensorDesc const*,
+                          int32_t nbOutputs) noexcept final {
+    if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+    for (Bound const bound : {Bound::kMin, Bound::kMax}) {
+      nvinfer1::PluginTensorDesc descs[std::size(Plugin::kInputNames)];
+      at_bound(in, nbInputs, bound, descs);
+      Params params;
+      if (!self().describe(descs, nbInputs, params)) return kFailed;
+    }
+    return kOk;
+  }
+
+  int32_t getOutputDataTypes(nvinfer1::DataType* outputTypes, int32_t nbOutputs, nvinfer1::DataType const* inputTypes,
+                             int32_t nbInputs) const noexcept final {
+    if (!check_counts(nbInputs, nbOutputs)) return kFailed;
+    std::fill_n(outputTypes, nbOutputs, inputTypes[0]);
+    return kOk;
+  }
+
+  bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
+                                 int32_t nbOutputs) noexcept final {
+    return check_counts(nbInputs, nbOutputs) && is_as(inOut[pos].desc, inOut[0].desc);
+  }
+
+  int32_t getNbOutputs() const noexcept final { return Plugin::kOutputs; }
+
+  int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t nbInputs, nvinfer1::PluginTensorDesc const*,
+                        int32_t nbOutputs) noexcept final {
+    Params params;
+    if (!check_counts(nbInputs, nbOutputs) || !self().describe(in, nbInputs, params)) return kFailed;
+    num_inputs_ = nbInputs;
+    return kOk;
+  }
+
+  int32_t enqueue(nvinfer1::PluginTensorDesc const* inputDesc, nvinfer1::PluginTensorDesc const*, void const* const* inputs,
+                  void* const* outputs, void*, CUstream_st* stream) noexcept final {
+    Params params;
+    if (!check_counts(num_inputs_, Plugin::kOutputs) || !self().describe(inputDesc, num_inputs_, params)) return kFailed;
+    Plugin::place(inputs, num_inputs_, outputs, params);
+    params.stream = stream;
+    char message[kMessageSize];
+    return report(Plugin::kRun(&params, message, sizeof(message)), message);
+  }
+
+ protected:
+  static bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept {
+    constexpr int32_t kMostInputs = std::size(Plugin::kInputNames);
+    if (num_inputs >= Plugin::kFewestInputs && num_inputs <= kMostInputs && num_outputs == Plugin::kOutputs) return true;
+    log(Severity::kERROR, "expected %s, got %d and %d; build the engine again with this version of trtconvert", Plugin::kTensors,
+        num_inputs, num_outputs);
+    return false;
+  }
+
+  // Whether all inputs have the type of the first, and shapes that are expected.
+  static bool check_inputs(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, nvinfer1::Dims const* expected) noexcept {
+    for (int32_t i = 0; i < num_inputs; ++i) {
+      if (!is_as(inputs[i], inputs[0])) {
+        log(Severity::kERROR, "input '%s': expected linear format and FP16 or BF16, as %s; got format %d and type %d",
+            Plugin::kInputNames[i], Plugin::kInputNames[0], static_cast<int>(inputs[i].format), static_cast<int>(inputs[i].type));
+        return false;
+      }
+      if (!is_same(inputs[i].dims, expected[i])) {
+        log(Severity::kERROR, "input '%s': expected shape %s from %s, got %s", Plugin::kInputNames[i], ShapeText(expected[i]).text,
+            Plugin::kShapesFrom, ShapeText(inputs[i].dims).text);
+        return false;
+      }
+    }
+    return true;
+  }
+
+  static TrtConvertDataType data_type(nvinfer1::PluginTensorDesc const& tensor) noexcept {
+    return tensor.type == nvinfer1::DataType::kBF16 ? TRTCONVERT_BFLOAT16 : TRTCONVERT_FLOAT16;
+  }
+
+ private:
+  static bool is_as(nvinfer1::PluginTensorDesc const& tensor, nvinfer1::PluginTensorDesc const& first) noexcept {
+    return tensor.format == nvinfer1::TensorFormat::kLINEAR && is_16bit_float(tensor.type) && tensor.type == first.type;
+  }
+
+  Plugin const& self() const noexcept { return static_cast<Plugin const&>(*this); }
+
+  int32_t num_inputs_ = 0;  // of the last shape change
+};
+
+}  // namespace trtconvert::plugin
