@@ -6,10 +6,11 @@
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
 billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What is
 measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the lowering
-of attention alone, and of the norms, rotary embeddings and projections that the plugin takes with it; the plugin's has a timestep
-bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan that uses each for as many
-steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or
-TensorRT's own is everywhere, where that makes the faster engine. The time of its build is that of all that it builds and times.
+of attention alone, and of what becomes plugins with it: norms, rotary embeddings, projections and the layers between. The
+plugin's has a timestep bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan that
+uses each for as many steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on
+this GPU, or the plugin or TensorRT's own is everywhere, or the plugin at some lengths, whichever makes the fastest engine. The
+time of its build is that of all that it builds and times.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert

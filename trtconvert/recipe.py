@@ -264,8 +264,9 @@ class EngineSection(_Section):
     attention: Literal["auto", "plugin", "native"] = Field(
         default="auto",
         description="tensorrt: `auto` times both on the GPU that builds, at each distinct shape, and keeps TensorRT's own "
-        "attention where it is the faster. It then times whole engines, also with TensorRT's own attention at further sites "
-        "and at every site, and keeps the fastest. `plugin` and `native` take one at every site and time nothing.",
+        "attention where it is the faster. It then times whole engines, also with the plugin at every site, with TensorRT's own "
+        "attention at further ones and at every one, and keeps the fastest. `plugin` and `native` take one at every site and "
+        "time nothing.",
     )
     workspace_mb: Count | None = Field(
         default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."
