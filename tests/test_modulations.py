@@ -315,5 +315,5 @@ def test_other_sums_are_left(changes):
 
 def test_engines_that_are_refitted_keep_their_product():
     for refittable in (True, False):
-        model = tensorrt.lowered(changed(MODULATIONS, {}), [], EngineSection(refittable=refittable))
+        model = tensorrt.lowered(changed(MODULATIONS, {}), [], EngineSection(refittable=refittable), [{}])
         assert ("weight" in model.graph.initializers) == refittable

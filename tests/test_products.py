@@ -259,7 +259,7 @@ def test_other_products_are_left(change):
 
 def test_engines_that_are_refitted_keep_their_products():
     for refittable in (True, False):
-        model = tensorrt.lowered(product(), [], EngineSection(refittable=refittable))
+        model = tensorrt.lowered(product(), [], EngineSection(refittable=refittable), [{}])
         assert ("weight" in model.graph.initializers) == refittable
 
 
