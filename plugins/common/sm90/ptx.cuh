@@ -205,8 +205,6 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_NAMES_68 TRT_NAMES_64 ",%64,%65,%66,%67"
 #define TRT_NAMES_80 TRT_NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define TRT_NAMES_96 TRT_NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define TRT_NAMES_112 TRT_NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define TRT_NAMES_128 TRT_NAMES_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define TRT_REGS_4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define TRT_REGS_8(C, d, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
@@ -222,7 +220,6 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_REGS_68(C, d) TRT_REGS_64(C, d), TRT_REGS_4(C, d, 64)
 #define TRT_REGS_80(C, d) TRT_REGS_64(C, d), TRT_REGS_8(C, d, 64), TRT_REGS_8(C, d, 72)
 #define TRT_REGS_96(C, d) TRT_REGS_80(C, d), TRT_REGS_8(C, d, 80), TRT_REGS_8(C, d, 88)
-#define TRT_REGS_128(C, d) TRT_REGS_96(C, d), TRT_REGS_8(C, d, 96), TRT_REGS_8(C, d, 104), TRT_REGS_8(C, d, 112), TRT_REGS_8(C, d, 120)
 
 // Accumulators of R registers; both operands in shared memory, or A in registers. `use_d` 0 starts from zero.
 #define TRT_WGMMA_SS(OP, C, R, DESC_A, DESC_B, PRED, TAIL)                                     \
@@ -239,7 +236,7 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 // d[64 x 2 R] (+)= a[64 x 16] * b[2 R x 16]^T in 16 bits, both with their depth contiguous (K-major).
 template <bool kBf16, int R>
 __device__ __forceinline__ void wgmma_16bit(float (&d)[R], uint64_t a, uint64_t b, int use_d) {
-  static_assert(R == 32 || R == 48 || R == 64 || R == 80 || R == 96 || R == 128);
+  static_assert(R == 32 || R == 48 || R == 64 || R == 80 || R == 96);
 #define TRT_WGMMA_16BIT(N, R, DESC_A, DESC_B, PRED)                                                                 \
   if constexpr (kBf16) {                                                                                            \
     TRT_WGMMA_SS("m64n" #N "k16.f32.bf16.bf16", "+f", R, DESC_A, DESC_B, PRED, ", 1, 1, 0, 0");                     \
@@ -251,7 +248,6 @@ __device__ __forceinline__ void wgmma_16bit(float (&d)[R], uint64_t a, uint64_t 
   if constexpr (R == 64) { TRT_WGMMA_16BIT(128, 64, "%64", "%65", "%66") }
   if constexpr (R == 80) { TRT_WGMMA_16BIT(160, 80, "%80", "%81", "%82") }
   if constexpr (R == 96) { TRT_WGMMA_16BIT(192, 96, "%96", "%97", "%98") }
-  if constexpr (R == 128) { TRT_WGMMA_16BIT(256, 128, "%128", "%129", "%130") }
 #undef TRT_WGMMA_16BIT
 }
 
