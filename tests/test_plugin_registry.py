@@ -59,12 +59,20 @@ found["from_other_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_ver
 found["bad"] = {}
 for name, value in {"layout": b"BDNH", "softmax_scale": -1.0, "smooth_k": 7, "scaling": 3}.items():
     found["bad"][name] = create(trt.TensorRTPhase.BUILD, **{name: value}) is not None
-norms = registry.get_creator("ResidualNorm", "1", "")
-found["norm_fields"] = [field.name for field in norms.field_names]
-epsilon = trt.PluginField("epsilon", np.array([1e-6], np.float32), trt.PluginFieldType.FLOAT32)
-norm = norms.create_plugin("layer", trt.PluginFieldCollection([epsilon]), trt.TensorRTPhase.BUILD)
-found["norm_outputs"] = norm.get_capability_interface(kinds.BUILD).num_outputs
-del norm, norms
+found["layers"] = {}
+given = {
+    "ResidualNorm": [
+        trt.PluginField("epsilon", np.array([1e-6], np.float32), trt.PluginFieldType.FLOAT32),
+        trt.PluginField("starts_early", np.array([1], np.int32), trt.PluginFieldType.INT32),
+    ],
+    "Linear": [trt.PluginField("geglu", np.array([1], np.int32), trt.PluginFieldType.INT32)],
+}
+for name, fields in given.items():
+    of_layer = registry.get_creator(name, "1", "")
+    layer = of_layer.create_plugin("layer", trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
+    outputs = layer.get_capability_interface(kinds.BUILD).num_outputs
+    found["layers"][name] = [[field.name for field in of_layer.field_names], outputs]
+    del layer, of_layer
 del core, build, runtime, plugin, creator  # their code goes with the library
 registry.deregister_library(handle)
 found["gone"] = [registry.get_creator(name, "1", "") is None for name in found["new"]]
@@ -90,10 +98,10 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
 def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:
     version, found, _ = probed
     assert found["version"].startswith(version + ".")
-    assert found["new"] == ["Int8Attention", "ResidualNorm"]
+    assert found["new"] == ["Int8Attention", "Linear", "ResidualNorm"]
     of_layers = ["rotary", "norm", "norm_eps", "norm_split", "kv_heads", "k_head", "v_head", "parts"]
     assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k", *of_layers]
-    assert found["gone"] == [True, True]
+    assert found["gone"] == [True, True, True]
 
 
 def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
@@ -102,7 +110,7 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
     assert found["core"] == ["Int8Attention", "1", ""]
     assert found["interfaces"] == ["PLUGIN_V3ONE_CORE", "PLUGIN_V3ONE_BUILD", "PLUGIN_V3ONE_RUNTIME"]
     assert found["outputs"] == 1
-    assert (found["norm_fields"], found["norm_outputs"]) == (["epsilon"], 2)
+    assert found["layers"] == {"ResidualNorm": [["epsilon", "starts_early"], 2], "Linear": [["geglu"], 1]}
     assert found["defaults"] and found["from_engine"]
 
 
