@@ -237,9 +237,8 @@ def _changed(
         return graph.initializers[name]
 
     def changed() -> ir.Tensor:
-        result = np.array(change(tensor.numpy()), order="C").reshape(
-            shape
-        )  # a copy: nothing of the file is needed any more
+        # A copy: the file is let go.
+        result = np.array(change(tensor.numpy()), order="C").reshape(shape)
         if isinstance(tensor, ir.ExternalTensor):
             tensor.release()
         return ir.Tensor(result, dtype=tensor.dtype)
