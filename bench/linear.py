@@ -14,12 +14,12 @@ import argparse
 import ctypes
 import datetime
 import itertools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from attention import median_and_spread
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,7 +37,8 @@ class Layer:
     geglu: bool = False
 
     def __str__(self) -> str:
-        return f"{self.rows:,} × {'2 · ' if self.geglu else ''}{self.outputs:,} × {self.depth:,}"
+        what, two = ("GEGLU of ", "2 · ") if self.geglu else ("", "")
+        return f"{what}{self.rows:,} × {two}{self.outputs:,} × {self.depth:,}"
 
 
 # Of SDXL at 1024², of Stable Diffusion 1.5 at 512², each with the two halves of guidance, and sizes that are left to TensorRT.
@@ -48,6 +49,9 @@ LAYERS += [Layer(2048, 5120, 1280, True), Layer(8192, 2560, 640, True), Layer(81
 LAYERS += [Layer(1024, 1280, 5120), Layer(2048, 640, 2560), Layer(154, 25600, 2048)]
 CALLS, ROUNDS, WARM_UP = 40, 25, 3
 ROTATED_BYTES = 200e6  # an H200's L2 cache is 60 MB
+
+NAMES = ("cuBLAS", "ours", "torch, GEGLU")
+"""Of what takes turns, in the order of the table; the last for GEGLU alone."""
 
 Call = Callable[[int], object]
 """With the index of its tensors."""
@@ -132,20 +136,13 @@ def measured(layer: Layer) -> dict[str, tuple[float, float]]:
         time = microseconds(graph)
         if turn >= WARM_UP:
             times[name].append(time)
-    found = {}
-    for name, all_times in times.items():
-        low, middle, high = statistics.quantiles(all_times, n=4)
-        found[name] = middle, (high - low) / 2
-    return found
+    return {name: median_and_spread(of_turns) for name, of_turns in times.items()}
 
 
 def row(layer: Layer, found: dict[str, tuple[float, float]]) -> str:
     cells = [f"{found[name][0]:.1f} ± {found[name][1]:.1f}" if name in found else "" for name in NAMES]
     faster = found["cuBLAS"][0] / found["ours"][0]
-    return f"| {'GEGLU of ' if layer.geglu else ''}{layer} | {' | '.join(cells)} | {faster:.2f}× |"
-
-
-NAMES = ("cuBLAS", "ours", "torch, GEGLU")
+    return f"| {layer} | {' | '.join(cells)} | {faster:.2f}× |"
 
 
 def main() -> None:
