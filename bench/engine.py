@@ -1,7 +1,7 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain engines auto] [--exports FOLDER]
-                           [--kernels FOLDER] [--json FILE]
+    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain native plugin auto]
+                           [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
 billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What is
@@ -80,7 +80,9 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0
 """One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
+PLUGIN = "TensorRT, our plugin"
 PLAIN = "TensorRT of torch.onnx.export"
+PEERS = ("torch", "plain", "native", "plugin", "auto")
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -562,7 +564,8 @@ class Bench:
             for x in self.model.inputs
         ]
 
-    def build_engines(self, path: Path, with_auto: bool) -> None:
+    def build_engines(self, path: Path, peers: Collection[str]) -> None:
+        """Engines of our export, and each shape of its attention timed alone where the plugin is one of the peers."""
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
@@ -578,19 +581,22 @@ class Bench:
                 plans[key] = plan, building.seconds
             return plans[key][0]
 
-        for what, native in ((NATIVE, list(sites)), ("TensorRT, our plugin", [])):
-            self._load(trt, what, build(native), not native, plans[frozenset(native)][1])
+        for peer, what, native in (("native", NATIVE, list(sites)), ("plugin", PLUGIN, [])):
+            if peer in peers:
+                self._load(trt, what, build(native), not native, plans[frozenset(native)][1])
+        if not {"plugin", "auto"} & set(peers):
+            return
         with Phase(f"{self.model.name}: attention timed alone") as alone:
             choice = tensorrt.choose_alone(trt, exported, [{}], options, Notices())
         self.attention = attention_alone(self.model.name, exported, choice)
-        if not with_auto:
+        if "auto" not in peers:
             return
-        first_two = sum(seconds for _, seconds in plans.values())
+        before = sum(seconds for _, seconds in plans.values())
         with Phase(f"{self.model.name}: attention chosen") as choosing:
             time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
             auto = fastest_mix(choice, sites, build, time_engine, Notices())
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
-        built = first_two + alone.seconds + choosing.seconds
+        built = before + alone.seconds + choosing.seconds
         self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, built)
 
     def _load(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
@@ -658,10 +664,10 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         nargs="*",
-        choices=["torch", "plain", "engines", "auto"],
-        default=["torch", "plain", "engines", "auto"],
-        help="plain: TensorRT with what torch exports by itself; engines: with TensorRT's own attention and with the plugin; "
-        "auto: also what the build would keep of both",
+        choices=PEERS,
+        default=PEERS,
+        help="torch: as it is and compiled; plain: TensorRT with what torch exports by itself; native: with our export and "
+        "TensorRT's own attention; plugin: with ours everywhere; auto: what the build would keep of both",
     )
     parser.add_argument(
         "--exports",
@@ -688,12 +694,12 @@ def main() -> None:
             bench = Bench(name, arguments.kernels)
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            wanted = {"engines", "auto"} & set(arguments.peers)
+            engines = {"native", "plugin", "auto"} & set(arguments.peers)
             bench.to_cpu()
-            if arguments.exports or wanted:
+            if arguments.exports or engines:
                 path = bench.export(exports)
-                if wanted:
-                    bench.build_engines(path, "auto" in wanted)
+                if engines:
+                    bench.build_engines(path, engines)
             if "plain" in arguments.peers:
                 bench.build_plain(exports)
             bench.engine_rows()

@@ -295,6 +295,47 @@ def test_threads_and_streams_do_not_disturb_each_other(folder):
         assert not failures
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_bundles_on_two_gpus_serve_at_once(folder, denoiser, digits):
+    """From threads whose current GPU is the first, where nothing of the second bundle lies."""
+    sets = [make_inputs(batch, seed) for batch in (2, 16) for seed in range(2)]
+    expected = [denoiser(*inputs).cpu() for inputs in sets]
+    with runtime.load(folder, backend="tensorrt", device="cuda:1") as second:
+        there, failures = second["denoiser"], []
+        moved = [[x.to("cuda:1") for x in inputs] for inputs in sets]
+
+        def work(called: TensorRTComponent, given: list[list[torch.Tensor]]) -> None:
+            try:
+                for i in range(40):
+                    output = called(*given[i % len(given)])
+                    if output.device != called.device or not torch.equal(output.cpu(), expected[i % len(given)]):
+                        failures.append((called.device, i))
+            except Exception as error:
+                failures.append((called.device, error))
+
+        def at_once(*threads: threading.Thread) -> None:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        on_first = held()
+        at_once(threading.Thread(target=work, args=(there, moved)))
+        assert not failures and held() <= on_first
+        at_once(*(threading.Thread(target=work, args=(of, given)) for of, given in ((denoiser, sets), (there, moved))))
+        assert not failures
+        assert there.graphs_recorded and torch.cuda.current_device() == 0
+        for inputs, output in zip(sets, expected, strict=True):  # taken from the first GPU, and given back there
+            given_back = there(*inputs)
+            assert given_back.device == inputs[0].device and torch.equal(given_back.cpu(), output)
+        there.refit(digits.denoiser.state_dict())
+        work(there, moved)
+        assert not failures
+        moved.clear()
+    torch.cuda.synchronize("cuda:1")
+    assert torch.cuda.memory_allocated("cuda:1") == 0
+
+
 def two_engines(folder: Path, **options: int) -> tuple[Scratch, list[TensorRTComponent]]:
     """Of the denoiser, in one scratch memory."""
     component = read_manifest(folder).components["denoiser"]
