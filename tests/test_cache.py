@@ -15,6 +15,7 @@ from trtconvert.calib.identity import search_reads
 from trtconvert.doctor import examine
 from trtconvert.errors import UserError
 from trtconvert.evaluate.features import load_extractor
+from trtconvert.files import locked
 from trtconvert.recipe import PlanSection
 
 MADE = {"a.bin": b"\x00\x01", "b.txt": b"text"}
@@ -48,6 +49,18 @@ def test_another_name_or_other_reads_are_another_stage(cache, name, reads):
     second = cache.stage(name, reads, make)
     assert not second.reused
     assert first.key != second.key and first.folder != second.folder
+
+
+def test_what_killed_processes_left_of_other_stages_goes(cache):
+    """What they read will not come again, as after an option that ran out of memory."""
+    cache.folder.mkdir()
+    killed, running = (cache.folder / f".engine-{name}.partial-x" for name in ("killed", "running"))
+    for folder in (killed, running):
+        folder.mkdir()
+        (folder / "weights").write_bytes(bytes(100))
+    with locked(running):
+        stage = cache.stage("one", {}, make)
+    assert sorted(cache.folder.iterdir()) == sorted([running, stage.folder])
 
 
 def test_other_code_is_another_stage(cache, monkeypatch):

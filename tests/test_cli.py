@@ -421,6 +421,17 @@ def test_a_fault_of_ours_says_so(monkeypatch):
     assert "please report it" in outcome.output and "Traceback" not in outcome.output
 
 
+def test_host_memory_that_runs_out_is_no_fault_of_ours(monkeypatch):
+    def fail(_):
+        raise MemoryError
+
+    monkeypatch.setattr(bundle, "read_manifest", fail)
+    outcome = run("inspect", "anything")
+    assert outcome.exit_code == 1 and "internal error" not in outcome.output
+    for part in ("error: the host's memory ran out", "expected: ", "got: MemoryError", "remedy: end other programs"):
+        assert part in outcome.output
+
+
 # Places that cannot be written ----------------------------------------------------------------------------------------
 
 

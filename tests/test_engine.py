@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -263,8 +265,18 @@ def test_a_lack_of_memory_is_told_from_other_failures():
     log = builder.make_log(trt)
     log.log(trt.ILogger.ERROR, "Error Code 2: OutOfMemory (Requested size was 8589934592 bytes.)")
     log.log(trt.ILogger.ERROR, "[optimizer.cpp] Could not find any implementation for node attention")
-    assert "engine.workspace_mb" in str(builder._builder_refusal(log, "here"))
+    assert "memory ran out" in str(builder._builder_refusal(log, "here"))
     log.errors.pop(0)
+    assert "memory" not in str(builder._builder_refusal(log, "here"))
+    # TensorRT only warns of kernels that it leaves out.
+    log.log(
+        trt.ILogger.WARNING,
+        "Tactic Device request: 9385MB Available: 7649MB. Device memory is insufficient to use tactic.",
+    )
+    log.log(trt.ILogger.WARNING, "Running inference in FP16")
+    said = str(builder._builder_refusal(log, "here"))
+    assert "node attention; Tactic Device request: 9385MB" in said and "raise engine.workspace_mb" in said
+    log.errors[:] = ["Unsupported data type"]
     assert "memory" not in str(builder._builder_refusal(log, "here"))
 
 
@@ -296,6 +308,15 @@ def test_ctrl_c_ends_a_build_and_leaves_the_handler_as_it_was(at_ctrl_c):
         build(model_of(*LINEAR), watch=watch)
     assert len(watch.shares) == 3 < len(whole.shares)  # the builder stopped at that step
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_build_that_is_stopped_keeps_what_it_has_measured(at_ctrl_c, tmp_path):
+    at_ctrl_c(signal.default_int_handler)
+    path = tmp_path / "timings.cache"
+    with pytest.raises(KeyboardInterrupt):
+        build(model_of(*LINEAR), watch=Interrupting(), timing_cache=path)
+    watch = Watch()
+    assert path.stat().st_size > 0 and build(model_of(*LINEAR), watch=watch, timing_cache=path) and not watch.notices
 
 
 def test_ctrl_c_while_the_model_is_parsed_ends_the_build(at_ctrl_c, monkeypatch):
@@ -425,8 +446,87 @@ def test_without_a_gpu_tensorrt_says_so():
     assert tensorrt.device_name() == ""
 
 
+class Driver:
+    """The CUDA driver, whose cuInit fails."""
+
+    def __init__(self, failure):
+        self.failure = failure
+
+    def cuInit(self, flags):
+        return self.failure
+
+    def cuGetErrorString(self, failure, words):
+        words._obj.value = b"system has unsupported display driver / cuda driver combination"
+
+
+@pytest.mark.parametrize(
+    ("failure", "visible", "detail", "remedy"),
+    [
+        (803, None, "fails with error 803: system has unsupported", "restart the machine"),
+        (803, "0", "fails with error 803: system has unsupported", "restart the machine"),
+        (100, None, "no NVIDIA GPU", "build on the machine that the engine is for"),
+        (100, "", "no NVIDIA GPU, with CUDA_VISIBLE_DEVICES=''", "unset it"),
+    ],
+)
+def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, detail, remedy):
+    monkeypatch.setattr(tensorrt.ctypes, "CDLL", lambda name: Driver(failure))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    state = tensorrt.status()
+    assert not state.available and detail in state.detail and remedy in state.remedy
+    assert tensorrt.device_architecture() is None and tensorrt.device_name() == ""
+
+
+class Registry:
+    """TensorRT's, that has some creators, and more after it has loaded a library."""
+
+    def __init__(self, first, loaded):
+        self.names, self.loaded, self.loads = first, loaded, 0
+
+    def get_creator(self, name, version, namespace):
+        return name if name in self.names else None
+
+    def load_library(self, path):
+        self.loads += 1
+        self.names = self.loaded
+        return None if self.loaded is None else path
+
+
+@pytest.mark.parametrize(
+    ("first", "loaded", "loads", "lacking"),
+    [
+        (tensorrt._PLUGINS, (), 0, None),
+        ((), tensorrt._PLUGINS, 1, None),
+        ((), ("Int8Attention",), 1, "ResidualNorm, Linear not there"),
+        (("Int8Attention",), ("Int8Attention", "Linear"), 1, "ResidualNorm not there"),
+    ],
+)
+def test_every_plugin_of_the_library_is_asked_for(monkeypatch, first, loaded, loads, lacking):
+    registry = Registry(first, loaded)
+    monkeypatch.setattr(
+        tensorrt, "bindings", lambda: SimpleNamespace(__version__="10.6", get_plugin_registry=lambda: registry)
+    )
+    if lacking is None:
+        assert tensorrt.load().__version__ == "10.6"
+    else:
+        with pytest.raises(TrtconvertError, match=rf"(?s)cannot be registered.*{lacking}.*remedy: pip install"):
+            tensorrt.load()
+    assert registry.loads == loads
+
+
+def test_a_plugin_library_that_does_not_load_says_what_it_lacks(monkeypatch):
+    def broken():
+        raise BackendUnavailable("the kernel library does not load", got="undefined symbol: cudaGetDevice")
+
+    monkeypatch.setattr(tensorrt, "bindings", lambda: None)
+    monkeypatch.setattr(tensorrt, "load_library", broken)
+    with pytest.raises(BackendUnavailable, match="undefined symbol"):
+        tensorrt.load()
+
+
 def test_without_its_package_tensorrt_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
+    monkeypatch.setattr(tensorrt, "driver_problem", lambda: None)
     monkeypatch.setattr(tensorrt, "_PACKAGES", ("tensorrt_of_nobody",))
     state = tensorrt.status()
     assert (state.available, state.detail) == (False, "TensorRT's Python package is not installed")
@@ -446,7 +546,7 @@ def with_tensorrt(code, bindings, library=None, first=""):
         "PYTHONPATH": f"{ROOT}{os.pathsep}{folder / bindings / 'python'}",
     }
     begin = (
-        f"from trtconvert.engine import tensorrt; tensorrt.device_architecture = lambda: 'sm90'\n{first}"
+        f"from trtconvert.engine import tensorrt; tensorrt.driver_problem = lambda: None\n{first}"
         "tensorrt.cuda_problem = lambda: ''\n"
     )
     done = subprocess.run([sys.executable, "-c", begin + code], env=environment, capture_output=True, text=True)
@@ -813,6 +913,45 @@ def test_a_mix_that_cannot_be_built_does_not_keep_a_slower_engine():
     assert "TensorRT's own attention at every site stays, not compared with mixes of the two" in watch.notices[0]
 
 
+def test_where_the_plugins_engine_cannot_be_built_tensorrts_own_attention_stays():
+    with pytest.raises(TrtconvertError, match="no such engine"):
+        mix({}, build=refuse)
+    chosen, timed, watch = mix({}, build=lambda native: b"" if len(native) == 4 else refuse())
+    assert (chosen.plan, chosen.with_plugin, chosen.times, timed) == (b"", False, None, [])
+    (notice,) = watch.notices
+    assert "no INT8 attention" in notice and "no such engine: node 7 has no implementation" in notice
+
+
+def test_a_site_of_unknown_lengths_does_not_have_the_first_engine_built_again():
+    choice = Choice([], [[timed_site("a", 4096)], [timed_site("b", 256)]])  # c and d are not timed
+    _, timed, _ = mix({"abcd": 90.0, "": 100.0, "acd": 95.0}, choice)
+    assert timed == ["abcd", "", "acd"]
+
+
+@pytest.mark.parametrize("native_us", [100.0, 10.0])
+def test_of_all_plans_only_the_fastest_is_kept(native_us):
+    """A plan is as large as the model."""
+
+    class Plan:
+        def __init__(self, names):
+            self.names = names
+
+        def decode(self):
+            return self.names
+
+    kept, alive = weakref.WeakSet(), []
+
+    def build(native):
+        gc.collect()
+        alive.append(len(kept))
+        plan = Plan("".join(name for name in "abcd" if name not in native))
+        kept.add(plan)
+        return plan
+
+    chosen, _, _ = mix({"abc": 90.0, "": native_us, "abcd": 85.0, "ab": 80.0, "c": 95.0}, build=build)
+    assert alive[0] == 0 and set(alive[1:]) == {1} and chosen.plan.decode() == ("ab" if native_us > 80 else "")
+
+
 @pytest.mark.parametrize(("times", "kept"), [({}, "abc"), ({"abc": 90.0, "": 100.0}, "abc")])
 def test_engines_that_cannot_be_compared_leave_the_best_so_far_and_say_why(times, kept):
     def build(native):
@@ -858,6 +997,49 @@ def test_attention_is_timed_with_inputs_of_the_shapes_that_its_engine_has(monkey
         times = timer(case(100, 77, layout), [Mode.PRECISION, Mode.BALANCED])
     assert times == CaseTimes(3.0, {Mode.PRECISION: 1.0, Mode.BALANCED: 2.0})
     assert runs[0] == runs[1] == runs[2]  # the same memory, whichever order it is read in
+
+
+@pytest.mark.parametrize("how", ["not built", "no room"])
+@pytest.mark.parametrize("failing", [{"the plugin's"}, {"TensorRT's own"}, {"the plugin's", "TensorRT's own"}])
+def test_attention_that_cannot_be_timed_alone_leaves_the_other(monkeypatch, how, failing):
+    def build(model):
+        whose = "the plugin's" if attention_nodes(model) else "TensorRT's own"
+        if whose in failing and how == "not built":
+            refuse()
+        return whose
+
+    class Runner:
+        def __init__(self, trt, plan):
+            self.plan = plan
+
+        def microseconds(self, feeds):
+            if self.plan in failing:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 5.0
+
+    monkeypatch.setattr(attention_timer, "EngineRunner", Runner)
+    notices = []
+    timer = attention_timer.AttentionTimer(None, build, notices.append)
+    with OnCpu():
+        if len(failing) == 2:
+            with pytest.raises(TrtconvertError):
+                timer(case(100, 77), [Mode.BALANCED])
+            return
+        times = timer(case(100, 77), [Mode.BALANCED])
+    inf = float("inf")
+    assert times == (
+        CaseTimes(inf, {Mode.BALANCED: 5.0}) if "TensorRT's own" in failing else CaseTimes(5.0, {Mode.BALANCED: inf})
+    )
+    (notice,) = notices
+    assert f"{failing.copy().pop()} attention for" in notice and "cannot be timed alone" in notice
+
+
+def test_a_site_where_the_plugin_cannot_be_timed_stays_native():
+    """The manifest is JSON, which has no infinity."""
+    sites = {"a": SitePlan((case(64, 64),), (Mode.BALANCED,))}
+    choice = choose(sites, lambda *_: CaseTimes(5.0, {Mode.BALANCED: float("inf")}))
+    (site,) = choice.native
+    assert (site.native_us, site.plugin_us, choice.plugin) == (5.0, None, [])
 
 
 class Device:

@@ -82,15 +82,15 @@ class NativeSite(_Record):
     Attributes:
         name: the site; query_tokens, key_tokens: its lengths at the opt shape of the first profile.
         native_us, plugin_us: device time of one call in microseconds, each attention alone, summed over the profiles' opt
-            shapes. The plugin's is the mean over the site's timestep bins, quantisation included. None where TensorRT had no
-            engine of its own attention alone.
+            shapes. The plugin's is the mean over the site's timestep bins, quantisation included. None where no engine of this
+            attention alone could be built or run.
     """
 
     name: str
     query_tokens: int
     key_tokens: int
     native_us: float | None
-    plugin_us: float
+    plugin_us: float | None
 
 
 class EngineRecord(_Record):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtconvert.errors import UserError
-from trtconvert.files import is_temporary, one_at_a_time, sha256, whole_folder
+from trtconvert.files import is_temporary, one_at_a_time, sha256, sweep_files, whole_folder
 
 _INDEX = "stage.json"
 
@@ -86,6 +86,7 @@ class Cache:
             if (hashes := _whole(folder)) is not None:  # another process has made it meanwhile
                 return Stage(key, folder, True, hashes)
             with whole_folder(folder, self.instead) as partial:
+                sweep_files(self.folder)  # what killed processes left of other stages
                 make(partial)
                 hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
                 (partial / _INDEX).write_text(json.dumps(hashes, indent=1))

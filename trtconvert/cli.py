@@ -31,6 +31,16 @@ def _importing() -> bool:
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
+def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
+    return TrtconvertError(
+        "the host's memory ran out",
+        expected="room for the model, and for three engines of its size while they are compared",
+        got=kind_and_first_line(error),
+        remedy="end other programs or add memory; with engine.attention set to plugin or native one engine is built, and none is "
+        "compared",
+    )
+
+
 class _Commands(click.Group):
     """Turns every failure into a message and an exit code: 2 for the user's mistakes, 1 for what went wrong here, and for
     what a signal stopped 128 and its number.
@@ -72,6 +82,8 @@ class _Commands(click.Group):
                 self._end_stopped()
             if ctx.params["debug"]:
                 traceback.print_exc()
+            if isinstance(error, MemoryError):
+                error = _out_of_host_memory(error)
             if isinstance(error, TrtconvertError):
                 click.echo(f"error: {error}", err=True)
                 sys.exit(error.exit_code)
@@ -84,7 +96,9 @@ class _Commands(click.Group):
                 signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
     def _end_stopped(self) -> NoReturn:
-        click.echo("interrupted; finished stages stay in the cache, nothing half-written is left", err=True)
+        click.echo(
+            "interrupted; finished stages stay in the cache, if one is kept, nothing half-written is left", err=True
+        )
         sys.exit(128 + (self.stopped_by or signal.SIGINT))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -32,7 +30,7 @@ from trtconvert.bundle import (
 from trtconvert.cache import Cache, Stage, default_folder
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
-from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
+from trtconvert.files import is_open_file, lock, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.progress import Reporter, say
 from trtconvert.recipe import EngineSection, parser_problem
 from trtconvert.stages import ENGINE, engine_stages, narrowed
@@ -54,9 +52,6 @@ _CHANGEABLE = (
 
 _SHOWN = 80
 """Characters of an option's value that messages repeat."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""What network file systems answer that have no locks; the last one NFS, for files that cannot be opened for writing."""
 
 
 def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, changes: Sequence[str] = ()) -> Manifest:
@@ -296,16 +291,14 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bo
             continue
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_lock = lock(handle, wait=False)
             except BlockingIOError:
                 if not waiting:
                     say(f"another process compiles {folder}: waiting for it")
                 waiting = True
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                say(f"notice: {folder} cannot be locked ({error.strerror}): compile it on one machine at a time")
+                has_lock = lock(handle)
+            if not has_lock:
+                say(f"notice: {folder} is on a file system without locks: compile it on one machine at a time")
             if is_open_file(handle, folder / MANIFEST):
                 yield partial(is_open_file, handle, folder / MANIFEST)
                 return

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trtconvert.cache import default_folder
 from trtconvert.engine import backend_statuses
-from trtconvert.engine.tensorrt import device_architecture, device_name
+from trtconvert.engine.tensorrt import device_architecture, device_name, driver_problem
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.files import free_space, require_writable
 from trtconvert.library import compiled_architectures, library_path, serves
@@ -36,11 +36,11 @@ def examine() -> list[Finding]:
     findings = [Finding("Python", True, platform.python_version())]
     findings += [_package(name) for name in ("torch", "onnx", "onnxruntime")]
     architecture = device_architecture()
-    findings.append(
-        Finding("GPU", True, f"{device_name()}, {architecture}")
-        if architecture
-        else Finding("GPU", None, "none: engines run elsewhere, ONNX Runtime here")
-    )
+    if architecture:
+        findings.append(Finding("GPU", True, f"{device_name()}, {architecture}"))
+    else:
+        why, _ = driver_problem() or ("none", "")  # the remedy stands beside the backend that wants a GPU
+        findings.append(Finding("GPU", None, f"{why}: engines run elsewhere, ONNX Runtime here"))
     findings.append(_kernels(architecture))
     for status in backend_statuses():
         what = f"backend {status.name}"

@@ -1,4 +1,8 @@
-"""Files that are whole or not there: written beside their place, hashed, and renamed into it."""
+"""Files that are whole or not there: written beside their place, hashed, and renamed into it.
+
+Where a file system has no locks, as some over a network, files and folders are whole all the same; what killed processes leave
+there stays, and it is for the user to have one process at a time change a place.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ PARTIAL = ".partial-"
 """What the names of temporary folders hold that become folders or files, between a dot with the name and a random ending."""
 
 _OLD = "-old"
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""What file systems answer that have no locks; the last one NFS, for files that cannot be opened for writing."""
 
 _INSTEAD = "give another place"
 
@@ -204,7 +211,7 @@ def _lock_file(path: Path) -> int:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle)
             # The one before may have removed the file after this process had opened it.
             there = is_open_file(handle, path)
         except BaseException:
@@ -213,6 +220,23 @@ def _lock_file(path: Path) -> int:
         if there:
             return handle
         os.close(handle)
+
+
+def lock(handle: int, *, wait: bool = True) -> bool:
+    """Lock an open file or folder until it is closed, or the process ends. False where its file system has no locks.
+
+    Raises:
+        BlockingIOError: another process has the lock, and this one shall not wait.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def is_open_file(handle: int, path: Path) -> bool:
@@ -231,13 +255,13 @@ def _partial_folder(target: Path) -> Iterator[Path]:
     with locked(target.parent):
         _sweep(target)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{PARTIAL}", dir=target.parent))
-        lock = os.open(partial, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        handle = os.open(partial, os.O_RDONLY)
+        lock(handle)
     try:
         yield partial
     finally:
         _remove(partial)
-        os.close(lock)
+        os.close(handle)
         if made:
             with contextlib.suppress(OSError):  # something is in it
                 target.parent.rmdir()
@@ -248,7 +272,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it, or replaces it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle)
         yield
     finally:
         os.close(handle)
@@ -346,12 +370,11 @@ def _in_use(partial: Path) -> bool:
     except OSError:  # another user's, or removed just now by the process that made it
         return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not lock(handle, wait=False)  # without locks nobody can tell
     except BlockingIOError:
         return True
     finally:
         os.close(handle)
-    return False
 
 
 @contextmanager

@@ -268,7 +268,7 @@ class EngineSection(_Section):
         "attention at further ones and at every one, and keeps the fastest. `plugin` and `native` take one at every site and "
         "time nothing.",
     )
-    workspace_mb: Count | None = Field(
+    workspace_mb: Annotated[Count, Field(le=2**20)] | None = Field(
         default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."
     )
     optimization_level: Annotated[int, Field(ge=0, le=5, strict=True)] = Field(

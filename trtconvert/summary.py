@@ -109,15 +109,20 @@ def _engine_lines(engine: EngineRecord) -> Iterator[str]:
     names = ("refittable", "version_compatible", "hardware_compatible", "weight_streaming")
     if options := [name.replace("_", " ") for name in names if getattr(engine, name)]:
         yield ", ".join(options)
-    same: dict[tuple[int, int, float | None, float], int] = {}
+    same: dict[tuple[int, int, float | None, float | None], int] = {}
     for site in engine.native_sites:
         key = (site.query_tokens, site.key_tokens, site.native_us, site.plugin_us)
         same[key] = same.get(key, 0) + 1
     for (queries, keys, native, plugin), count in same.items():
         sites = "1 site stays" if count == 1 else f"{count} sites stay"
-        alone = "not timed alone" if native is None else f"{_microseconds(native)} against {_microseconds(plugin)}"
-        why = "" if native is not None and native < plugin else " alone, but the whole engine is faster so"
-        yield f"{sites} native: {queries} × {keys} tokens, {alone}{why}"
+        if plugin is None:
+            why = "the plugin's attention could not be timed there"
+        elif native is None:
+            why = "native attention alone could not be timed, but the whole engine is faster so"
+        else:
+            why = f"{_microseconds(native)} against {_microseconds(plugin)}"
+            why += "" if native < plugin else " alone, but the whole engine is faster so"
+        yield f"{sites} native: {queries} × {keys} tokens, {why}"
     if engine.plugin_us is not None and engine.native_us is not None:
         yield (
             f"a call takes {_microseconds(engine.plugin_us)} with the plugin, {_microseconds(engine.native_us)} with native "

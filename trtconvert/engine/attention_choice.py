@@ -70,8 +70,8 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class CaseTimes:
-    """Device time of one call in microseconds: with TensorRT's own attention (infinite where it has none), and with the plugin in
-    each mode."""
+    """Device time of one call in microseconds: with TensorRT's own attention, and with the plugin in each mode. Infinite where
+    that cannot be built or run."""
 
     native: float
     plugin: Mapping[Mode, float]
@@ -173,16 +173,21 @@ def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, fr
             name=name,
             query_tokens=lengths[0],
             key_tokens=lengths[1],
-            native_us=round(native_us, 2) if math.isfinite(native_us) else None,
-            plugin_us=round(plugin_us, 2),
+            native_us=_recorded(native_us),
+            plugin_us=_recorded(plugin_us),
         )
         (native if native_us < plugin_us else plugin.setdefault(lengths, [])).append(site)
 
     def saved(group: list[NativeSite]) -> float:
-        of_each = (math.inf if site.native_us is None else site.native_us - site.plugin_us for site in group)
+        of_each = (math.inf if site.native_us is None else site.native_us - (site.plugin_us or 0.0) for site in group)
         return sum(of_each) / len(group)
 
     return Choice(native, sorted(plugin.values(), key=saved, reverse=True))
+
+
+def _recorded(us: float) -> float | None:
+    """A time as the manifest has it."""
+    return round(us, 2) if math.isfinite(us) else None
 
 
 def one_node_model(case: AttentionCase) -> ir.Model:

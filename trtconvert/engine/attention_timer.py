@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 import torch
@@ -17,26 +18,44 @@ from trtconvert.errors import TrtconvertError
 from trtconvert.export.function_body import MASK
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 
+T = TypeVar("T")
+
 
 class AttentionTimer:
     """Times cases with TensorRT's own attention and with the plugin.
 
     Args:
-        trt: the bindings' module; build: a plan from a lowered model; notice: told of what TensorRT cannot build itself.
+        trt: the bindings' module; build: a plan from a lowered model; notice: told of what cannot be built or timed.
     """
 
     def __init__(self, trt: Any, build: Callable[[ir.Model], bytes], notice: Callable[[str], None]) -> None:
         self._trt, self._build, self._notice = trt, build, notice
 
     def __call__(self, case: AttentionCase, modes: Collection[Mode]) -> CaseTimes:
-        """
+        """Times of both. One that cannot be built or run here takes for ever.
+
         Raises:
-            TrtconvertError: the plugin's engine cannot be built, or memory ran out.
+            TrtconvertError: that is so of both, or memory ran out before.
         """
-        with timing_failures(f"attention of {case.query_tokens} × {case.key_tokens} tokens"):
+        what = f"attention of {case.query_tokens} × {case.key_tokens} tokens"
+        with timing_failures(what):
             feeds = [_inputs(case) for _ in range(ROTATION)]
-            plugin = self._plugin(case, modes, feeds)
-            return CaseTimes(self._native(case, feeds), plugin)
+        failures: list[TrtconvertError] = []
+
+        def attempt(whose: str, time: Callable[[], T], otherwise: T) -> T:
+            try:
+                with timing_failures(f"{whose} {what}"):
+                    return time()
+            except TrtconvertError as error:
+                failures.append(error)
+                self._notice(f"{whose} attention for {case.q} and {case.k} cannot be timed alone: {error.got}")
+                return otherwise
+
+        plugin = attempt("the plugin's", lambda: self._plugin(case, modes, feeds), dict.fromkeys(modes, math.inf))
+        native = attempt("TensorRT's own", lambda: self._native(case, feeds), math.inf)
+        if len(failures) == 2:
+            raise failures[0]
+        return CaseTimes(native, plugin)
 
     def _plugin(
         self, case: AttentionCase, modes: Collection[Mode], feeds: list[dict[str, Tensor]]
@@ -56,15 +75,11 @@ class AttentionTimer:
         case = case.heads_first()
         model = one_node_model(case)
         lower_to_native(model)
-        try:
-            plan = self._build(model)
-        except TrtconvertError as error:
-            self._notice(f"TensorRT's own attention for {case.q} and {case.k} cannot be timed alone: {error.got}")
-            return float("inf")
+        runner = EngineRunner(self._trt, self._build(model))
         # The feeds are random numbers, of which any order serves.
         shapes = {"q": case.q, "k": case.k, "v": case.k}
         seen = [feed | {name: feed[name].view(shape) for name, shape in shapes.items()} for feed in feeds]
-        return EngineRunner(self._trt, plan).microseconds(seen)
+        return runner.microseconds(seen)
 
 
 def _inputs(case: AttentionCase) -> dict[str, Tensor]:

@@ -17,9 +17,19 @@ from trtconvert.errors import TrtconvertError
 
 _MEMORY_WORDS = (
     *("out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory"),
-    "bad_alloc",
+    *(
+        "bad_alloc",
+        "memory is insufficient",
+        "enough free memory",
+        "enough memory",
+        "scratch memory",
+        "workspace limit",
+    ),
 )
 """How the libraries' messages name a lack of memory; there is no code for it."""
+
+_NO_KERNEL = "could not find any implementation"
+"""What is logged where every kernel for a node was left out. The reason is in warnings, if it is memory."""
 
 
 def build_plan(
@@ -69,14 +79,14 @@ def build_plan(
         monitor = _monitor(trt, watch, signals)
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config) if signals.caught is None else None
+        if timing_cache is not None:  # also what a build had measured that was stopped or failed in the end
+            store_timings(config, timing_cache, watch.notice)
     if signals.caught is not None:  # by a handler that raises nothing
         raise KeyboardInterrupt
     if monitor.failure is not None:
         raise monitor.failure
     if plan is None:
         raise _builder_refusal(log, title)
-    if timing_cache is not None:
-        store_timings(config, timing_cache, watch.notice)
     watch.share("", 1.0)
     return bytes(plan)
 
@@ -99,12 +109,13 @@ def _parser_refusal(parser: Any, log: Any, path: Path, title: str) -> Trtconvert
     unknown = sorted({e.node_operator() for e in errors if "plugin not found" in e.desc().lower()})
     if unknown:
         remedy = (
-            f"write the model without {', '.join(unknown)}, install a later TensorRT, or set engine.backend to another"
+            f"write the model without {', '.join(unknown)}, install a later TensorRT, or build the bundle again with another "
+            "engine.backend in the recipe"
         )
     elif any("initializer" in e.desc() and not e.node_operator() for e in errors):
         remedy = f"the file of weights beside {path.name} is missing or short: copy or build the bundle again"
     else:
-        remedy = "correct the model at that node, or set engine.backend to another"
+        remedy = "correct the model at that node, or build the bundle again with another engine.backend in the recipe"
     return TrtconvertError(
         f"{title}: the ONNX model cannot be parsed",
         expected="operators, in types and ranks, that this version's parser knows",
@@ -124,14 +135,23 @@ def _builder_refusal(log: Any, title: str) -> TrtconvertError:
             f"{title}: memory ran out while the engine was built",
             expected="device and host memory for the weights, the largest shapes and the kernels that are tried",
             got=log.last(),
-            remedy="end other programs on the GPU, set engine.workspace_mb or a lower engine.optimization_level in the recipe or "
-            "by `trtconvert compile --set`, or narrow engine.shapes in the recipe",
+            remedy="end other programs on the GPU, or set engine.workspace_mb, a lower engine.optimization_level or narrower "
+            "engine.shapes in the recipe or by `trtconvert compile --set`",
+        )
+    if log.skipped and _NO_KERNEL in log.text().lower():
+        return TrtconvertError(
+            f"{title}: no kernel for a node works in the memory that the build may use",
+            expected="device memory for one of them at the largest shapes, and no engine.workspace_mb below it",
+            got=f"{log.last()}; {log.skipped}",
+            remedy="raise engine.workspace_mb or leave it out, end other programs on the GPU, or narrow engine.shapes, in the "
+            "recipe or by `trtconvert compile --set`",
         )
     return TrtconvertError(
         f"{title}: the engine cannot be built",
         expected="a network that the library can compile for this target with the options of the recipe's engine section",
         got=log.last(),
-        remedy="leave out what the message names (a target, an option), change model.dtype, or set engine.backend to another",
+        remedy="leave out what the message names: a target or an option, or by engine.attention=native the attention, also with "
+        "`trtconvert compile --set`; or build the bundle again with another model.dtype or engine.backend in the recipe",
     )
 
 
@@ -140,7 +160,9 @@ _KEPT_ERRORS = 100
 
 
 def make_log(trt: Any) -> Any:
-    """A logger of the library that keeps its errors; `last()` gives the latest two, `text()` all that are kept."""
+    """A logger of the library that keeps its errors; `last()` gives the latest two, `text()` all that are kept. `skipped` is the
+    latest warning of kernels for which memory does not suffice.
+    """
 
     class Log(trt.ILogger):
         """Keeps errors for the message to the user instead of printing them."""
@@ -148,11 +170,14 @@ def make_log(trt: Any) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
+            self.skipped = ""
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
                 del self.errors[:-_KEPT_ERRORS]
+            elif severity == trt.ILogger.WARNING and lacks_memory(message):
+                self.skipped = message
 
         def last(self) -> str:
             return "; ".join(self.errors[-2:]) or "no reason was logged"

@@ -74,71 +74,82 @@ def fastest_mix(
 
     The one with the plugin wherever that is the faster alone, the one with TensorRT's own attention at every site, the one with
     the plugin at every site, and between these those with the plugin at the sites of some lengths only: where it saves most, and
-    then at each more that makes the engine faster. Where engines cannot be compared the fastest so far stays, and the watcher is
-    told.
+    then at each more that makes the engine faster. Where engines cannot be compared the fastest so far stays, and where the
+    first one cannot be built TensorRT's own attention; the watcher is told. Of all plans the fastest so far is kept, and no
+    other: each is as large as the model.
 
     Args:
         nodes: `Int8Attention` nodes by their site.
         build: a plan with TensorRT's own attention at some sites, the plugin at the others; time_engine: times such a plan.
     Raises:
-        TrtconvertError, KeyboardInterrupt: the first engine cannot be built.
+        TrtconvertError, KeyboardInterrupt: no engine can be built.
     """
-    with_plugin = nodes.keys() - {site.name for site in choice.native}
-    best = ChosenEngine(build(_names(choice.native)), bool(with_plugin), choice.native, None)
-    if not with_plugin:
-        return best
+    if len(choice.native) == len(nodes):
+        return ChosenEngine(build(list(nodes)), False, choice.native, None)
+    try:
+        fastest = ChosenEngine(build(_names(choice.native)), True, choice.native, None)
+    except TrtconvertError as error:
+        all_native = ChosenEngine(build(list(nodes)), False, choice.native, None)
+        watch.notice(
+            "no INT8 attention: the engine with the plugin cannot be built, and TensorRT's own stays at every site: "
+            f"{error.problem}: {error.got}"
+        )
+        return all_native
     bins = distinct_bins(nodes.values())
 
     def timed(plan: bytes) -> float:
         return round(time_engine(plan, bins), 2)  # what the manifest keeps: it must show the choice that was made
 
     try:
-        all_native = build(list(nodes))
+        all_native = ChosenEngine(build(list(nodes)), False, choice.native, None)
         watch.share("timing the engines with and without the plugin", 0.0)
-        times = EngineTimes(timed(best.plan), timed(all_native))
+        times = EngineTimes(timed(fastest.plan), timed(all_native.plan))
     except TrtconvertError as error:
         watch.notice(
             "the engine with the plugin stays, not compared with TensorRT's own attention at every site: "
             f"{error.problem}: {error.got}"
         )
-        return best
+        return fastest
+    if times.native < times.plugin:
+        fastest = all_native
+    del all_native
+
+    def try_native(sites: list[NativeSite]) -> float:
+        """Microseconds with the plugin at the other sites."""
+        nonlocal fastest, times
+        plan = build(_names(sites))
+        us = timed(plan)
+        if us < times.plugin:
+            times = replace(times, plugin=us)
+            if us <= times.native:
+                fastest = ChosenEngine(plan, True, sites, None)
+        return us
+
     try:
         if choice.native:
-            plan = build([])
-            us = timed(plan)
-            watch.share(
-                f"with the plugin at every site, µs: {us:.0f}, where it is the faster alone {times.plugin:.0f}", 0.0
-            )
-            if us < times.plugin:
-                best, times = ChosenEngine(plan, True, [], None), replace(times, plugin=us)
+            alone, us = times.plugin, try_native([])
+            watch.share(f"with the plugin at every site, µs: {us:.0f}, where it is the faster alone {alone:.0f}", 0.0)
         before, kept = times.native, list[NativeSite]()
         for group in choice.plugin:
-            with_group = [*kept, *group]
-            if len(with_group) == len(with_plugin):
+            names = {site.name for site in (*kept, *group)}
+            others = [site for site in chain.from_iterable(choice.plugin) if site.name not in names]
+            if not others:
                 break  # the engine that was built first
-            names = {site.name for site in with_group}
-            native = [*choice.native, *(site for site in chain.from_iterable(choice.plugin) if site.name not in names)]
-            plan = build(_names(native))
-            us, where = timed(plan), f"{group[0].query_tokens} × {group[0].key_tokens} tokens"
+            us, where = try_native([*choice.native, *others]), f"{group[0].query_tokens} × {group[0].key_tokens} tokens"
             also = "too" if kept else "only"
             watch.share(f"with the plugin at {where} {also}, µs: {us:.0f}, before {before:.0f}", 0.0)
-            if us < times.plugin:
-                best, times = ChosenEngine(plan, True, native, None), replace(times, plugin=us)
             if us < before:
-                before, kept = us, with_group
+                before, kept = us, [*kept, *group]
     except TrtconvertError as error:
-        stays = (
-            "the engine with the plugin" if times.plugin <= times.native else "TensorRT's own attention at every site"
-        )
+        stays = "the engine with the plugin" if fastest.with_plugin else "TensorRT's own attention at every site"
         watch.notice(f"{stays} stays, not compared with mixes of the two: {error.problem}: {error.got}")
     watch.share(f"whole engines, µs: TensorRT's own attention {times.native:.0f}, the plugin's {times.plugin:.0f}", 0.0)
-    if times.plugin <= times.native:
-        return replace(best, times=times)
-    watch.notice(
-        f"no INT8 attention: a call of the whole engine takes {times.plugin:.0f} µs with the plugin, {times.native:.0f} µs "
-        "with TensorRT's own attention, which stays at every site"
-    )
-    return ChosenEngine(all_native, False, choice.native, times)
+    if not fastest.with_plugin:
+        watch.notice(
+            f"no INT8 attention: a call of the whole engine takes {times.plugin:.0f} µs with the plugin, {times.native:.0f} µs "
+            "with TensorRT's own attention, which stays at every site"
+        )
+    return replace(fastest, times=times)
 
 
 def _names(sites: Iterable[NativeSite]) -> list[str]:

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,14 @@ from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_
 from trtconvert.engine.builder import build_plan
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
-from trtconvert.library import compiled_architectures, has_linear_kernel, library_path, library_version, serves
+from trtconvert.library import (
+    compiled_architectures,
+    has_linear_kernel,
+    library_path,
+    library_version,
+    load_library,
+    serves,
+)
 from trtconvert.recipe import EngineSection
 
 if TYPE_CHECKING:
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
 _ATTENTION = "plugin: INT8"
+_PLUGINS = ("Int8Attention", "ResidualNorm", "Linear")
+"""The names of the plugin library's creators."""
 
 
 # What is here ---------------------------------------------------------------------------------------------------------
@@ -40,8 +50,8 @@ def status() -> BackendStatus:
     def missing(detail: str, remedy: str) -> BackendStatus:
         return BackendStatus("tensorrt", _ATTENTION, False, detail, remedy)
 
-    if device_architecture() is None:
-        return missing("no NVIDIA GPU", "build on the machine that the engine is for")
+    if problem := driver_problem():
+        return missing(*problem)
     trt, failure = _imported()
     if trt is None:
         if not failure:
@@ -125,16 +135,45 @@ def device_name() -> str:
     return "" if driver.cuDeviceGetName(name, len(name), device) else name.value.decode(errors="replace")
 
 
+def driver_problem() -> tuple[str, str] | None:
+    """Why the driver gives no GPU, and what can be done; None where it gives one."""
+    driver, _, failure = _asked_driver()
+    if driver is not None and failure == 0:
+        return None
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if driver is None or failure in (_NO_DEVICE, _INVALID_DEVICE):
+        if driver is not None and hidden is not None:
+            return (
+                f"no NVIDIA GPU, with CUDA_VISIBLE_DEVICES={hidden!r}",
+                "name a GPU in CUDA_VISIBLE_DEVICES, or unset it",
+            )
+        return "no NVIDIA GPU", "build on the machine that the engine is for"
+    words = ctypes.c_char_p()
+    driver.cuGetErrorString(failure, ctypes.byref(words))
+    return (
+        f"the NVIDIA driver fails with error {failure}: {(words.value or b'unknown').decode(errors='replace')}",
+        "see whether nvidia-smi works; after an update of the driver restart the machine, and in a container give it the GPU",
+    )
+
+
+_NO_DEVICE, _INVALID_DEVICE = 100, 101
+"""CUDA_ERROR_NO_DEVICE, CUDA_ERROR_INVALID_DEVICE."""
+
+
 def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
     """The driver, and its handle of the first GPU."""
+    driver, device, failure = _asked_driver()
+    return None if driver is None or failure else (driver, device)
+
+
+def _asked_driver() -> tuple[ctypes.CDLL | None, ctypes.c_int, int]:
+    """The driver, None where there is none; its handle of the first GPU; and its error."""
+    device = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return None
-    device = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    return driver, device
+        return None, device, 0
+    return driver, device, driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
 
 
 def bindings() -> Any:
@@ -162,13 +201,18 @@ def load() -> Any:
         TrtconvertError: the plugin library is there and cannot be registered.
     """
     trt = bindings()
+    load_library()  # says what it lacks where it does not load; the registry only refuses
     registry = trt.get_plugin_registry()
-    if registry.get_creator("Int8Attention", "1", "") is None and registry.load_library(str(library_path())) is None:
+
+    def lacking() -> list[str]:
+        return [name for name in _PLUGINS if registry.get_creator(name, "1", "") is None]
+
+    if lacking() and (registry.load_library(str(library_path())) is None or lacking()):
         raise TrtconvertError(
             f"the plugin library {library_path()} cannot be registered",
-            expected=f"a library that TensorRT {trt.__version__} loads",
-            got="a refusal by its plugin registry",
-            remedy="pip install --force-reinstall trtconvert",
+            expected=f"a library that TensorRT {trt.__version__} loads, with the plugins {', '.join(_PLUGINS)}",
+            got=f"a refusal by its plugin registry, or an older library: {', '.join(lacking())} not there",
+            remedy="pip install --force-reinstall trtconvert, and run it anew",
         )
     return trt
 
@@ -326,6 +370,9 @@ def build_lowered(
         if attention_nodes(model):
             config.plugins_to_serialize = [str(library_path())]
 
+    import torch
+
+    torch.cuda.empty_cache()  # what timings have left there is room for the builder
     with storage.for_parser(model) as content:
         return build_plan(
             trt,
