@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from support import TESTS, WEIGHTS, contents, finish, partials, refusal, reused, run, start, tiny_recipe
 
 from trtconvert import __version__, bundle, pipeline
-from trtconvert.bundle import check_files, read_manifest
+from trtconvert.bundle import MANIFEST, EngineRecord, check_files, read_manifest, write_manifest
 from trtconvert.engine import backend_statuses
 from trtconvert.evaluate.report import tiles
 from trtconvert.files import sha256
@@ -467,6 +467,25 @@ def test_what_users_put_into_a_bundle_outlives_the_next_build(tiny_build, tmp_pa
     manifest = read_manifest(output)
     assert "report.html" not in manifest.files
     check_files(output, manifest)
+
+
+def test_engines_that_a_new_bundle_has_not_are_named(tiny_build, tmp_path):
+    """They were compiled on another machine, of a model that may be another one now."""
+    output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    manifest = read_manifest(output)
+    record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90", "NVIDIA H200")
+    (output / record.file).parent.mkdir(exist_ok=True)
+    (output / record.file).write_bytes(b"plan")
+    denoiser = manifest.components["denoiser"]
+    denoiser = denoiser.model_copy(update={"engines": [*denoiser.engines, record]})
+    (output / MANIFEST).unlink()
+    write_manifest(output, manifest.model_copy(update={"components": {"denoiser": denoiser}}))
+    arguments = ("build", tiny_build.recipe, "-o", output, "--cache", tiny_build.cache)
+    outcome = run(*arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert "has not: denoiser-tensorrt-sm90-nvidia-h200; run `trtconvert compile`" in outcome.output
+    assert contents(output) == contents(tiny_build.bundle)
+    assert "notice: engines" not in run(*arguments).output
 
 
 def test_what_comes_into_the_place_of_a_bundle_while_it_is_built_stays(tiny_build, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from trtconvert import models, runtime  # noqa: E402
 from trtconvert.bundle import ComponentRecord, TensorRecord  # noqa: E402
 from trtconvert.cache import Cache, Stage  # noqa: E402
 from trtconvert.engine import tensorrt_rtx  # noqa: E402
-from trtconvert.errors import GateError, UserError  # noqa: E402
+from trtconvert.errors import BackendUnavailable, GateError, UserError  # noqa: E402
 from trtconvert.evaluate.evaluation import full_precision  # noqa: E402
 from trtconvert.evaluate.verify import psnr, relative_error  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model  # noqa: E402
@@ -36,6 +36,7 @@ from trtconvert.models.saved import INDEX, copy_without_models  # noqa: E402
 from trtconvert.pipeline import build  # noqa: E402
 from trtconvert.progress import Reporter  # noqa: E402
 from trtconvert.recipe import EngineSection, Recipe, load_recipe  # noqa: E402
+from trtconvert.runtime import pipeline as pipeline_module  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder  # noqa: E402
 from trtconvert.runtime.pipeline import make_pipeline  # noqa: E402
 from trtconvert.runtime.session import OnnxRuntimeComponent  # noqa: E402
@@ -555,6 +556,43 @@ def test_the_safety_checker_is_not_missed(tmp_path):
     models_of = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     made = make_pipeline(tmp_path / "kept", models_of)
     assert made.safety_checker is None and not made.config.requires_safety_checker
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A pipeline's folder without its models, and these by name."""
+    pipe = tiny_pipelines.with_text("stable_diffusion")
+    pipe.save_pretrained(tmp_path / "saved")
+    copy_without_models(tmp_path / "saved", tmp_path / "kept")
+    return tmp_path / "kept", {name: x for name, x in pipe.components.items() if isinstance(x, torch.nn.Module)}
+
+
+def test_a_processor_whose_package_is_missing_is_named(kept, monkeypatch):
+    """As transformers has it: a class in its place, which raises when it is used."""
+    folder, models_of = kept
+
+    class Missing:
+        @classmethod
+        def from_pretrained(cls, *_, **__):
+            raise ImportError("CLIPTokenizer requires the protobuf library but it was not found")
+
+    found = pipeline_module.library_class
+    monkeypatch.setattr(
+        pipeline_module, "library_class", lambda library, name: Missing if "Tokenizer" in name else found(library, name)
+    )
+    with pytest.raises(
+        BackendUnavailable, match=r"(?s)needs a package.*got: .*requires the protobuf.*remedy: install it"
+    ):
+        make_pipeline(folder, models_of)
+
+
+def test_a_part_that_the_installed_diffusers_wants_and_the_saved_pipeline_lacks_is_named(kept):
+    folder, models_of = kept
+    index = json.loads((folder / INDEX).read_text())
+    del index["tokenizer"]
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"(?s)cannot be made of the parts.*'tokenizer'.*remedy: pass those"):
+        make_pipeline(folder, models_of)
 
 
 def test_a_part_that_the_pipeline_does_not_take_is_refused(half):

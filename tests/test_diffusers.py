@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import re
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +22,7 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 import tiny_models  # noqa: E402
 import tiny_pipelines  # noqa: E402
-from tiny_pipelines import PIPELINES, errors_beside, picture  # noqa: E402
+from tiny_pipelines import PIPELINES, STEPS, arguments, errors_beside, images, picture  # noqa: E402
 
 from trtconvert import models, runtime  # noqa: E402
 from trtconvert.attention.sites import find_sites  # noqa: E402
@@ -41,7 +43,6 @@ from trtconvert.recipe import AttentionSection, ModelSection, load_recipe  # noq
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of  # noqa: E402
 from trtconvert.runtime.diffusers import DiffusersDenoiser  # noqa: E402
 
-STEPS = 20
 QUICK = ("stable_diffusion_xl", "flux")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
 
@@ -94,36 +95,6 @@ def flux(tmp_path_factory) -> Converted:
     return convert(tmp_path_factory.mktemp("ranges"), "flux", height=[32, 32, 64], width=[32, 32, 64])
 
 
-def arguments(pipe, name: str, seed: int = 7) -> dict:
-    """Of a call with prompt embeddings of its own, and images as tensors."""
-    generator = torch.Generator().manual_seed(seed)
-    options = PIPELINES[name][1]
-    given = {"num_inference_steps": STEPS, "output_type": "pt"} | options.get("call", {})
-    for option, parameter in (("height", "height"), ("width", "width"), ("frames", "num_frames")):
-        if option in options:
-            given[parameter] = options[option]
-    shapes = {"prompt_embeds": (1, 8, tiny_pipelines.WIDTH), "pooled_prompt_embeds": (1, tiny_pipelines.WIDTH)}
-    takes = inspect.signature(pipe.__call__).parameters
-    for embedding, shape in shapes.items():
-        for key in (embedding, f"negative_{embedding}"):
-            if key in takes:
-                given[key] = torch.randn(shape, generator=generator)
-    for key in ("prompt_attention_mask", "negative_prompt_attention_mask"):
-        if key in takes:
-            given[key] = torch.ones(1, 8, dtype=torch.int64)
-    if name == "pixart":
-        given["negative_prompt"] = None
-    return given | {"generator": torch.Generator().manual_seed(seed)}
-
-
-def images(pipe, name: str) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)
-    if name == "wan":  # its decoder computes each frame from the one before: a random one lets any difference grow
-        return as_images(pipe(**arguments(pipe, name) | {"output_type": "latent"})[0], decoded=False)
-    drawn = pipe(**arguments(pipe, name))[0]
-    return drawn.flatten(0, -4) if drawn.dim() == 5 else drawn
-
-
 def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
     """The same INT8 arithmetic as the bundle's, by the reference in torch."""
     manifest = runtime.load(converted.bundle).manifest
@@ -167,13 +138,29 @@ def test_a_call_shows_what_the_denoiser_ignores(converted, ignored):
     component = converted.model.diffusers.component
     with runtime.load(converted.bundle) as bundle:
         dropped_in = bundle.as_diffusers()
-        denoiser = dropped_in._denoiser
+        called = dropped_in.forward.func
+        denoiser = called._denoiser
         if ignored:
-            dropped_in._denoiser = lambda **named: denoiser(**named | {ignored: torch.zeros_like(named[ignored])})
+            called._denoiser = lambda **named: denoiser(**named | {ignored: torch.zeros_like(named[ignored])})
         errors = errors_beside(dropped_in, getattr(pipe, component))
         setattr(pipe, component, dropped_in)
         images(pipe, converted.name)
     assert (max(errors) > INT8_CALL) == bool(ignored)
+
+
+@pytest.mark.parametrize("converted", QUICK[:1], indirect=True, scope="module")
+def test_an_engine_goes_with_the_last_reference_to_its_pipeline(converted):
+    """Not when Python next looks for objects that refer to each other: the next engine needs the GPU's memory before."""
+    gc.collect()
+    gc.disable()
+    try:
+        dropped_in = runtime.load(converted.bundle).as_diffusers()
+        engine = weakref.ref(dropped_in._denoiser)
+        assert engine() is not None
+        del dropped_in
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Loaded bundles: what a denoiser takes and what it refuses."""
 
+import errno
 import functools
+import os
 import shutil
 import warnings
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from trtconvert.bundle import (
     read_manifest,
     write_manifest,
 )
+from trtconvert.engine import BackendStatus
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.runtime.compatibility import Machine, fitting_engine
@@ -197,6 +200,56 @@ def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tm
             assert "engines/old.plan" not in loaded.manifest.files
 
 
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_bundle_that_is_built_again_while_its_files_are_read_is_read_again(tiny_build, tmp_path, monkeypatch, goes):
+    """After they were checked: what was opened may be of before, of after, or nowhere."""
+    bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
+    made = []
+
+    class Component(OnnxRuntimeComponent):
+        def __init__(self, path, component):
+            made.append(self)
+            super().__init__(path, component)
+            if len(made) == 1:
+                manifest = read_manifest(bundle).model_copy(update={"backend_reason": "later"})
+                (bundle / MANIFEST).unlink()
+                write_manifest(bundle, manifest)
+                if goes:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(runtime, "OnnxRuntimeComponent", Component)
+    with runtime.load(bundle) as loaded:
+        assert (
+            loaded.manifest.backend_reason == "later"
+            and list(loaded.components.values()) == made[1:]
+            and len(made) == 2
+        )
+        if not goes:
+            with pytest.raises(UserError, match="was closed"):
+                made[0](torch.zeros(1, 1, 4, 4), torch.zeros(1))
+
+
+def test_a_file_that_is_not_there_and_no_new_bundle_either_ends_the_loading(tiny_build, monkeypatch):
+    def gone(path, component):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(runtime, "OnnxRuntimeComponent", gone)
+    with pytest.raises(FileNotFoundError):
+        runtime.load(tiny_build.bundle)
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.zeros(1, 1, 4, 4, device="meta"), "meta device"),
+        (torch.zeros(1, 1, 4, 4).to_sparse(), "torch.sparse_coo"),
+    ],
+)
+def test_tensors_without_numbers_in_memory_are_refused(tiny_build, x, said):
+    with runtime.load(tiny_build.bundle) as bundle:
+        refused(bundle["denoiser"], x, torch.zeros(1), parts=("no numbers to read", said))
+
+
 @pytest.mark.parametrize("backend", ["TensorRT", "cuda", "", None])
 def test_a_backend_that_does_not_exist_is_refused(tiny_build, backend):
     with pytest.raises(UserError, match=rf"(?s)no backend '{backend}'.*expected: auto, tensorrt or onnxruntime"):
@@ -252,7 +305,7 @@ def test_a_component_that_is_closed_during_a_call_finishes_it(tiny_build, monkey
             denoiser(torch.zeros(1, 1, 4, 4), torch.zeros(1))
 
 
-def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path):
+def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
@@ -264,6 +317,13 @@ def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path):
         assert loaded.backend.startswith("ONNX Runtime on the CPU") and loaded.backend.endswith(
             "cannot run here: no NVIDIA GPU"
         )
+    # Where there is one, nobody wants the CPU.
+    monkeypatch.setattr(runtime.builder, "device_architecture", lambda: "sm90")
+    state = BackendStatus("tensorrt", "", False, "TensorRT's Python package is not installed", "install it")
+    monkeypatch.setattr(runtime.builder, "status", lambda: state)
+    with pytest.warns(RuntimeWarning, match="on the CPU.*package is not installed; remedy: install it") as told:
+        runtime.load(bundle).close()
+    assert told[0].filename == __file__
 
 
 def test_weights_of_the_onnx_model_have_the_names_of_the_state_dict(digits_build, digits):

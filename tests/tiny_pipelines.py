@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.models.diffusers import as_images
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 WIDTH = 32
@@ -424,6 +426,49 @@ def with_text(name: str) -> Any:
     pipe = PIPELINES[name][0]()
     pipe.register_modules(**TEXT[name]())
     return pipe
+
+
+STEPS = 20
+
+
+def arguments(pipe: Any, name: str, seed: int = 7, *, like: Tensor | None = None) -> dict[str, Any]:
+    """Of a call with prompt embeddings of its own, and images as tensors.
+
+    Args:
+        like: of the type that embeddings have, and where they lie.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    options = PIPELINES[name][1]
+    given = {"num_inference_steps": STEPS, "output_type": "pt"} | options.get("call", {})
+    for option, parameter in (("height", "height"), ("width", "width"), ("frames", "num_frames")):
+        if option in options:
+            given[parameter] = options[option]
+    shapes = {"prompt_embeds": (1, 8, WIDTH), "pooled_prompt_embeds": (1, WIDTH)}
+    takes = inspect.signature(pipe.__call__).parameters
+    like = torch.empty(0) if like is None else like
+    for embedding, shape in shapes.items():
+        for key in (embedding, f"negative_{embedding}"):
+            if key in takes:
+                given[key] = torch.randn(shape, generator=generator).to(like)
+    for key in ("prompt_attention_mask", "negative_prompt_attention_mask"):
+        if key in takes:
+            given[key] = torch.ones(1, 8, dtype=torch.int64, device=like.device)
+    if name == "pixart":
+        given["negative_prompt"] = None
+    return given | {"generator": torch.Generator().manual_seed(seed)}
+
+
+def images(pipe: Any, name: str, **other: Any) -> Tensor:
+    """What a pipeline draws, as [B, 3, H, W], or latents.
+
+    Args:
+        other: see `arguments`.
+    """
+    pipe.set_progress_bar_config(disable=True)
+    if name == "wan":  # its decoder computes each frame from the one before: a random one lets any difference grow
+        return as_images(pipe(**arguments(pipe, name, **other) | {"output_type": "latent"})[0], decoded=False)
+    drawn = pipe(**arguments(pipe, name, **other))[0]
+    return drawn.flatten(0, -4) if drawn.dim() == 5 else drawn
 
 
 def errors_beside(denoiser: DiffusersDenoiser, reference: Any) -> list[float]:

@@ -58,9 +58,9 @@ MODE_ERROR = {Mode.FP16: 1e-6, Mode.PRECISION: 0.03, Mode.BALANCED: 0.035, Mode.
 4096 keys (0.0155, 0.0183, 0.0190), since 200 keys average less noise away."""
 
 INT8_CALL = 5e-2
-"""Relative L2 error of the worst call of the tiny random Flux and SDXL, INT8 and perhaps FP16 against torch without INT8: 1.2e-2
-was seen, 1.9e-2 where torch is in FP32. One that takes its text for zeros is 0.11 off and more, its timestep 0.4, and the images
-of either may keep to INT8_IMAGES_PSNR."""
+"""Relative L2 error of the worst call of the tiny random pipelines but PixArt, INT8 and perhaps FP16 against torch without INT8:
+1.2e-2 was seen, 2.0e-2 where torch is in FP32. One that takes its text for zeros is 0.11 off and more, its timestep 0.4, and the
+images of either may keep to INT8_IMAGES_PSNR."""
 
 INT8_IMAGES_PSNR = 20.0
 """dB, of images by random models over twenty steps, which amplify differences where trained ones draw them together: 27 to 30 dB

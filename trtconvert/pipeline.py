@@ -31,7 +31,7 @@ from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.models.saved import copy_without_models, is_saved_pipeline
-from trtconvert.progress import Reporter
+from trtconvert.progress import Reporter, say
 from trtconvert.recipe import Recipe, with_paths
 from trtconvert.stages import (
     CALIBRATION,
@@ -84,6 +84,13 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
         refuse_foreign(output)  # it may have come meanwhile
         if (output / bundle.MANIFEST).exists():
             bundle.keep_others(output, new)
+            if lost := _engines(output) - _engines(new):
+                names = ", ".join(sorted(Path(name).stem for name in lost))
+                say(
+                    report.console,
+                    f"notice: engines of the bundle before that the new one has not: {names}; run `trtconvert compile` on their "
+                    "GPUs again",
+                )
 
     @functools.cache
     def model() -> DiffusionModel:
@@ -106,6 +113,13 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             stages = (calibration, plan, verified)
             manifest = _assemble(folder, recipe, weights, backend, reason, stages, components, engines)
     return Outcome(manifest, output)
+
+
+def _engines(folder: Path) -> set[str]:
+    """The files of a bundle's engines."""
+    return {
+        engine.file for component in bundle.read_manifest(folder).components.values() for engine in component.engines
+    }
 
 
 def refuse_foreign(output: Path) -> None:

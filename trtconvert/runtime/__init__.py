@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from trtconvert.bundle import EngineRecord, Manifest, check_files, read_manifest
+from trtconvert.bundle import MANIFEST, EngineRecord, Manifest, check_files, read_manifest
 from trtconvert.engine import tensorrt as builder
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.session import OnnxRuntimeComponent
@@ -30,13 +31,15 @@ class DeviceMemory:
 
     Attributes:
         weights: what loading the engines took.
-        per_stream: what each stream that calls them takes, once for all engines of the bundle.
-        streams: what the streams that have called them hold now.
+        per_stream: what each stream that calls them takes to compute in, once for all engines of the bundle.
+        streams: what the streams that have called them hold of it now.
+        graphs: the inputs and outputs that CUDA graphs have to themselves.
     """
 
     weights: int
     per_stream: int
     streams: int
+    graphs: int
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,10 @@ class LoadedBundle:
     def device_memory(self) -> DeviceMemory:
         """What the bundle takes on the GPU; zeros where it runs on the CPU."""
         if self._scratch is None:
-            return DeviceMemory(0, 0, 0)
+            return DeviceMemory(0, 0, 0, 0)
         weights = sum(component.weights_memory for component in self.components.values())
-        return DeviceMemory(weights, self._scratch.size, self._scratch.allocated)
+        graphs = sum(component.graphs_memory for component in self.components.values())
+        return DeviceMemory(weights, self._scratch.size, self._scratch.allocated, graphs)
 
 
 def load(
@@ -194,35 +198,53 @@ def load(
             remedy="correct the argument backend",
         )
     folder = Path(folder)
-    manifest = _checked_manifest(folder)
+    while True:
+        before = _manifest_as_it_lies(folder)
+        manifest = read_manifest(folder)
+        try:
+            loaded = _loaded(folder, manifest, backend, device, graphs, streams, weight_budget)
+        except (TrtconvertError, OSError):
+            if _manifest_as_it_lies(folder) == before:
+                raise
+            continue
+        if _manifest_as_it_lies(folder) == before:
+            return loaded
+        loaded.close()  # compiled or built again meanwhile: a file may be of before, or of after
+
+
+def _manifest_as_it_lies(folder: Path) -> bytes:
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except OSError:
+        return b""
+
+
+def _loaded(
+    folder: Path,
+    manifest: Manifest,
+    backend: Literal["auto", "tensorrt", "onnxruntime"],
+    device: str | int | torch.device | None,
+    graphs: int,
+    streams: int,
+    weight_budget: int | None,
+) -> LoadedBundle:
+    """See `load`."""
+    check_files(folder, manifest)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
     state = builder.status() if backend == "auto" else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
-    on_cpu = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     words = "ONNX Runtime on the CPU, INT8 attention as the op's function body"
     if state and any(engines.values()):
-        words += f"; its TensorRT engines cannot run here: {state.detail}"
+        why, remedy = state.detail, state.remedy
+        if state.available:
+            why, remedy = "not every component has one", "run `trtconvert compile` on this machine"
+        words += f"; its TensorRT engines cannot run here: {why}"
+        if builder.device_architecture() is not None:  # without a GPU nobody expects them to
+            warnings.warn(f"{folder} runs on {words}; remedy: {remedy}", RuntimeWarning, stacklevel=3)
+    on_cpu = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     return LoadedBundle(folder, manifest, on_cpu, words)
-
-
-def _checked_manifest(folder: Path) -> Manifest:
-    """The manifest of a bundle whose files are what it says.
-
-    Raises:
-        UserError: see `load`.
-    """
-    manifest = read_manifest(folder)
-    while True:
-        try:
-            check_files(folder, manifest)
-            return manifest
-        except UserError:
-            now = read_manifest(folder)
-            if now == manifest:
-                raise
-            manifest = now  # the bundle was compiled or built again meanwhile
 
 
 def _on_gpu(

@@ -24,6 +24,11 @@ class Component(Protocol):
     device: torch.device
     weights_memory: int
 
+    @property
+    def graphs_memory(self) -> int:
+        """Bytes of device memory that recorded calls have to themselves."""
+        ...
+
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """The output, or a tuple of several, for the inputs of the signature by position or by name."""
         ...

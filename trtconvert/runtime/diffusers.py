@@ -136,42 +136,12 @@ class DiffusersDenoiser(_DropIn):
         device: torch.device,
     ) -> None:
         super().__init__(record, dtype, device)
-        self._denoiser, self._timestep = denoiser, timestep_input
-        self._output = _output_class(record)
-        self._parameters_of_forward = _Parameters(record)
-        self.forward = self._parameters_of_forward.of(self._forward)
+        self._denoiser = denoiser
+        called = _Denoising(denoiser, record, timestep_input)
+        self.forward = called.parameters.of(called)
         if size := record.config.get("projection_class_embeddings_input_dim"):
             # StableDiffusionXLPipeline checks its time ids against the width of this layer.
             self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Raises:
-            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles.
-        """
-        arguments = self._parameters_of_forward.bound(args, kwargs)
-        return_dict = arguments.pop("return_dict", True)
-        named = tensors_of(self._record.arguments, arguments)
-        sample = next(x for name, x in named.items() if name != self._timestep)
-        timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
-        batch = sample.shape[0] if sample.dim() else 1
-        if self._record.timestep_sizes and timestep.shape == (batch, *self._record.timestep_sizes):
-            got = f"others within a sample, in a tensor of shape {list(timestep.shape)}"
-            fits = is_of_samples(timestep)
-            timestep = timestep.flatten(1)[:, 0]
-        else:
-            got = f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}"
-            fits = timestep.numel() in (1, batch)
-        if not fits:
-            raise UserError(
-                f"the converted {self._record.model} cannot take these values of '{self._timestep}'",
-                expected=f"one for all samples, or one for each of {batch}",
-                got=got,
-                remedy="denoise every sample as a whole: use a pipeline without timesteps of each token or frame",
-            )
-        named[self._timestep] = timestep.reshape(-1).expand(batch)
-        output = self._denoiser(**_whole_numbers(named)).to(sample)
-        return self._output(sample=output) if return_dict else (output,)
 
     @contextmanager
     def cache_context(self, *_: object, **__: object) -> Iterator[None]:
@@ -196,6 +166,49 @@ class DiffusersDenoiser(_DropIn):
             )
         state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
         return self._denoiser.refit({f"{self._record.component}.{name}": x for name, x in state.items()})
+
+
+class _Denoising:
+    """What a denoiser's `forward` does. It knows nothing of the drop-in that has it: what refers to itself would keep an engine
+    on the GPU until Python looks for such rings.
+
+    Args:
+        denoiser, record, timestep_input: see `DiffusersDenoiser`.
+    """
+
+    def __init__(self, denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep_input: str) -> None:
+        self._denoiser, self._record, self._timestep = denoiser, record, timestep_input
+        self._output = _output_class(record)
+        self.parameters = _Parameters(record)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles.
+        """
+        arguments = self.parameters.bound(args, kwargs)
+        return_dict = arguments.pop("return_dict", True)
+        named = tensors_of(self._record.arguments, arguments)
+        sample = next(x for name, x in named.items() if name != self._timestep)
+        timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
+        batch = sample.shape[0] if sample.dim() else 1
+        if self._record.timestep_sizes and timestep.shape == (batch, *self._record.timestep_sizes):
+            got = f"others within a sample, in a tensor of shape {list(timestep.shape)}"
+            fits = is_of_samples(timestep)
+            timestep = timestep.flatten(1)[:, 0]
+        else:
+            got = f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}"
+            fits = timestep.numel() in (1, batch)
+        if not fits:
+            raise UserError(
+                f"the converted {self._record.model} cannot take these values of '{self._timestep}'",
+                expected=f"one for all samples, or one for each of {batch}",
+                got=got,
+                remedy="denoise every sample as a whole: use a pipeline without timesteps of each token or frame",
+            )
+        named[self._timestep] = timestep.reshape(-1).expand(batch)
+        output = self._denoiser(**_whole_numbers(named)).to(sample)
+        return self._output(sample=output) if return_dict else (output,)
 
 
 class DiffusersTextEncoder(_DropIn):

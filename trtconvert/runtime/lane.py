@@ -29,7 +29,15 @@ _ALIGNMENT = 256
 """Bytes at multiples of which TensorRT wants tensors to begin (`IExecutionContext::setTensorAddress`)."""
 
 _REST = 1000
-"""Calls that run plainly after one for whose recording there was no memory: asking for it costs far more than a graph spares."""
+"""Calls that run plainly after one that could not be recorded, for lack of memory, say: asking for it costs far more than a graph
+spares."""
+
+_MOST_FAILURES = 3
+"""Recordings that may fail, other than for lack of memory, before no more are tried. One that another thread's recording was in
+the way of fails once."""
+
+_OF_NO_STREAM = "invalid resource handle"
+"""CUDA's words where a stream is not there any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +161,9 @@ class _Graph:
 
     It has its execution context to itself: shapes that a context is told later may reach what was recorded from it.
 
+    Attributes:
+        memory: bytes of its inputs and outputs.
+
     Raises:
         BackendUnavailable, RuntimeError: the call cannot be recorded.
     """
@@ -170,6 +181,7 @@ class _Graph:
         self._graph = CopyingGraph(
             lambda handle: context.enqueue(call, addresses, handle), inputs, outputs, stream.cuda_stream
         )
+        self.memory = sum(x.nbytes for x in (*inputs, *outputs))
         # What the recorded work refers to lives as long as the graph.
         self._context, self._inputs, self._outputs = context, inputs, outputs
 
@@ -205,7 +217,7 @@ class Lane:
         room = plan.scratch.on(stream)
         self.lock = room.lock
         self.used, self.closed, self.recorded = time.monotonic(), False, 0
-        self._plan, self._stream, self._limit, self._rest = plan, stream, graphs, 0
+        self._plan, self._stream, self._limit, self._rest, self._failures = plan, stream, graphs, 0, 0
         self._handle = stream.cuda_stream
         self._room: Room | None = room
         self._contexts: dict[int, _Context] = {}  # by profile
@@ -260,6 +272,11 @@ class Lane:
             return True
         return not status and capturing != cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone
 
+    @property
+    def graphs_memory(self) -> int:
+        """Bytes of the inputs and outputs that graphs have to themselves."""
+        return sum(graph.memory for graph in list(self._graphs.values()))
+
     def forget_graphs(self) -> None:
         """Drop what was recorded, once the stream is done with it. Recordings of the caller's stay."""
         self._stream.synchronize()
@@ -267,10 +284,14 @@ class Lane:
         self._seen.clear()
 
     def close(self) -> None:
-        """Wait for the stream, and let go of contexts, graphs and memory. If the wait fails, as on a stream that its owner has
-        destroyed, they go all the same."""
+        """Wait for the stream, and let go of contexts, graphs and memory, also where the wait fails. Of a stream that its owner
+        has destroyed nobody waits.
+        """
         try:
             self._stream.synchronize()
+        except RuntimeError as error:
+            if _OF_NO_STREAM not in str(error):
+                raise
         finally:
             self.closed = True
             self._graphs.clear()
@@ -318,12 +339,16 @@ class Lane:
             if isinstance(error, torch.OutOfMemoryError) or lacks_memory(str(error)):
                 self._rest = _REST
                 return None
-            self._limit = 0
-            warnings.warn(
-                f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            self._rest = _REST
+            self._failures += 1
+            if self._failures == 1:
+                warnings.warn(
+                    f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            elif self._failures == _MOST_FAILURES:
+                self._limit = 0
             return None
         if len(self._graphs) >= self._limit:
             self._stream.synchronize()

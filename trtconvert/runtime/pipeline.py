@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.runtime.libraries import library_class
 
 INDEX = "model_index.json"
@@ -69,7 +69,16 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         )
     if given.get("safety_checker") is None and "requires_safety_checker" in parameters:
         given["requires_safety_checker"] = False
-    return kind(**given)
+    try:
+        return kind(**given)
+    except TypeError as error:  # of a version that wants parts which the one that saved the pipeline had not
+        raise UserError(
+            f"{title} cannot be made of the parts that were saved",
+            expected="the parts that the installed diffusers wants",
+            got=first_line(error),
+            remedy="pass those that are missing to bundle.pipeline() by name, or install the versions that the bundle's manifest "
+            "has under versions",
+        ) from error
 
 
 def _is_part(entry: Any) -> TypeGuard[list[Any]]:
@@ -82,6 +91,13 @@ def _loaded(folder: Path, entry: list[str]) -> Any:
     kind = library_class(*entry)
     try:
         return kind.from_pretrained(folder, local_files_only=True)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the {entry[1]} in {folder} needs a package that is not installed",
+            expected="what the pipeline's own processors import",
+            got=first_line(error),
+            remedy="install it, or pass another one to bundle.pipeline() by the name of the folder",
+        ) from error
     except (OSError, ValueError) as error:
         raise UserError(
             f"the {entry[1]} in {folder} cannot be read",

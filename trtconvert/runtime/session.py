@@ -29,7 +29,7 @@ class OnnxRuntimeComponent:
     """
 
     device = torch.device("cpu")
-    weights_memory = 0
+    weights_memory = graphs_memory = 0
 
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime

@@ -88,6 +88,13 @@ class Signature:
                 got=type(x).__name__,
                 remedy="convert it with torch.as_tensor",
             )
+        if x.is_meta or x.layout != torch.strided:
+            raise UserError(
+                f"'{spec.name}' has no numbers to read one after the other",
+                expected="a tensor with memory of its own, in torch's strided layout",
+                got="a tensor on the meta device" if x.is_meta else f"one in the layout {x.layout}",
+                remedy="load its numbers, or convert it with .to_dense()",
+            )
         fits = x.dim() == len(spec.shape)
         for size, dim in zip(x.shape, spec.shape, strict=False):
             if isinstance(dim, str):

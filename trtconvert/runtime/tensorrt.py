@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ class TensorRTComponent:
     computed is the same, and the host is done sooner. A graph copies inputs and outputs, on the device. Safe from several
     threads; calls on different streams run concurrently, each stream with execution contexts of its own.
 
-    To record a call into a CUDA graph of one's own, call it with the same shapes on that stream just before. Such a stream keeps
-    its memory, and the recording is good until `close` or `refit`.
+    To record a call into a CUDA graph of one's own, call it with the same shapes on that stream just before, once more where the
+    message asks for it. (`torch.cuda.graph` records on a stream of its own unless it is given one.) Such a stream keeps its
+    memory, and the recording is good until `close` or `refit`. It computes in the memory of all calls of the bundle on that
+    stream: launch it there, or in an order with what runs there.
 
     Args:
         path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
@@ -135,7 +138,8 @@ class TensorRTComponent:
         names = tuple(self.signature.names)
         self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, outputs, output_dtypes, device, scratch)
         self._known: dict[tuple, _Known] = {}  # by shapes, types and devices
-        self._calls: dict[tuple, Call] = {}  # by shapes
+        # By shapes. What lanes have recorded keeps its call, which is found again when what is known is forgotten.
+        self._calls: weakref.WeakValueDictionary[tuple, Call] = weakref.WeakValueDictionary()
         self._lanes: dict[int, Lane] = {}
         self._lock = threading.Lock()
 
@@ -150,6 +154,11 @@ class TensorRTComponent:
         return int(self.engine.device_memory_size_v2)
 
     @property
+    def graphs_memory(self) -> int:
+        """Bytes of the inputs and outputs that CUDA graphs have to themselves."""
+        return sum(lane.graphs_memory for lane in list(self._lanes.values()))
+
+    @property
     def graphs_recorded(self) -> int:
         """CUDA graphs that were recorded on the streams that are kept now. Many more than shapes: raise `graphs`."""
         return sum(lane.recorded for lane in list(self._lanes.values()))
@@ -160,6 +169,13 @@ class TensorRTComponent:
             UserError: an input is missing, unknown, or of a type or shape outside the signature and the engine's profiles.
             BackendUnavailable: the device is out of memory, or TensorRT fails.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # Of a function around this: addresses and recordings are nothing that it could trace.
+            untraced: Any = torch.compiler.disable(self._call)
+            return untraced(*inputs, **named)
+        return self._call(*inputs, **named)
+
+    def _call(self, *inputs: Tensor, **named: Tensor) -> Any:
         tensors = inputs if not named and len(inputs) == self._count else self.signature.ordered(inputs, named)
         if torch.cuda.current_device() == self.device.index:
             return self._run(tensors)
@@ -194,8 +210,7 @@ class TensorRTComponent:
                         lane.forget_graphs()
                     except RuntimeError:  # a stream that its owner has destroyed
                         del self._lanes[handle]
-                        with suppress(RuntimeError):
-                            lane.close()
+                        lane.close()
                 try:
                     with torch.cuda.device(self.device):
                         return refit(plan, Path(weights) if isinstance(weights, str) else weights, self.record.weights)
@@ -259,10 +274,11 @@ class TensorRTComponent:
                         outputs = lane.run(known.call, tensors)
                         break
                 self._opened()  # a closed lane goes soon, or the component is closed
+            if known.origin is not None:
+                outputs = [x.to(known.origin) for x in outputs]
         except torch.OutOfMemoryError as error:
-            raise out_of_memory("the tensors of a call", self._opened().bytes_of(known.call), self.device) from error
-        if known.origin is not None:
-            outputs = [x.to(known.origin) for x in outputs]
+            where = self.device if known.origin is None or known.origin.type != "cuda" else known.origin
+            raise out_of_memory("the tensors of a call", self._opened().bytes_of(known.call), where) from error
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _learn(self, tensors: tuple[Tensor, ...]) -> _Known:
@@ -274,7 +290,6 @@ class TensorRTComponent:
         profile, sizes = self.signature.check(tensors)
         if len(self._known) >= _KNOWN_CALLS:
             self._known.clear()
-            self._calls.clear()
         shapes = tuple(tuple(x.shape) for x in tensors)
         outputs = tuple(shape_of(spec.shape, sizes) for spec in self.signature.component.outputs)
         call = self._calls.setdefault(shapes, Call(profile, shapes, outputs))  # graphs serve every type and device
