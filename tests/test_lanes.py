@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -231,7 +231,7 @@ class HostContext:
 REFUSED = 10
 """A length for which the engine gives outputs of another."""
 
-LOG = SimpleNamespace(last=lambda: "what TensorRT logged")
+LOG = SimpleNamespace(last=lambda: "what TensorRT logged", errors=[])
 
 
 class HostEngine:
@@ -293,6 +293,13 @@ def machine(monkeypatch):
     for place in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, place, lambda _: contextlib.nullcontext())
     return found
+
+
+class HostLogger:
+    """TensorRT's module, as far as a logger needs it."""
+
+    class ILogger:
+        ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
 
 
 TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
@@ -420,6 +427,16 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
 
     at_once(work, lanes)
     assert not wrong
+
+
+def test_an_error_says_what_was_logged_since_the_one_before(plan_of, cuda, monkeypatch):
+    """Else memory that ran out once would be the reason of all that fails later."""
+    plan = replace(plan_of(HostEngine(cuda)), log=builder.make_log(HostLogger))
+    plan.log.log("ERROR", "out of memory")
+    assert "got: out of memory" in str(plan.failure("a call"))
+    assert "got: no reason was logged" in str(plan.failure("a call"))
+    plan.log.log("ERROR", "no such kernel")
+    assert "memory" not in plan.failure("a call").got
 
 
 class FragileEngine(HostEngine):

@@ -7,7 +7,9 @@ from statistics import median
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
+from support import run
 from tolerances import INT8_CALL, INT8_IMAGES_PSNR, SAME_IMAGES_PSNR
 
 from trtconvert import runtime
@@ -121,3 +123,6 @@ def test_engines_alone_draw_a_prompt(tmp_path):
     assert encoded.device.type == "cuda" and encoded.isfinite().all()
     assert len(errors) == 20 and max(errors) <= INT8_CALL
     assert psnr(drawn.float(), images(torch_pipe).float()).min() >= INT8_IMAGES_PSNR
+    outcome = run("run", tmp_path / "bundle", "-p", "a bird", "--steps", 2, "-o", tmp_path / "images.png")
+    assert outcome.exit_code == 0 and "on TensorRT" in outcome.output, outcome.output
+    assert Image.open(tmp_path / "images.png").width >= 32

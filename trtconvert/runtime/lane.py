@@ -91,13 +91,10 @@ class Plan:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
     def failure(self, problem: str) -> BackendUnavailable:
-        """The error of a TensorRT call that failed, with what TensorRT logged."""
-        return BackendUnavailable(
-            problem,
-            expected="TensorRT to run the engine that it loaded",
-            got=self.log.last(),
-            remedy=REMEDY,
-        )
+        """The error of a TensorRT call that failed, with what TensorRT logged since the one before."""
+        got = self.log.last()
+        self.log.errors.clear()
+        return BackendUnavailable(problem, expected="TensorRT to run the engine that it loaded", got=got, remedy=REMEDY)
 
 
 class _Context:
