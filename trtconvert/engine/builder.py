@@ -16,16 +16,9 @@ from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError
 
 _MEMORY_WORDS = (
-    *("out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory"),
-    *(
-        "bad_alloc",
-        "memory is insufficient",
-        "enough free memory",
-        "enough memory",
-        "scratch memory",
-        "workspace limit",
-    ),
-)
+    "out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory", "bad_alloc",
+    "memory is insufficient", "enough free memory", "enough memory", "scratch memory", "workspace limit",
+)  # fmt: skip
 """How the libraries' messages name a lack of memory; there is no code for it."""
 
 _NO_KERNEL = "could not find any implementation"
