@@ -257,6 +257,7 @@ class Machine:
     Attributes:
         current: handle of the current stream; recording: whether the caller records it into a graph.
         destroyed: handles of streams that their owner destroyed.
+        waited: handles of the streams that were waited for.
         memory: whether there is any for tensors of a call.
     """
 
@@ -264,9 +265,11 @@ class Machine:
     recording: bool = False
     memory: bool = True
     destroyed: set[int] = field(default_factory=set)
+    waited: list[int] = field(default_factory=list)
 
     def stream(self, handle):
         def synchronize():
+            self.waited.append(handle)
             if handle in self.destroyed:
                 raise RuntimeError("CUDA error: invalid resource handle")
 
@@ -672,6 +675,23 @@ def test_what_was_recorded_is_found_again_when_what_is_known_of_calls_is_forgott
         machine.recording = False
     (lane,) = plain._lanes.values()
     assert len(lane._callers) == 1
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_component_that_nobody_refers_to_is_waited_for_before_it_goes(machine, component, tmp_path, recording):
+    """But while its caller records: waiting would spoil that."""
+    made, scratch = component(tmp_path / "x.plan")
+    for machine.current in (11, 12):
+        assert computes(made) and computes(made)
+    machine.recording, machine.destroyed = recording, {11}
+    engine = made.engine
+    for context in engine.contexts:
+        weakref.finalize(context, lambda: machine.waited.append(0))
+    del context
+    engine.contexts.clear()
+    machine.waited.clear()
+    del made
+    assert machine.waited == ([] if recording else [11, 12]) + [0, 0, 0, 0] and scratch.allocated == 0
 
 
 def test_the_memory_of_graphs_is_counted(component, tmp_path):

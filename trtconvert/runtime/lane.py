@@ -280,15 +280,20 @@ class Lane:
         self._graphs.clear()
         self._seen.clear()
 
-    def close(self) -> None:
-        """Wait for the stream, and let go of contexts, graphs and memory, also where the wait fails. Of a stream that its owner
-        has destroyed nobody waits.
-        """
+    def wait(self) -> None:
+        """Until the stream is done, unless its owner has destroyed it."""
         try:
             self._stream.synchronize()
         except RuntimeError as error:
             if _OF_NO_STREAM not in str(error):
                 raise
+
+    def close(self) -> None:
+        """Wait for the stream, and let go of contexts, graphs and memory, also where the wait fails. Of a stream that its owner
+        has destroyed nobody waits.
+        """
+        try:
+            self.wait()
         finally:
             self.closed = True
             self._graphs.clear()

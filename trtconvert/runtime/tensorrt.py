@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,14 @@ _PER_THREAD = 2
 
 _KNOWN_CALLS = 256
 """Combinations of shapes, types and devices whose checks are remembered."""
+
+
+def _wait_for(lanes: Mapping[int, Lane]) -> None:
+    """Without their locks: nobody can call the component any more, and who lets go of it may hold one."""
+    with suppress(RuntimeError):  # of the device, which the next use of it meets with as well
+        if lanes and not torch.cuda.is_current_stream_capturing():  # which waiting would spoil
+            for lane in lanes.values():
+                lane.wait()
 
 
 @dataclass(frozen=True)
@@ -55,10 +63,10 @@ class TensorRTComponent:
     computed is the same, and the host is done sooner. A graph copies inputs and outputs, on the device. Safe from several
     threads; calls on different streams run concurrently, each stream with execution contexts of its own.
 
-    To record a call into a CUDA graph of one's own, call it with the same shapes on that stream just before, once more where the
-    message asks for it. (`torch.cuda.graph` records on a stream of its own unless it is given one.) Such a stream keeps its
-    memory, and the recording is good until `close` or `refit`. It computes in the memory of all calls of the bundle on that
-    stream: launch it there, or in an order with what runs there.
+    To record a call into a CUDA graph of one's own, call it with the same shapes on that stream just before, once more where
+    the message asks for it. (`torch.cuda.graph` records on a stream of its own unless it is given one.) Such a stream keeps
+    its memory, and the recording is good as long as the component lives, until `close` or `refit`. It computes in the memory
+    of all calls of the bundle on that stream: launch it there, or in an order with what runs there.
 
     Args:
         path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
@@ -141,6 +149,8 @@ class TensorRTComponent:
         # By shapes. What lanes have recorded keeps its call, which is found again when what is known is forgotten.
         self._calls: weakref.WeakValueDictionary[tuple, Call] = weakref.WeakValueDictionary()
         self._lanes: dict[int, Lane] = {}
+        # Whoever lets go of the last reference may have calls under way, which need the engine until they are done.
+        weakref.finalize(self, _wait_for, self._lanes).atexit = False
         self._lock = threading.Lock()
 
     @property
