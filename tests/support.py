@@ -9,7 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,3 +146,12 @@ def files_of_at_most(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def at_once(work: Callable[[Any], object], each: Iterable[Any]) -> None:
+    """Run work(x) for each x, in threads of their own, to the end."""
+    threads = [threading.Thread(target=work, args=(x,)) for x in each]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -546,18 +546,6 @@ def test_folders_that_are_no_part_of_the_pipeline_are_left(saved, tmp_path):
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [INDEX, "scheduler", "tokenizer"]
 
 
-def test_the_safety_checker_is_not_missed(tmp_path):
-    pipe = tiny_pipelines.with_text("stable_diffusion")
-    pipe.save_pretrained(tmp_path / "saved")
-    copy_without_models(tmp_path / "saved", tmp_path / "kept")
-    index = json.loads((tmp_path / "kept" / INDEX).read_text())
-    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
-    (tmp_path / "kept" / INDEX).write_text(json.dumps(index))
-    models_of = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    made = make_pipeline(tmp_path / "kept", models_of)
-    assert made.safety_checker is None and not made.config.requires_safety_checker
-
-
 @pytest.fixture
 def kept(tmp_path):
     """A pipeline's folder without its models, and these by name."""
@@ -565,6 +553,15 @@ def kept(tmp_path):
     pipe.save_pretrained(tmp_path / "saved")
     copy_without_models(tmp_path / "saved", tmp_path / "kept")
     return tmp_path / "kept", {name: x for name, x in pipe.components.items() if isinstance(x, torch.nn.Module)}
+
+
+def test_the_safety_checker_is_not_missed(kept):
+    folder, models_of = kept
+    index = json.loads((folder / INDEX).read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    (folder / INDEX).write_text(json.dumps(index))
+    made = make_pipeline(folder, models_of)
+    assert made.safety_checker is None and not made.config.requires_safety_checker
 
 
 def test_a_processor_whose_package_is_missing_is_named(kept, monkeypatch):

@@ -12,6 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from cuda.bindings import runtime as cudart
+from support import at_once
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
 from trtconvert.engine import builder, loading, tensorrt
@@ -407,15 +408,6 @@ def test_a_call_that_is_refused_leaves_no_shapes_behind(open_lane):
     with pytest.raises(BackendUnavailable, match=r"the engine's 'y' is \[7\], the manifest says \[10\]"):
         right(lane, REFUSED)
     assert right(lane, 4) and contexts_of(lane)[0].shape == (4,)
-
-
-def at_once(work, each):
-    """Runs work(x) for each x, in threads of their own, to the end."""
-    threads = [threading.Thread(target=work, args=(x,)) for x in each]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):

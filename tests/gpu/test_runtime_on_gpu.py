@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import weakref
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from cuda.bindings import runtime as cudart
 from rich.console import Console
 from safetensors.torch import save_file
-from support import WEIGHTS, tiny_recipe
+from support import WEIGHTS, at_once, tiny_recipe
 from tolerances import HALF_DENOISER
 
 from trtconvert import runtime
@@ -287,11 +286,7 @@ def test_threads_and_streams_do_not_disturb_each_other(folder):
             except Exception as error:
                 failures.append((number, error))
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(work, range(6))
         assert not failures
 
 
@@ -304,7 +299,8 @@ def test_bundles_on_two_gpus_serve_at_once(folder, denoiser, digits):
         there, failures = second["denoiser"], []
         moved = [[x.to("cuda:1") for x in inputs] for inputs in sets]
 
-        def work(called: TensorRTComponent, given: list[list[torch.Tensor]]) -> None:
+        def work(calls: tuple[TensorRTComponent, list[list[torch.Tensor]]]) -> None:
+            called, given = calls
             try:
                 for i in range(40):
                     output = called(*given[i % len(given)])
@@ -313,23 +309,17 @@ def test_bundles_on_two_gpus_serve_at_once(folder, denoiser, digits):
             except Exception as error:
                 failures.append((called.device, error))
 
-        def at_once(*threads: threading.Thread) -> None:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-
         on_first = held()
-        at_once(threading.Thread(target=work, args=(there, moved)))
+        at_once(work, [(there, moved)])
         assert not failures and held() <= on_first
-        at_once(*(threading.Thread(target=work, args=(of, given)) for of, given in ((denoiser, sets), (there, moved))))
+        at_once(work, [(denoiser, sets), (there, moved)])
         assert not failures
         assert there.graphs_recorded and torch.cuda.current_device() == 0
         for inputs, output in zip(sets, expected, strict=True):  # taken from the first GPU, and given back there
             given_back = there(*inputs)
             assert given_back.device == inputs[0].device and torch.equal(given_back.cpu(), output)
         there.refit(digits.denoiser.state_dict())
-        work(there, moved)
+        work((there, moved))
         assert not failures
         moved.clear()
     torch.cuda.synchronize("cuda:1")
@@ -373,11 +363,7 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(folder):
             if not torch.equal(output, expected[i % 2]):
                 wrong.append((number, i))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, range(2))
     for engine in engines:
         engine.close()
     assert not wrong

@@ -338,10 +338,9 @@ class Lane:
         try:
             graph = _Graph(self._plan, call, self._new_context(call), self._stream)
         except (BackendUnavailable, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or lacks_memory(str(error)):
-                self._rest = _REST
-                return None
             self._rest = _REST
+            if isinstance(error, torch.OutOfMemoryError) or lacks_memory(str(error)):
+                return None
             self._failures += 1
             if self._failures == 1:
                 warnings.warn(
