@@ -5,7 +5,9 @@
 For the opt shape of each profile: TensorRT's enqueue alone with every address set before, our call without CUDA graphs, the
 launch of a CUDA graph of the enqueue alone, and our call with CUDA graphs. Our calls are also made with all inputs elsewhere
 than at the call before, as a sampler makes them: a new address costs. Time is the host's, from entering the call to its return,
-median and middle half of many calls; the device is waited for between groups of calls, outside the time. Nothing is asserted.
+median and middle half of many calls; the device is waited for between groups of calls, outside the time. What is compared takes
+turns, a group of calls each, and what a call adds is the median of the differences of its groups to those beside them: other
+work on the host comes and goes, and meets all of them. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +33,20 @@ GROUPS, CALLS = 100, 10
 """Few calls between waits, so that none waits for room in the stream's queue."""
 
 
-def host_us(call: Callable[[], object]) -> tuple[float, float, float]:
-    """Median and quartiles of a call's host time in microseconds."""
-    for _ in range(CALLS):
-        call()
-    times = []
-    for _ in range(GROUPS):
-        torch.cuda.synchronize()
-        for _ in range(CALLS):
-            start = time.perf_counter_ns()
-            call()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-    low, middle, high = statistics.quantiles(times, n=4)
-    return middle, low, high
+def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
+    """Host times in microseconds of calls that take turns, of each by groups."""
+    times: list[list[list[float]]] = [[] for _ in calls]
+    for group in range(-1, GROUPS):
+        for call, of_call in zip(calls, times, strict=True):
+            torch.cuda.synchronize()
+            found = []
+            for _ in range(CALLS):
+                start = time.perf_counter_ns()
+                call()
+                found.append((time.perf_counter_ns() - start) / 1e3)
+            if group >= 0:  # the first one is for warming up
+                of_call.append(found)
+    return times
 
 
 def example(denoiser: TensorRTComponent, profile: dict[str, tuple[int, int, int]]) -> list[Tensor]:
@@ -103,10 +106,13 @@ def figures(
     }
     shape = " ".join("×".join(map(str, x.shape)) or "scalar" for x in inputs)
     rows: list[dict[str, Any]] = []
-    for kind, call in kinds.items():
-        times: dict[str, Any] = dict(zip(("us", "low", "high"), host_us(call), strict=True))
-        over = times["us"] - rows[0]["us"] if rows else None
-        rows.append({"component": component, "inputs": shape, "what": kind} | times | {"over": over})
+    times = host_us(list(kinds.values()))
+    for kind, groups in zip(kinds, times, strict=True):
+        quartiles = statistics.quantiles(itertools.chain(*groups), n=4)
+        found = dict(zip(("low", "us", "high"), quartiles, strict=True))
+        beside = [statistics.median(mine) - statistics.median(its) for mine, its in zip(groups, times[0], strict=True)]
+        over = statistics.median(beside) if rows else None
+        rows.append({"component": component, "inputs": shape, "what": kind} | found | {"over": over})
     return rows
 
 

@@ -192,10 +192,11 @@ class HostContext:
 
     Attributes:
         told: shapes in the order in which they were set, and whether the caller was recording then.
+        memory: address of what it computes in; computed_in: what it was at each run.
     """
 
     def __init__(self, cuda) -> None:
-        self.cuda, self.at, self.shape, self.told, self.memory = cuda, {}, (), [], 0
+        self.cuda, self.at, self.shape, self.told, self.memory, self.computed_in = cuda, {}, (), [], 0, []
 
     def set_optimization_profile_async(self, profile, stream):
         return True
@@ -216,6 +217,7 @@ class HostContext:
         return True
 
     def execute_async_v3(self, stream):
+        self.computed_in.append(self.memory)
         doubled = self.vector(self.memory)
         a, b, y = (self.vector(self.at[name]) for name in "aby")
         self.cuda.run(lambda: torch.mul(a, 2, out=doubled))
@@ -256,7 +258,8 @@ class Machine:
     """Streams of a GPU that is not there.
 
     Attributes:
-        current: handle of the current stream; recording: whether the caller records it into a graph.
+        current: handle of the current stream; recording: whether the caller records it into a graph; torchs: by means of torch,
+            which then keeps what it gives for the graph.
         destroyed: handles of streams that their owner destroyed.
         waited: handles of the streams that were waited for.
         memory: whether there is any for tensors of a call.
@@ -264,6 +267,7 @@ class Machine:
 
     current: int = 7
     recording: bool = False
+    torchs: bool = True
     memory: bool = True
     destroyed: set[int] = field(default_factory=set)
     waited: list[int] = field(default_factory=list)
@@ -289,6 +293,14 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", allocated)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.recording)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    everything = {"address": 0, "total_size": 2**63}
+    pool_of = {True: (0, 1), False: (0, 0)}
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_snapshot",
+        lambda: [everything | {"segment_pool_id": pool_of[found.recording and found.torchs]}],
+    )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found.stream(found.current))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
@@ -513,6 +525,36 @@ def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, o
     # Both in one recording, though they share a profile, and whatever was worked out anew meanwhile.
     assert right(lane, 4) and right(lane, 8)
     assert not any(recording for context in contexts_of(lane) for _, recording in context.told)
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+def test_a_recording_of_the_callers_computes_in_memory_of_its_own(machine, open_lane, torchs):
+    """Torch keeps it for the recording, and where it knows of none the lane does, for as long as it is there."""
+    lane = open_lane(0)
+    assert right(lane, 4)
+    (context,) = contexts_of(lane)
+    shared = context.memory
+    machine.recording, machine.torchs = True, torchs
+    assert right(lane, 4) and right(lane, 4)
+    machine.recording = False
+    taken = context.computed_in[1:]
+    assert shared not in taken and context.memory == shared
+    kept = [memory.data_ptr() for memory in lane._recorded_memory]
+    assert kept == ([] if torchs else taken) and len(set(kept)) == len(kept)
+    lane.close()
+    assert not lane._recorded_memory
+
+
+def test_a_recording_without_memory_left_is_refused_with_what_it_needs(machine, open_lane):
+    lane = open_lane(0)
+    assert right(lane, 4)
+    machine.recording, machine.memory = True, False
+    with pytest.raises(BackendUnavailable, match=r"(?s)no memory left for the engine's execution context.*remedy: "):
+        right(lane, 4)
+    machine.memory = True
+    assert right(lane, 4)
+    machine.recording = False
+    assert right(lane, 4)
 
 
 def test_a_recording_takes_shapes_that_were_worked_out_anew(machine, open_lane, monkeypatch):

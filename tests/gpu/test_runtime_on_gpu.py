@@ -262,6 +262,48 @@ def test_the_callers_own_graph_outlives_other_shapes_and_streams(folder, graphs)
             assert torch.equal(output, expected[seed])
 
 
+def test_the_callers_own_graph_may_run_beside_calls(denoiser):
+    """Launched on another stream while calls run on the one that it was recorded on: neither computes in the other's memory."""
+    recorded, called = make_inputs(16), make_inputs(16, seed=1)
+    expected = [denoiser(*inputs) for inputs in (recorded, called)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(streams[0]):
+        denoiser(*recorded)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[0]):
+            output = denoiser(*recorded)
+    torch.cuda.synchronize()
+    given: list[list[torch.Tensor]] = [[], []]
+    for _ in range(300):
+        with torch.cuda.stream(streams[0]):
+            given[1].append(denoiser(*called))
+        with torch.cuda.stream(streams[1]):
+            graph.replay()
+            given[0].append(output.clone())
+    torch.cuda.synchronize()
+    for outputs, right in zip(given, expected, strict=True):
+        assert all(torch.equal(x, right) for x in outputs)
+
+
+def test_a_recording_gives_its_memory_back(denoiser):
+    """It is the graph's, however often a call is recorded."""
+    inputs, stream = make_inputs(), torch.cuda.Stream()
+
+    def record() -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):
+                denoiser(*inputs)
+
+    with torch.cuda.stream(stream):
+        denoiser(*inputs)
+        record()
+        before = held()
+        for _ in range(20):
+            record()
+    assert held() <= before
+
+
 # Whom it serves -------------------------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,6 @@ class _Context:
 
     def __init__(self, plan: Plan, profile: int, scratch: Tensor, stream: torch.cuda.Stream) -> None:
         self._plan = plan
-        self._scratch = scratch
         strategy = plan.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._context: Any = None
         with plan.changing:
@@ -111,7 +110,7 @@ class _Context:
                 raise plan.failure("TensorRT could not make an execution context")
             if not self._context.set_optimization_profile_async(profile, stream.cuda_stream):
                 raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
-        self._context.set_device_memory(scratch.data_ptr(), scratch.numel())
+        self.compute_in(scratch)
         self._shapes: tuple[tuple[int, ...], ...] | None = None
         self._names = plan.inputs + plan.outputs
         self._addresses = [0] * len(self._names)
@@ -124,6 +123,11 @@ class _Context:
     def has_shapes_of(self, call: Call) -> bool:
         """Whether it was told the call's shapes last."""
         return self._shapes == call.inputs
+
+    def compute_in(self, scratch: Tensor) -> None:
+        """From the next call on. What was enqueued before computes where it did."""
+        self._scratch = scratch
+        self._context.set_device_memory(scratch.data_ptr(), scratch.numel())
 
     def enqueue(self, call: Call, addresses: Sequence[int], stream: int) -> None:
         """Run on a stream, given by its handle.
@@ -222,6 +226,7 @@ class Lane:
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
         self._wanted: set[Call] = set()  # calls that a recording of the caller's was refused
+        self._recorded_memory: list[Tensor] = []  # where recordings compute that torch keeps no memory for
 
     def run(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Enqueue a call.
@@ -240,7 +245,7 @@ class Lane:
         tensors = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
         # A recording of the caller's takes plain calls: a launch in it would be recorded with the addresses of now.
         if torch.cuda.is_current_stream_capturing():
-            return self._enqueue(call, tensors, self._callers_context(call))
+            return self._enqueue_recorded(call, tensors)
         if call in self._wanted:
             context = self._callers[call] = self._new_context(call)
             outputs = self._enqueue(call, tensors, context)
@@ -301,11 +306,29 @@ class Lane:
             self._contexts.clear()
             self._callers.clear()
             self._wanted.clear()
+            self._recorded_memory.clear()
             self._room = None
 
-    def _new_context(self, call: Call) -> _Context:
+    @property
+    def _scratch(self) -> Tensor:
         assert self._room is not None  # not closed
-        return _Context(self._plan, call.profile, self._room.memory, self._stream)
+        return self._room.memory
+
+    def _new_context(self, call: Call) -> _Context:
+        return _Context(self._plan, call.profile, self._scratch, self._stream)
+
+    def _enqueue_recorded(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A call that the caller records. It computes in memory of the recording, so that launches may go to any stream, beside
+        calls on this one: torch gives what is let go of in a recording to later work of that recording, and to nobody else."""
+        context = self._callers_context(call)
+        memory = self._plan.scratch.new()
+        if not _is_a_recordings(memory):
+            self._recorded_memory.append(memory)
+        context.compute_in(memory)
+        try:
+            return self._enqueue(call, tensors, context)
+        finally:
+            context.compute_in(self._scratch)
 
     def _callers_context(self, call: Call) -> _Context:
         """A context that the call has to itself, for a recording of the caller's: shapes that a context is told later may reach
@@ -358,6 +381,19 @@ class Lane:
         self.recorded += 1
         self._graphs[call] = graph
         return graph
+
+
+def _is_a_recordings(memory: Tensor) -> bool:
+    """Whether torch keeps memory that it just gave for the CUDA graph that is recorded, as long as the graph lives. It does for
+    `torch.cuda.graph`, and knows nothing of recordings that somebody else began."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return True  # CUDA's own allocator: memory that was taken and given back in a recording is part of the graph
+    address, ordinary = memory.data_ptr(), (0, 0)
+    return any(
+        segment["address"] <= address < segment["address"] + segment["total_size"]
+        and tuple(segment["segment_pool_id"]) != ordinary
+        for segment in torch.cuda.memory_snapshot()
+    )
 
 
 def unready(got: str) -> UserError:

@@ -55,13 +55,22 @@ class Scratch:
         with self._lock:
             room = self._rooms.get(stream.cuda_stream)
             if room is None or room.memory.numel() < self.size:
-                try:
-                    with torch.cuda.stream(stream), torch.inference_mode(False):
-                        room = Room(torch.empty(self.size, dtype=torch.uint8, device=self.device))
-                except torch.OutOfMemoryError as error:
-                    raise out_of_memory("the engine's execution context", self.size, self.device) from error
+                with torch.cuda.stream(stream):
+                    room = Room(self.new())
                 self._rooms[stream.cuda_stream] = room
             return room
+
+    def new(self) -> Tensor:
+        """Memory of a room's size, from torch's allocator on the current stream.
+
+        Raises:
+            BackendUnavailable: the GPU has no such memory left.
+        """
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory("the engine's execution context", self.size, self.device) from error
 
     @property
     def allocated(self) -> int:
