@@ -256,13 +256,33 @@ def test_a_backend_that_does_not_exist_is_refused(tiny_build, backend):
         runtime.load(tiny_build.bundle, backend=backend)
 
 
-def test_a_bundle_for_the_cpu_asks_nothing_of_a_gpu(tiny_build, monkeypatch):
-    def asked():
+@pytest.mark.parametrize("asked", [{"backend": "onnxruntime"}, {"device": "cpu"}, {"device": torch.device("cpu")}])
+def test_a_bundle_for_the_cpu_asks_nothing_of_a_gpu(tiny_build, monkeypatch, asked):
+    def status():
         raise AssertionError("a process that only checks a bundle takes no memory on GPUs")
 
-    monkeypatch.setattr(runtime.builder, "status", asked)
-    with runtime.load(tiny_build.bundle, backend="onnxruntime") as bundle:
+    monkeypatch.setattr(runtime.builder, "status", status)
+    with runtime.load(tiny_build.bundle, **asked) as bundle:
         assert bundle.backend.startswith("ONNX Runtime")
+
+
+NO_GPU = BackendStatus("tensorrt", "", False, "no NVIDIA GPU", "build on the machine that the engine is for")
+WITH_GPU = BackendStatus("tensorrt", "", True, "10.6", "")
+
+
+@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("cuda", 0), "gpu"])
+@pytest.mark.parametrize(
+    ("state", "backend", "said"),
+    [
+        (NO_GPU, "auto", r"got: no NVIDIA GPU\n.*remedy: build on the machine"),
+        (WITH_GPU, "auto", r"got: there is none of denoiser\n.*remedy: run `trtconvert compile`"),
+        (WITH_GPU, "onnxruntime", r"got: ONNX Runtime was asked for.*remedy: leave out"),
+    ],
+)
+def test_a_gpu_that_is_named_is_not_replaced_by_the_cpu(tiny_build, monkeypatch, device, state, backend, said):
+    monkeypatch.setattr(runtime.builder, "status", lambda: state)
+    with pytest.raises(BackendUnavailable, match=rf"(?s)does not run on '{device}'.*{said}"):
+        runtime.load(tiny_build.bundle, backend=backend, device=device)
 
 
 @pytest.mark.parametrize("device", ["gpu:0", -1, "cuda:-1", "cuda:1", 1, "cpu", torch.device("cpu")])

@@ -170,13 +170,15 @@ def load(
     Args:
         backend: "auto" takes TensorRT where this machine has it and the bundle has engines for it, else ONNX Runtime on the
             CPU, which is for checking. A bundle whose engines are for another machine is refused, not run on the CPU.
-        device: the GPU; the current one by default. The further arguments are for GPUs too, see `TensorRTComponent`.
+        device: the GPU; the current one by default. Where one is named the bundle runs there or is refused; "cpu" takes ONNX
+            Runtime. The further arguments are for GPUs too, see `TensorRTComponent`.
         graphs: CUDA graphs kept per stream, one per shape; 0 for none.
         streams: streams that may call a component by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
     Raises:
         UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range.
-        BackendUnavailable: the engines are for another GPU, TensorRT or plugin, or TensorRT cannot load them.
+        BackendUnavailable: the engines are for another GPU, TensorRT or plugin, TensorRT cannot load them, or a GPU was named
+            and nothing runs the bundle there.
     """
     for name, value, least in (
         ("graphs", graphs, 0),
@@ -232,14 +234,29 @@ def _loaded(
     check_files(folder, manifest)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    state = builder.status() if backend == "auto" else None
+    named = None if device is None or _is_cpu(device) else device
+    state = builder.status() if backend == "auto" and (device is None or named is not None) else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
+    if state is None:
+        why, remedy = (
+            "ONNX Runtime was asked for, which runs on the CPU",
+            "leave out one of the arguments backend and device",
+        )
+    elif state.available:
+        without = ", ".join(name for name, of in engines.items() if not of)
+        why, remedy = f"there is none of {without}", "run `trtconvert compile` on this machine"
+    else:
+        why, remedy = state.detail, state.remedy
+    if named is not None:
+        raise BackendUnavailable(
+            f"the bundle {folder} does not run on '{named}'",
+            expected="TensorRT, and an engine of each component",
+            got=why,
+            remedy=remedy,
+        )
     words = "ONNX Runtime on the CPU, INT8 attention as the op's function body"
     if state and any(engines.values()):
-        why, remedy = state.detail, state.remedy
-        if state.available:
-            why, remedy = "not every component has one", "run `trtconvert compile` on this machine"
         words += f"; its TensorRT engines cannot run here: {why}"
         if builder.device_architecture() is not None:  # without a GPU nobody expects them to
             warnings.warn(f"{folder} runs on {words}; remedy: {remedy}", RuntimeWarning, stacklevel=3)
@@ -292,6 +309,13 @@ def _on_gpu(
     denoisers = [record for name, record in records.items() if manifest.components[name].is_denoiser]
     attention = ", ".join(dict.fromkeys(kinds[record.attention] for record in denoisers))
     return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {attention}", scratch)
+
+
+def _is_cpu(device: str | int | torch.device) -> bool:
+    try:
+        return torch.device(device).type == "cpu"
+    except RuntimeError:  # torch knows no such device
+        return False
 
 
 def _gpu(device: str | int | torch.device | None) -> torch.device:
