@@ -191,8 +191,8 @@ def test_what_users_put_into_a_bundle_moves_to_the_one_that_replaces_it(bundle, 
     (bundle / "notes").mkdir()
     (bundle / "notes" / "mine.txt").write_text("mine")
     (bundle / "latest").symlink_to("notes")
-    (bundle / ".manifest.json.partial-killed").mkdir()
-    (bundle / ".manifest.json.partial-killed" / MANIFEST).write_text("")
+    (bundle / ".manifest.json.partial-killed_1").mkdir()
+    (bundle / ".manifest.json.partial-killed_1" / MANIFEST).write_text("")
     keep_others(bundle, new)
     assert contents(new) == {"denoiser.onnx": b"new", "notes/mine.txt": b"mine"}
     assert os.readlink(new / "latest") == "notes"

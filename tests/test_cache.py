@@ -13,10 +13,12 @@ from trtconvert.cache import Cache, default_folder
 from trtconvert.calib import identity as calib_identity
 from trtconvert.calib.identity import search_reads
 from trtconvert.doctor import examine
+from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.features import load_extractor
 from trtconvert.files import locked
-from trtconvert.recipe import PlanSection
+from trtconvert.models.identity import identity
+from trtconvert.recipe import ModelSection, PlanSection
 
 MADE = {"a.bin": b"\x00\x01", "b.txt": b"text"}
 
@@ -54,7 +56,7 @@ def test_another_name_or_other_reads_are_another_stage(cache, name, reads):
 def test_what_killed_processes_left_of_other_stages_goes(cache):
     """What they read will not come again, as after an option that ran out of memory."""
     cache.folder.mkdir()
-    killed, running = (cache.folder / f".engine-{name}.partial-x" for name in ("killed", "running"))
+    killed, running = (cache.folder / f".engine-{name}.partial-8letters" for name in ("killed", "running"))
     for folder in (killed, running):
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(100))
@@ -170,6 +172,62 @@ def test_an_extractor_s_own_file_is_part_of_a_search_s_key(monkeypatch, tmp_path
     assert before == search_reads(section) and before["extractor"] == load_extractor("named_here:pixels").identity
     written.write_text(written.read_text().replace("images.flatten(1)", "images.flatten(1) / 2"))
     assert search_reads(section)["extractor"] == load_extractor("named_here:pixels").identity != before["extractor"]
+
+
+OWN_MODEL = {
+    "ownmodel/__init__.py": "",
+    "ownmodel/load.py": "from . import parts\nfrom .nets.net import Net\n\ndef load(): ...\n",
+    "ownmodel/parts.py": "def part():\n    import beside\n",
+    "ownmodel/nets/net.py": "from ..common import SCALE\nimport spaced.inner\n\nclass Net: ...\n",
+    "ownmodel/common.py": "SCALE = 1\n",
+    "ownmodel/train.py": "import ownmodel.load\n",
+    "beside.py": "import torch, nowhere\n",
+    "spaced/inner.py": "",
+    "unrelated.py": "",
+}
+"""A user's model in a package, of which one folder has no __init__.py, and beside it."""
+
+
+def test_the_code_that_a_model_imports_is_part_of_its_identity(monkeypatch, tmp_path):
+    for name, text in OWN_MODEL.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    section = ModelSection(source="ownmodel.load:load")
+    first = identity(section)
+    assert identity(section) == first
+    for name in OWN_MODEL:
+        changed = tmp_path / name
+        changed.write_text(OWN_MODEL[name] + "# changed\n")
+        counts = name not in ("ownmodel/train.py", "unrelated.py")
+        assert (identity(section) != first) == counts, name
+        changed.write_text(OWN_MODEL[name])
+    (tmp_path / "ownmodel" / "common.py").write_text("no Python (")
+    assert identity(section) != first
+
+
+def test_of_what_is_installed_a_model_s_own_package_is_part_of_its_identity(monkeypatch, tmp_path):
+    place = tmp_path / "site-packages"
+    for name, text in {"ownlib/__init__.py": "import otherlib\n", "otherlib.py": ""}.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    monkeypatch.syspath_prepend(place)
+    first = source_identity("ownlib:load")
+    (place / "otherlib.py").write_text("# changed\n")
+    assert source_identity("ownlib:load") == first
+    (place / "ownlib" / "__init__.py").write_text("# changed\n")
+    assert source_identity("ownlib:load") != first != source_identity("nowhere:load") == ""
+
+
+def test_a_file_that_an_option_names_is_part_of_a_model_s_identity(tmp_path):
+    checkpoint = tmp_path / "w.pt"
+    section = ModelSection(source="tiny_models:build", options={"paths": [{"checkpoint": str(checkpoint)}], "width": 4})
+    without = identity(section)
+    found = []
+    for content in (b"1", b"2"):
+        checkpoint.write_bytes(content)
+        found.append(identity(section))
+    assert len({without, *found}) == 3
 
 
 def test_an_extractor_that_cannot_be_imported_is_named_before_anything_is_done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
 import resource
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import tiny_models
@@ -23,8 +25,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support import TESTS, WEIGHTS, contents, finish, partials, refusal, reused, run, start, tiny_recipe
 
-from trtconvert import __version__, bundle, pipeline
+from trtconvert import __version__, bundle, doctor, pipeline
 from trtconvert.bundle import MANIFEST, EngineRecord, check_files, read_manifest, write_manifest
+from trtconvert.cli import main
 from trtconvert.engine import backend_statuses
 from trtconvert.evaluate.report import tiles
 from trtconvert.files import sha256
@@ -131,6 +134,22 @@ def test_doctor_names_a_remedy_for_what_is_missing():
         assert f"backend {status.name}" in words
         assert status.available or status.remedy.split()[0] in words
     assert "onnxruntime" in words and "cache" in words
+
+
+def test_doctor_tries_the_cache_where_a_build_writes(tmp_path, monkeypatch):
+    """Inside of its folder, which may be another user's, and not beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert doctor._cache().good and not list(tmp_path.iterdir())
+    (tmp_path / "trtconvert").write_text("no folder")
+    found = doctor._cache()
+    assert found.good is False and "XDG_CACHE_HOME" in found.remedy
+
+
+def test_every_field_of_the_schema_says_what_it_means():
+    schema = json.loads(run("schema").output)
+    for name, section in schema["$defs"].items():
+        for field, described in section.get("properties", {}).items():
+            assert described.get("description") or "$ref" in described or "anyOf" in described, f"{name}.{field}"
 
 
 def test_schema_is_json_schema():
@@ -372,6 +391,17 @@ def test_shapes_outside_the_models_are_refused(tiny_build, tmp_path, shapes, par
     refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", cache), "engine.shapes", *parts)
     assert not (tmp_path / "bundle").exists()
     assert partials(tmp_path, cache) == []
+    # Nobody waits for a calibration to hear it.
+    anew = tmp_path / "anew"
+    refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", anew), "engine.shapes", *parts)
+    assert not list(anew.glob("calibrate-*"))
+
+
+def test_a_cache_in_the_bundle_is_refused_before_anything_is_done(tmp_path):
+    recipe, output = tiny_recipe(tmp_path), tmp_path / "bundle"
+    for cache in (output, output / "cache"):
+        refusal(run("build", recipe, "-o", output, "--cache", cache), "lies in the bundle", "--cache")
+    assert not output.exists()
 
 
 def test_a_backend_that_this_machine_lacks_is_refused_with_the_way_to_it(tmp_path):
@@ -633,6 +663,52 @@ def test_an_interrupted_build_clears_up_at_once(tiny_build, tmp_path, number, ex
     assert contents(output) == before
     assert partials(tmp_path, cache) == []
     assert_whole_stages(cache)
+
+
+def signalling_recipe(folder: Path, code: str) -> Path:
+    """A recipe whose model sends its process SIGINT, while it is imported."""
+    (folder / "signalling.py").write_text(f"import os, signal, time\nfrom tiny_models import build as load\n{code}\n")
+    return tiny_recipe(folder, model={"source": "signalling:load"})
+
+
+def test_an_interrupt_during_an_import_ends_the_program_as_any_other(tmp_path, monkeypatch):
+    """Though it is asked about again and again until the import is over, and heard elsewhere first."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    recipe = signalling_recipe(tmp_path, "os.kill(os.getpid(), signal.SIGINT)")
+    for _ in range(3):
+        outcome = finish(start("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache"))
+        assert outcome.exit_code == 130 and "interrupted" in outcome.output, outcome.output
+
+
+def test_a_second_interrupt_does_not_cut_the_way_out_short(monkeypatch):
+    """What clears up on the way runs to its end."""
+    cleared = []
+
+    @click.command()
+    def slow() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            cleared.append(True)
+
+    monkeypatch.setitem(main.commands, "slow", slow)
+    assert run("slow").exit_code == 130 and cleared
+
+
+def test_what_the_process_ignores_stays_ignored(tmp_path, monkeypatch):
+    """As Ctrl-C in the jobs that a shell runs in the background."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    recipe = signalling_recipe(tmp_path, "os.kill(os.getpid(), signal.SIGINT)")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = start("build", recipe, "-o", tmp_path / "bundle", "--no-cache")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    outcome = finish(process)
+    assert outcome.exit_code == 0, outcome.output
 
 
 def test_two_builds_into_one_folder_at_once_leave_one_whole_bundle(digits_build, tmp_path):

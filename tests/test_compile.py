@@ -715,6 +715,8 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
     assert denoiser.dims == vae.dims == {"batch": (1, 2, 4)}  # the ONNX is what it was
     assert denoiser.engines[0].profiles == denoiser.profiles == [{"batch": (1, 1, 2)}]
     assert vae.engines[0].profiles == [{"batch": (1, 2, 4)}]
+    shown = run("inspect", bundle).output
+    assert "batch 1..4" in shown and "profile batch 1..1..2" in shown and "profile batch 1..2..4" not in shown
     manifest = compiled(bundle, changes=["engine.profiles=[{batch: 1}, {batch: 4}]"])
     assert manifest.recipe.engine.shapes == {}
     assert manifest.components["denoiser"].engines[0].profiles == [{"batch": (1, 1, 1)}, {"batch": (4, 4, 4)}]
@@ -733,6 +735,8 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
         ("engine.attention={", ["--set engine.attention: not valid YAML", "expected the node content", ": {"]),
         ("engine.shapes={batch: [1, 2, 4}", ["not valid YAML", "expected ',' or ']', but got '}'"]),
         ("engine.workspace_mb=2001-02-30", ["not valid YAML"]),
+        ("engine.refittable=!!bool x", ["not valid YAML"]),
+        ("engine.workspace_mb=!!int ''", ["not valid YAML"]),
         pytest.param("engine.shapes=" + "[" * 3000, ["not valid YAML", "too many brackets", "[[[…"], id="deep"),
         ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
         ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),

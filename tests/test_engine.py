@@ -533,6 +533,25 @@ def test_without_its_package_tensorrt_says_what_to_install(monkeypatch):
     assert "pip install tensorrt" in state.remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no attribute '__version__'"),
+        ("raise RuntimeError('no such driver')", "cannot be loaded: no such driver"),
+        ("__version__ = '99.1.2'", "libnvinfer.so.99"),
+        ("__version__ = 'unknown'", "none that TensorRT's library can be found by"),
+    ],
+)
+def test_a_package_that_is_no_whole_tensorrt_is_told(monkeypatch, tmp_path, text, said):
+    name = f"tensorrt_odd_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tensorrt, "driver_problem", lambda: None)
+    monkeypatch.setattr(tensorrt, "_PACKAGES", (name,))
+    state = tensorrt.status()
+    assert not state.available and said in state.detail and state.remedy
+
+
 VERSIONS = ("10.6", "10.15", "11.2")
 
 

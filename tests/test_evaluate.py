@@ -263,7 +263,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
     kept = {path: path.stat().st_mtime_ns for path in kept}
     assert kept and not (tmp_path / "killed.json").exists()
     for path in kept:  # as where it is killed right after a shard has its name
-        path.with_name(f".{path.name}{PARTIAL}killed").mkdir()
+        path.with_name(f".{path.name}{PARTIAL}killed_1").mkdir()
 
     again = finish(start(*tiny, "--work", work, "-o", tmp_path / "killed.json"))
     assert again.exit_code == 0, again.output

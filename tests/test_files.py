@@ -258,7 +258,7 @@ def leave_read_only_folders(parent: Path) -> None:
     if os.getuid() == 0:  # who may write everything
         os.setuid(65534)
     write(parent / "target", "1")
-    for place in (parent / "target", parent / ".target.partial-killed"):
+    for place in (parent / "target", parent / ".target.partial-killed_1"):
         (place / "inner").mkdir(parents=True)
         fill(place / "inner", "1")
         (place / "inner").chmod(0o555)
@@ -354,14 +354,23 @@ def test_what_a_killed_process_left_among_temporary_files_is_swept_by_the_next(t
 
 
 def test_unfinished_files_are_swept_whatever_their_names_unless_they_are_in_use(tmp_path):
-    (tmp_path / ".one.partial-killed").mkdir()
-    (tmp_path / ".one.partial-killed" / "one").write_text("half")
+    (tmp_path / ".one.partial-killed_1").mkdir()
+    (tmp_path / ".one.partial-killed_1" / "one").write_text("half")
     (tmp_path / ".mine").mkdir()
     with whole_file(tmp_path / "two") as path:
         path.write_text("2")
         files.sweep_files(tmp_path)
         assert len(partials(tmp_path)) == 1
     assert contents(tmp_path) == {"two": b"2"} and (tmp_path / ".mine").is_dir()
+
+
+def test_a_user_s_folder_of_nearly_such_a_name_stays(tmp_path):
+    names = [".two.partial-2024", ".two.partial-Backup_1", ".two.partial-of_2024", "two.partial-12345678"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    write(tmp_path / "two", "2")
+    files.sweep_files(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "two"])
 
 
 def test_a_folder_that_a_killed_build_moved_aside_is_put_back(tmp_path):

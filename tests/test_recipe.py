@@ -213,6 +213,7 @@ def test_modes_are_one_per_bin(tmp_path):
         (b"model:\n  source: a\n  options: {null: 2}\n", "recipe.yaml:3: a field's name is not text"),
         (b"model:\n  source: a\n  weights: 2026-02-30\n", "recipe.yaml:3: a value cannot be read"),
         (b"model: {source: a}\nverify: {steps: !!int many}\n", "recipe.yaml:2: a value cannot be read"),
+        (b"model: {source: a}\nverify: {steps: !!int ''}\n", "recipe.yaml:2: a value cannot be read"),
         (b"model: {source: a}\nverify: {steps: " + b"1" * 5000 + b"}\n", "recipe.yaml:2: a value cannot be read"),
         (b"model:\n  source: a\n  options: {b: [!c d]}\n", "recipe.yaml:3: 'model.options.b.0' does not fit"),
         (b"model:\n  source: a\n  options: {b: 2026-01-01}\n", "got: a date"),

@@ -171,9 +171,11 @@ def test_tensorrt_is_refused_where_there_is_no_gpu(tiny_build):
         runtime.load(tiny_build.bundle, backend="tensorrt")
 
 
-@pytest.mark.parametrize(("argument", "value"), [("graphs", -1), ("streams", 0), ("weight_budget", -1)])
+@pytest.mark.parametrize(
+    ("argument", "value"), [("graphs", -1), ("streams", 0), ("weight_budget", -1), ("graphs", "4"), ("streams", 1.5)]
+)
 def test_arguments_out_of_range_are_refused(tiny_build, argument, value):
-    with pytest.raises(UserError, match=rf"(?s){argument}={value}.*expected: \d or more.*remedy: "):
+    with pytest.raises(UserError, match=rf"(?s){argument}={value!r}.*expected: \d or more.*remedy: "):
         runtime.load(tiny_build.bundle, **{argument: value})
 
 
@@ -270,7 +272,15 @@ NO_GPU = BackendStatus("tensorrt", "", False, "no NVIDIA GPU", "build on the mac
 WITH_GPU = BackendStatus("tensorrt", "", True, "10.6", "")
 
 
-@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("cuda", 0), "gpu"])
+def test_on_the_cpu_there_are_no_graphs_and_no_new_weights(tiny_build):
+    with runtime.load(tiny_build.bundle, device="cpu") as bundle:
+        denoiser = bundle["denoiser"]
+        assert denoiser.graphs_recorded == denoiser.graphs_memory == 0
+        with pytest.raises(BackendUnavailable, match=r"(?s)cannot be replaced.*refittable.*remedy: "):
+            denoiser.refit("new.safetensors")
+
+
+@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("cuda", 0), "gpu", 0.5])
 @pytest.mark.parametrize(
     ("state", "backend", "said"),
     [

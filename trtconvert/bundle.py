@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from trtconvert import __version__
 from trtconvert.errors import UserError
-from trtconvert.files import PARTIAL, link_files, sha256
+from trtconvert.files import is_partial, link_files, sha256
 from trtconvert.recipe import ModelSection, Recipe
 
 FORMAT = 1
@@ -412,7 +412,7 @@ def keep_others(old: Path, new: Path) -> None:
     names = {
         str(path.relative_to(old))
         for path in old.rglob("*")
-        if PARTIAL not in str(path.relative_to(old)) and (path.is_symlink() or not path.is_dir())
+        if not any(map(is_partial, path.relative_to(old).parts)) and (path.is_symlink() or not path.is_dir())
     }
     link_files(sorted(name for name in names - own if not os.path.lexists(new / name)), old, new)
 

@@ -47,27 +47,35 @@ class _Commands(click.Group):
     """
 
     stopped_by: int | None = None
+    _leaving = False
 
     def stop(self, number: int, _frame: object) -> None:
-        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go.
+        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go, and once only, so that
+        nothing cuts that short.
 
         Not out of an import: libraries import modules from C++ code, which ends the process at an exception. Then SIGALRM
         asks again a little later.
         """
+        if self._leaving:
+            return
         if number != signal.SIGALRM:
             self.stopped_by = number
         if _importing():
             signal.setitimer(signal.ITIMER_REAL, 0.02)
         else:
+            self._leaving = True
             raise _Stopped
 
     def was_stopped(self) -> bool:
-        """Whether a signal asked the program to stop."""
-        return self.stopped_by is not None
+        """Whether a signal asked the program to stop. Who hears that it did leaves."""
+        self._leaving = self._leaving or self.stopped_by is not None
+        return self._leaving
 
     def invoke(self, ctx: click.Context) -> Any:
-        self.stopped_by = None
-        before = {n: signal.signal(n, self.stop) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+        self.stopped_by, self._leaving = None, False
+        # What the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
+        heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {n: signal.signal(n, self.stop) for n in (*heeded, signal.SIGALRM)}
         try:
             return super().invoke(ctx)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
@@ -91,6 +99,8 @@ class _Commands(click.Group):
             click.echo("  remedy: this is a fault of trtconvert; please report it with the output of --debug", err=True)
             sys.exit(1)
         finally:
+            if self.stopped_by is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)  # nobody is there any more to be asked again
             # A program that calls this one gets its own handlers back.
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's

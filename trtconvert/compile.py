@@ -181,7 +181,7 @@ def _parsed(change: str) -> tuple[str, Any]:
         )
     try:
         return field, YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError) as error:  # ValueError: the 30th of February
+    except (YAMLError, ValueError, LookupError, RecursionError) as error:  # the 30th of February, !!bool x, !!int ''
         problem = "too many brackets within each other" if isinstance(error, RecursionError) else parser_problem(error)
         raise UserError(
             f"--set engine.{field}: not valid YAML",

@@ -64,7 +64,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
 def _cache() -> Finding:
     try:
         folder = default_folder()
-        require_writable(folder, "set XDG_CACHE_HOME to another folder", folder=True)
+        require_writable(folder / "probe", "set XDG_CACHE_HOME to another folder")
     except UserError as error:
         return Finding("cache", False, f"{error.problem}: {error.got}", error.remedy)
     free = free_space(folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +40,84 @@ def import_function(name: str, role: str) -> Any:
         ) from error
 
 
-def source_file(name: str) -> Path | None:
-    """The file that holds the function, without importing it; None where that cannot be told."""
+def source_identity(name: str) -> str:
+    """SHA-256 of the code that a function depends on: of the file that it is in, and of what that one imports, and so on, as far
+    as it is the user's own. Without running it, but for the packages that the file lies in; "" where there is no such file.
+
+    The user's own is what lies in the folder that holds the function's package or module; of what is installed, that package
+    alone.
+
+    Args:
+        name: `package.module:function`.
+    """
     module, colon, _ = name.partition(":")
     if not colon:
-        return None
+        return ""
     try:
         spec = importlib.util.find_spec(module)
     except Exception:  # of the user's own package, which is imported for it; importing the function reports it
-        return None
-    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
+        return ""
+    if not spec or not spec.origin or not Path(spec.origin).is_file():
+        return ""
+    file = Path(spec.origin)
+    depth = module.count(".") + (file.name == "__init__.py")
+    files = _imported_files(file.parents[depth], module) or {file}
+    return hashlib.sha256(" ".join(sha256(path) for path in sorted(files)).encode()).hexdigest()
+
+
+def _imported_files(folder: Path, module: str) -> set[Path]:
+    """Files of a module and of all that it imports, each with the packages that it lies in, as far as they are in a folder."""
+    libraries = {Path(sysconfig.get_path(where)) for where in ("stdlib", "purelib", "platlib")}
+    installed = folder in libraries or folder.name in ("site-packages", "dist-packages")
+    own, _, _ = module.partition(".")
+    found, left = dict[str, Path | None](), [module]
+    while left:
+        name = left.pop()
+        if name in found or (installed and name.partition(".")[0] != own):
+            continue
+        found[name] = path = _file_of(folder, name)
+        package, dot, _ = name.rpartition(".")
+        left += [package] if dot else []
+        if path is not None:
+            left += _imports(path, name if path.name == "__init__.py" else package)
+    return {path for path in found.values() if path is not None}
+
+
+def _file_of(folder: Path, module: str) -> Path | None:
+    place = folder.joinpath(*module.split("."))
+    return next((path for path in (place / "__init__.py", place.with_name(f"{place.name}.py")) if path.is_file()), None)
+
+
+def _imports(path: Path, package: str) -> Iterator[str]:
+    """Names that a file imports, which may be modules, and some that are none.
+
+    Args:
+        package: that the file lies in, or is, which relative imports begin at.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # importing the function reports it
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def function_identity(name: str, function: Any) -> str:
-    """SHA-256 of a function's name, of the file of the module that it is named in, and of the file that it is written in.
+    """SHA-256 of a function's name, of the code that it depends on, and of the file that it is written in.
 
     Args:
         name: `package.module:function`; function: what it names, see `import_function`.
     """
-    files = [source_file(name)]
+    hashes = [source_identity(name)]
     with contextlib.suppress(TypeError):  # what is built in has no file
         written = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-        files.append(Path(inspect.getsourcefile(written) or ""))
-    hashes = [sha256(file) for file in files if file is not None and file.is_file()]
+        if (file := Path(inspect.getsourcefile(written) or "")).is_file():
+            hashes.append(sha256(file))
     return hashlib.sha256(" ".join([name, *hashes]).encode()).hexdigest()

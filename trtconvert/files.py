@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,9 @@ PARTIAL = ".partial-"
 """What the names of temporary folders hold that become folders or files, between a dot with the name and a random ending."""
 
 _OLD = "-old"
+
+_PARTIAL_NAME = re.compile(rf"\..*{re.escape(PARTIAL)}[a-z0-9_]{{8}}({_OLD})?", re.DOTALL)
+"""With an ending as `tempfile` makes it: a user's own folder may be called nearly so."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """What file systems answer that have no locks; the last one NFS, for files that cannot be opened for writing."""
@@ -350,6 +354,11 @@ def _sweep(target: Path) -> None:
             _remove(left)
 
 
+def is_partial(name: str) -> bool:
+    """Whether a name is one that only temporary folders have that become folders or files."""
+    return _PARTIAL_NAME.fullmatch(name) is not None
+
+
 def sweep_files(folder: Path) -> None:
     """Remove what killed processes left in a folder of files that they had not finished, whatever the files' names."""
     with locked(folder):
@@ -359,7 +368,7 @@ def sweep_files(folder: Path) -> None:
 
 def _remains(folder: Path, prefix: str) -> Iterator[Path]:
     """Temporary folders whose names begin so, and whose processes are gone."""
-    for left in sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and PARTIAL in p.name):
+    for left in sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and is_partial(p.name)):
         if not _in_use(left):
             yield left
 

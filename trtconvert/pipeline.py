@@ -76,6 +76,13 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     """
     output = settled(output)
     refuse_foreign(output)
+    if cache.folder.resolve().is_relative_to(output.resolve()):
+        raise UserError(
+            f"the build cache {cache.folder} lies in the bundle {output}",
+            expected="two folders, neither the cache in the bundle",
+            got="one in the other",
+            remedy="give another folder with --cache, or with -o",
+        )
     backend, reason = choose_backend(recipe.engine.backend)
     weights = identity(recipe.model)
     _refuse_missing_packages(recipe)

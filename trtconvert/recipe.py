@@ -134,8 +134,12 @@ class CalibrationSection(_Section):
     steps: Count = Field(
         default=20, description="Denoising steps of each run, or timesteps at which each image is shown."
     )
-    seed: Seed = 0
-    percentile: Annotated[Number, Field(gt=0, le=100)] = 99.0
+    seed: Seed = Field(
+        default=0, description="First seed of the denoising runs, or of the noise that images are shown with."
+    )
+    percentile: Annotated[Number, Field(gt=0, le=100)] = Field(
+        default=99.0, description="Of `statistic`; what is larger is clipped."
+    )
     statistic: Literal["batch-max", "elements", "mse"] = Field(
         default="batch-max",
         description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements. Or `mse`: "
@@ -218,9 +222,9 @@ class PlanSection(_Section):
 class Range(_Section):
     """Sizes that an engine accepts in one symbolic dimension."""
 
-    min: Count
-    opt: Count
-    max: Count
+    min: Count = Field(description="The smallest size.")
+    opt: Count = Field(description="The size that the engine is tuned for.")
+    max: Count = Field(description="The largest size.")
 
     @model_validator(mode="before")
     @classmethod
@@ -307,8 +311,8 @@ class VerifySection(_Section):
     """The gates: a build whose images or outputs miss one of them fails."""
 
     samples: Count = Field(default=64, description="Seeds sampled by the full-precision and by the INT8 model.")
-    steps: Count = 50
-    sampler: Literal["ddim", "heun", "euler"] = "ddim"
+    steps: Count = Field(default=50, description="Denoising steps.")
+    sampler: Literal["ddim", "heun", "euler"] = Field(default="ddim", description="How the samples are drawn.")
     seed: Seed = Field(default=1000, description="First seed; keep it apart from the calibration's.")
     min_psnr: Number = Field(
         default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
@@ -457,7 +461,7 @@ def _refuse_unreadable(path: Path, root: Any) -> None:
         if isinstance(node, ScalarNode):
             try:
                 constructor.construct_document(node)
-            except (ValueError, KeyError) as error:  # the 30th of February, !!int x
+            except (ValueError, LookupError) as error:  # the 30th of February, !!int x, !!bool x, !!int ''
                 raise UserError(
                     f"{path}:{node.start_mark.line + 1}: a value cannot be read",
                     expected=f"a {node.tag.rpartition(':')[2]}, which it looks like, or text in quotes",

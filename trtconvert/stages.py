@@ -154,11 +154,13 @@ def calibrate_stage(
         from trtconvert.calib.calibrate import calibrate, sites_to_convert, taken
 
         source = model()
+        # Nobody wants to hear after the calibration what does not serve.
         _refuse_unfit_steps(recipe, source)
+        _profiles(recipe, source)
         if recipe.attention.modes == "auto":
             from trtconvert.calib.plan import kernel_cost
 
-            kernel_cost(recipe.plan)  # nobody wants to hear after the calibration that it does not serve
+            kernel_cost(recipe.plan)
         chosen, left = sites_to_convert(source, recipe.attention)
         if recipe.calibration.from_ is not None:
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest
+from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, Manifest
 from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter, say
@@ -90,7 +90,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             sizes = ", ".join(f"{e.target} {_size(manifest.files[e.file].size)}" for e in engines)
             _row(table, f"engines{of}", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
         for engine in component.engines:
-            for line in _engine_lines(engine):
+            for line in _engine_lines(engine, component.dims):
                 _row(table, "", f"{engine.target}: {line}")
         size = _size(sum(f.size for file, f in manifest.files.items() if file.startswith(component.onnx)))
         attention = (
@@ -99,13 +99,13 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         _row(table, f"ONNX{of}", f"{size}, any ONNX Runtime, attention: {attention}")
 
 
-def _engine_lines(engine: EngineRecord) -> Iterator[str]:
-    """What is particular about an engine."""
+def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
+    """What is particular about an engine of a model that takes these sizes."""
     if engine.gpu:
         yield f"built on {engine.gpu}" + (f", holds the plugin {engine.plugin}" if engine.plugin else "")
-    if len(engine.profiles) > 1:
-        for dims in engine.profiles:
-            yield "profile " + ", ".join(f"{dim} {low}..{opt}..{high}" for dim, (low, opt, high) in dims.items())
+    if engine.profiles not in ([], [dims]):
+        for profile in engine.profiles:
+            yield "profile " + ", ".join(f"{dim} {low}..{opt}..{high}" for dim, (low, opt, high) in profile.items())
     names = ("refittable", "version_compatible", "hardware_compatible", "weight_streaming")
     if options := [name.replace("_", " ") for name in names if getattr(engine, name)]:
         yield ", ".join(options)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtconvert.cache import Cache, code_identity
-from trtconvert.entry_point import function_identity, import_function, source_file
+from trtconvert.entry_point import function_identity, import_function, source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import PlanSection, Recipe
@@ -67,7 +67,7 @@ def data_kind(data: str | Path) -> Kind:
 
 
 def data_identity(data: str | Path) -> str:
-    """SHA-256 of the data: of a file, of the names and contents in a folder, or of a function's source file. Empty for
+    """SHA-256 of the data: of a file, of the names and contents in a folder, or of a function's code. Empty for
     "denoise", which the rest of the recipe decides.
 
     Raises:
@@ -77,8 +77,7 @@ def data_identity(data: str | Path) -> str:
     if kind is Kind.DENOISE:
         return ""
     if kind is Kind.FUNCTION:
-        source = source_file(str(data))
-        return hashlib.sha256(f"{data} {sha256(source) if source else ''}".encode()).hexdigest()
+        return hashlib.sha256(f"{data} {source_identity(str(data))}".encode()).hexdigest()
     path = Path(data)
     try:
         if path.is_file():

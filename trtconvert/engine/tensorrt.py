@@ -57,7 +57,11 @@ def status() -> BackendStatus:
         if not failure:
             return missing("TensorRT's Python package is not installed", _REMEDY)
         return missing(failure, f"{_REMEDY}; bindings and libraries need the same version")
-    if mismatch := version_mismatch(trt):
+    try:
+        mismatch = version_mismatch(trt)
+    except (OSError, AttributeError, LookupError, ValueError) as error:  # no such library, or no TensorRT's package
+        mismatch = f"{trt.__name__} is none that TensorRT's library can be found by: {error}"
+    if mismatch:
         return missing(mismatch, "install both of one version, and take others out of LD_LIBRARY_PATH")
     if library_path() is None:
         return missing(
@@ -80,7 +84,7 @@ def _imported() -> tuple[Any | None, str]:
             continue
         try:
             return importlib.import_module(name), ""
-        except (ImportError, OSError) as error:
+        except Exception as error:  # a broken package, or another one of that name
             failures.append(f"{name} cannot be loaded: {error}")
     return None, "; ".join(failures)
 

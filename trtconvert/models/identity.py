@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trtconvert.entry_point import source_file
+from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import ModelSection
 
 
 def identity(section: ModelSection) -> str:
-    """SHA-256 over the weights, the images, the options and the source file of a `package.module:function`.
+    """SHA-256 over the weights, the images, the options with the files that they name, and the code of a
+    `package.module:function`.
 
     Raises:
-        UserError: the weights or an image cannot be read.
+        UserError: the weights, an image or a file that an option names cannot be read.
     """
     parts: dict[str, Any] = {"source": section.source, "options": section.options}
     if section.weights is not None:
@@ -34,9 +35,41 @@ def identity(section: ModelSection) -> str:
             ) from error
     if section.images:
         parts["images"] = {argument: _image(path) for argument, path in section.images.items()}
-    if source := source_file(section.source):
-        parts["code"] = sha256(source)
+    if code := source_identity(section.source):
+        parts["code"] = code
+        parts["files"] = {name: _option(name, Path(name)) for name in _texts(section.options) if _is_file(name)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in options, which may have options of their own."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # too long, or with a null character: a text
+        return False
+
+
+def _option(name: str, path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the file {name} that model.options names",
+            expected="a file that this user may read",
+            got=error.strerror or type(error).__name__,
+            remedy="correct model.options in the recipe, or the permissions",
+        ) from error
 
 
 def _image(path: Path) -> str:

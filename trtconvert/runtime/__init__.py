@@ -185,11 +185,11 @@ def load(
         ("streams", streams, 1),
         ("weight_budget", weight_budget or 0, 0),
     ):
-        if value < least:
+        if not isinstance(value, int) or value < least:
             raise UserError(
-                f"a bundle is not loaded with {name}={value}",
+                f"a bundle is not loaded with {name}={value!r}",
                 expected=f"{least} or more",
-                got=str(value),
+                got=repr(value),
                 remedy=f"correct the argument {name}",
             )
     if backend not in ("auto", "tensorrt", "onnxruntime"):
@@ -314,7 +314,7 @@ def _on_gpu(
 def _is_cpu(device: str | int | torch.device) -> bool:
     try:
         return torch.device(device).type == "cpu"
-    except RuntimeError:  # torch knows no such device
+    except (RuntimeError, TypeError):  # torch knows no such device
         return False
 
 
@@ -333,7 +333,7 @@ def _gpu(device: str | int | torch.device | None) -> torch.device:
         )
     try:
         given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    except RuntimeError:  # torch knows no such device
+    except (RuntimeError, TypeError):  # torch knows no such device
         given = torch.device("cpu")
     index = torch.cuda.current_device() if given.index is None else given.index
     if given.type != "cuda" or not 0 <= index < torch.cuda.device_count():

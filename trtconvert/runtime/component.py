@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +31,17 @@ class Component(Protocol):
         """Bytes of device memory that recorded calls have to themselves."""
         ...
 
+    @property
+    def graphs_recorded(self) -> int:
+        """Calls that were recorded, on the streams that are kept now."""
+        ...
+
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """The output, or a tuple of several, for the inputs of the signature by position or by name."""
+        ...
+
+    def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
+        """Replace weights, where that can be done, by their names in the state dict; how many of the engine's were replaced."""
         ...
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class OnnxRuntimeComponent:
     """
 
     device = torch.device("cpu")
-    weights_memory = graphs_memory = 0
+    weights_memory = graphs_memory = graphs_recorded = 0
 
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime
@@ -75,6 +76,18 @@ class OnnxRuntimeComponent:
                 remedy="correct the inputs; if the original model takes them, report the message",
             ) from error
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
+        """
+        Raises:
+            BackendUnavailable: new weights are for TensorRT engines.
+        """
+        raise BackendUnavailable(
+            "the weights of a model on ONNX Runtime cannot be replaced",
+            expected="a TensorRT engine that was built with engine.refittable: true",
+            got="ONNX Runtime on the CPU",
+            remedy="load the bundle on a GPU that it was compiled for, or build it again with the new weights",
+        )
 
     def close(self) -> None:
         """Let go of the session. Further calls are refused."""
