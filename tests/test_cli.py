@@ -202,6 +202,17 @@ def test_run_refuses(digits_build, tmp_path, monkeypatch, arguments, parts):
     assert contents(tmp_path) == {} and partials(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["samples.png", "notes/../samples.png"])
+def test_run_does_not_write_over_a_file_of_the_bundle(digits_build, tmp_path, monkeypatch, name):
+    """As it would by its default, in the bundle's folder."""
+    copy = shutil.copytree(digits_build.bundle, tmp_path / "bundle")
+    (copy / "notes").mkdir()
+    monkeypatch.chdir(copy)
+    refusal(run("run", ".", "-n", 1, "--steps", 2, "-o", name), "a file of the bundle", "give another file with -o")
+    check_files(copy, read_manifest(copy))
+    assert run("run", ".", "-n", 1, "--steps", 2, "-o", "notes/mine.png").exit_code == 0
+
+
 def test_run_asks_for_the_weights_that_a_users_own_sampler_needs(tiny_build, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")

@@ -419,6 +419,17 @@ def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):
     assert {str(path) for path in left} == {"model_index.json", "scheduler", "tokenizer", "tokenizer_2"}
 
 
+def test_a_bundle_that_was_named_from_another_folder_has_its_pipeline(half, tmp_path, monkeypatch):
+    moved = shutil.copytree(half.bundle, tmp_path / "bundle")
+    monkeypatch.chdir(tmp_path)
+    with runtime.load("bundle") as bundle:
+        monkeypatch.chdir("/")
+        assert type(bundle.pipeline()) is diffusers.FluxPipeline
+        moved.rename(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match=r"(?s)pipeline in .* cannot be read.*remedy: load the bundle from"):
+            bundle.pipeline()
+
+
 def test_heights_within_the_range_are_drawn(half, one_noise):
     """In half precision, by the components alone; the decoder's output is a line through its input."""
     pipe = load_pipeline(half.pipeline)

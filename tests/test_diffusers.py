@@ -377,6 +377,18 @@ def test_the_smallest_sizes_of_what_is_repeated_for_each_frame_go_together(tmp_p
     assert model.denoiser(**smallest).shape == (1, 4, 4, 8, 8)
 
 
+def test_what_is_given_for_all_samples_is_repeated(flux):
+    """As torch's operators do with embeddings of one prompt beside latents of two images."""
+    pipe = flux.torch_pipeline()
+    given = arguments(pipe, "flux") | {"num_images_per_prompt": 2, "num_inference_steps": 2}
+    expected = pipe(**given | {"generator": torch.Generator().manual_seed(1)})[0]
+    with runtime.load(flux.bundle) as bundle:
+        pipe.transformer = bundle.as_diffusers()
+        drawn = pipe(**given | {"generator": torch.Generator().manual_seed(1)})[0]
+    assert drawn.shape == expected.shape and len(drawn) == 2
+    assert psnr(drawn, expected).min() >= INT8_IMAGES_PSNR
+
+
 def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path):
     """QwenImage tells its model the shape of each image, and keeps rotations of one call for the next, which may be none that
     was made to find out shapes alone."""

@@ -261,7 +261,7 @@ class Machine:
         current: handle of the current stream; recording: whether the caller records it into a graph; torchs: by means of torch,
             which then keeps what it gives for the graph.
         destroyed: handles of streams that their owner destroyed.
-        waited: handles of the streams that were waited for.
+        waited: handles of the streams that were waited for, and "all" for the device.
         memory: whether there is any for tensors of a call.
     """
 
@@ -270,7 +270,7 @@ class Machine:
     torchs: bool = True
     memory: bool = True
     destroyed: set[int] = field(default_factory=set)
-    waited: list[int] = field(default_factory=list)
+    waited: list[int | str] = field(default_factory=list)
 
     def stream(self, handle):
         def synchronize():
@@ -301,6 +301,7 @@ def machine(monkeypatch):
         "memory_snapshot",
         lambda: [everything | {"segment_pool_id": pool_of[found.recording and found.torchs]}],
     )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.waited.append("all"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found.stream(found.current))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
@@ -527,34 +528,87 @@ def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, o
     assert not any(recording for context in contexts_of(lane) for _, recording in context.told)
 
 
-@pytest.mark.parametrize("torchs", [True, False])
-def test_a_recording_of_the_callers_computes_in_memory_of_its_own(machine, open_lane, torchs):
-    """Torch keeps it for the recording, and where it knows of none the lane does, for as long as it is there."""
+def test_a_recording_of_the_callers_computes_in_memory_of_its_own(machine, open_lane):
+    """Which torch keeps for the recording."""
     lane = open_lane(0)
     assert right(lane, 4)
     (context,) = contexts_of(lane)
     shared = context.memory
-    machine.recording, machine.torchs = True, torchs
+    machine.recording = True
     assert right(lane, 4) and right(lane, 4)
-    machine.recording = False
-    taken = context.computed_in[1:]
-    assert shared not in taken and context.memory == shared
-    kept = [memory.data_ptr() for memory in lane._recorded_memory]
-    assert kept == ([] if torchs else taken) and len(set(kept)) == len(kept)
-    lane.close()
-    assert not lane._recorded_memory
+    assert shared not in context.computed_in[1:] and context.memory == shared
 
 
-def test_a_recording_without_memory_left_is_refused_with_what_it_needs(machine, open_lane):
+def test_a_recording_that_torch_knows_nothing_of_is_refused(machine, open_lane):
+    """Its memory would be others' as soon as the call returns."""
+    lane = open_lane(0)
+    assert right(lane, 4)
+    machine.recording, machine.torchs = True, False
+    with pytest.raises(UserError, match=r"(?s)torch knows nothing.*remedy: record with torch\.cuda\.graph"):
+        right(lane, 4)
+    assert not lane.is_needed
+    machine.torchs = True
+    assert right(lane, 4) and lane.is_needed
+
+
+def test_a_recording_without_memory_left_is_refused_and_holds_nothing(machine, open_lane):
     lane = open_lane(0)
     assert right(lane, 4)
     machine.recording, machine.memory = True, False
     with pytest.raises(BackendUnavailable, match=r"(?s)no memory left for the engine's execution context.*remedy: "):
         right(lane, 4)
-    machine.memory = True
+    machine.recording = False
+    assert not lane.is_needed
+    machine.recording = machine.memory = True
     assert right(lane, 4)
     machine.recording = False
     assert right(lane, 4)
+
+
+def test_a_call_that_failed_makes_nothing_ready_to_be_recorded(machine, open_lane):
+    """What its shapes entail has not been done, and may wait for the device."""
+    lane = open_lane(0)
+    assert right(lane, 6)
+    for memory in (False, True):
+        machine.recording = machine.memory = True
+        with pytest.raises(UserError, match="not ready to be recorded"):
+            right(lane, 4)
+        machine.recording, machine.memory = False, memory
+        with contextlib.nullcontext() if memory else pytest.raises(torch.OutOfMemoryError):
+            right(lane, 4)
+    machine.recording = True
+    assert right(lane, 4) and not any(recording for context in contexts_of(lane) for _, recording in context.told)
+
+
+def test_what_the_caller_recorded_is_waited_for_on_all_streams(machine, open_lane):
+    """It may have been launched on any."""
+    lane = open_lane(4)
+    for _ in range(3):
+        assert right(lane, 4)
+    lane.wait()
+    assert "all" not in machine.waited
+    machine.recording = True
+    with contextlib.suppress(UserError):
+        right(lane, 4)
+    machine.recording = False
+    assert right(lane, 4)
+    machine.recording = True
+    assert right(lane, 4)
+    machine.recording = False
+    for leave in (lane.forget_graphs, lane.close):
+        machine.waited.clear()
+        leave()
+        assert machine.waited == [7, "all"]
+
+
+def test_a_context_whose_recording_failed_is_waited_for(cuda, machine, open_lane):
+    """It ran the call in front of it."""
+    lane = open_lane(4)
+    assert right(lane, 4)
+    cuda.recordable = False
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs"):
+        assert right(lane, 4)
+    assert machine.waited == [7]
 
 
 def test_a_recording_takes_shapes_that_were_worked_out_anew(machine, open_lane, monkeypatch):
@@ -602,6 +656,15 @@ def component(cuda, machine, monkeypatch):
 def computes(made, length=4):
     a, b = torch.randn(length), torch.randn(length)
     return torch.equal(made(a, b), 2 * a + b)
+
+
+def test_a_layout_that_is_found_late_is_refused_as_at_once(component, tmp_path):
+    """What is known of inputs does not tell it."""
+    made, _ = component(tmp_path / "a.plan", graphs=0)
+    assert computes(made)
+    with pytest.raises(UserError, match=r"(?s)no numbers to read.*to_dense"):
+        made(torch.zeros(4).to_sparse(), torch.zeros(4))
+    assert computes(made)
 
 
 def test_of_more_streams_the_one_that_was_idle_longest_gives_its_memory_back(machine, component, tmp_path):

@@ -93,12 +93,20 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, digits_build, batch):
         ("x", torch.zeros(2, 1, 64), "[2, 1, 64]"),
         ("x", torch.zeros(0, 1, 8, 8), "[0, 1, 8, 8]"),
         ("timestep", torch.tensor(5.0), "[]"),
-        ("timestep", torch.zeros(3), "[3]"),
-        ("label", torch.zeros(1, dtype=torch.int64), "[1]"),
+        ("timestep", torch.zeros(9), "[9]"),
     ],
 )
 def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got):
     parts = (f"the shape of '{name}'", "batch 1..8", f"got: {got}", "engine.shapes")
+    refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("timestep", torch.zeros(3)), ("label", torch.zeros(1, dtype=torch.int64))]
+)
+def test_sizes_that_differ_between_inputs_are_refused_as_such(loaded, inputs, name, value):
+    """Each is in the range; nothing has to be built again."""
+    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)}, which is [batch]", ".expand()")
     refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
 
 
@@ -123,6 +131,10 @@ def test_inputs_that_are_missing_unknown_or_given_twice_are_refused(loaded, inpu
     refused(denoiser, x, timestep, labels=label, parts=("got: x, timestep, labels",))
     refused(denoiser, x, timestep, label, x=x, parts=("got: x, timestep, label, x",))
     refused(denoiser, x, timestep, label, label, parts=("got: x, timestep, label, …",))
+
+
+def test_a_bundle_has_its_components_names(loaded):
+    assert "denoiser" in loaded and "vae" not in loaded and list(loaded) == ["denoiser"]
 
 
 def test_a_component_that_the_bundle_does_not_have_is_refused(loaded):
@@ -434,8 +446,10 @@ def test_an_engine_of_the_same_gpu_goes_before_others_of_its_architecture():
         assert fitting_engine("denoiser", others, here) is others[1]
         for anywhere in ({"hardware_compatible": True}, {"gpu": ""}):
             fitting_engine("denoiser", [engine(**{"gpu": "NVIDIA H100"} | anywhere)], here)
-    with pytest.warns(RuntimeWarning, match=r"timed on NVIDIA H100, this is NVIDIA H200.*`trtconvert compile`"):
+    match = r"timed on NVIDIA H100, this is NVIDIA H200.*`trtconvert compile`"
+    with pytest.warns(RuntimeWarning, match=match) as told:
         assert fitting_engine("denoiser", others[:1], here) is others[0]
+    assert told[0].filename == __file__
 
 
 def test_a_second_gpu_is_compiled_for_by_its_index():

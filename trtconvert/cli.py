@@ -211,7 +211,9 @@ def inspect(bundle: Path, as_json: bool) -> None:
 @click.option("-n", "--samples", type=click.IntRange(1, 1024), help="One per prompt by default, or 16.")
 @click.option("--steps", type=click.IntRange(1), default=50, show_default=True)
 @click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first sample.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1025), default=0, show_default=True, help="Seed of the first sample."
+)
 def run(
     bundle: Path, output: Path, prompts: tuple[str, ...], samples: int | None, steps: int, solver: str, seed: int
 ) -> None:
@@ -219,6 +221,7 @@ def run(
     import time
 
     from trtconvert import models, runtime
+    from trtconvert.bundle import MANIFEST
     from trtconvert.evaluate.grid import save_sheet
     from trtconvert.files import whole_file
 
@@ -230,6 +233,13 @@ def run(
             remedy="give another file with -o",
         )
     loaded = runtime.load(bundle)
+    if output.resolve() in {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}:
+        raise UserError(
+            f"{output} is a file of the bundle, which would no longer be what was built",
+            expected="a place of its own for the samples",
+            got=str(output),
+            remedy="give another file with -o",
+        )
     # Samplers choose a prompt by the seed: the first sample should show the first one.
     first = seed % max(1, len(prompts))
     draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first])

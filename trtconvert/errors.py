@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class TrtconvertError(Exception):
     """A failure with a remedy.
@@ -38,6 +41,14 @@ class BackendUnavailable(TrtconvertError):
     """A backend cannot build or run on this machine. Exit code 2: another machine, package or backend is needed."""
 
     exit_code = 2
+
+
+def warn(text: str) -> None:
+    """A RuntimeWarning of the line outside of this package that called into it."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from trtconvert.bundle import MANIFEST, EngineRecord, Manifest, check_files, read_manifest
 from trtconvert.engine import tensorrt as builder
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.session import OnnxRuntimeComponent
@@ -48,7 +47,7 @@ class LoadedBundle:
 
     Attributes:
         folder, manifest: what was loaded.
-        components: callables by name; `bundle["denoiser"]` is short for one.
+        components: callables by name; `bundle["denoiser"]` is short for one, and a bundle has and goes through their names.
         backend: what runs them, in words.
     """
 
@@ -67,6 +66,12 @@ class LoadedBundle:
                 remedy="take one of the expected names",
             )
         return self.components[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.components
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.components)
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +116,15 @@ class LoadedBundle:
             )
         if not component.is_denoiser:
             return DiffusersTextEncoder(called, component, dtype=dtype_of(component.outputs[0]), device=called.device)
-        dtype = dtype_of(component.inputs[0])
+        sample = component.inputs[0]
+        of_samples = [spec.name for spec in component.inputs if spec.shape[:1] == sample.shape[:1]]
         return DiffusersDenoiser(
-            called, component.diffusers, component.timestep_input, dtype=dtype, device=called.device
+            called,
+            component.diffusers,
+            component.timestep_input,
+            of_samples=of_samples,
+            dtype=dtype_of(sample),
+            device=called.device,
         )
 
     def pipeline(self, **parts: Any) -> Any:
@@ -199,7 +210,7 @@ def load(
             got=str(backend),
             remedy="correct the argument backend",
         )
-    folder = Path(folder)
+    folder = Path(folder).absolute()  # what is read later is there, wherever the process goes
     while True:
         before = _manifest_as_it_lies(folder)
         manifest = read_manifest(folder)
@@ -259,7 +270,7 @@ def _loaded(
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {why}"
         if builder.device_architecture() is not None:  # without a GPU nobody expects them to
-            warnings.warn(f"{folder} runs on {words}; remedy: {remedy}", RuntimeWarning, stacklevel=3)
+            warn(f"{folder} runs on {words}; remedy: {remedy}")
     on_cpu = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     return LoadedBundle(folder, manifest, on_cpu, words)
 

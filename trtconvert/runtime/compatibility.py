@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtconvert.bundle import EngineRecord
 from trtconvert.engine import version_numbers
-from trtconvert.errors import BackendUnavailable
+from trtconvert.errors import BackendUnavailable, warn
 
 _PORTABLE_SINCE = 80
 """Hardware-compatible engines run on Ampere and newer GPUs (TensorRT's `HardwareCompatibilityLevel.AMPERE_PLUS`)."""
@@ -46,11 +45,9 @@ def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine)
     if fitting:
         best = next((record for record in fitting if record.gpu == machine.gpu), fitting[0])
         if best.gpu and machine.gpu and best.gpu != machine.gpu and not best.hardware_compatible:
-            warnings.warn(
+            warn(
                 f"{best.file} was built and timed on {best.gpu}, this is {machine.gpu}: it computes the same, and may be slower "
-                f"than one that was built here; {compile_here}",
-                RuntimeWarning,
-                stacklevel=4,
+                f"than one that was built here; {compile_here}"
             )
         return best
     raise BackendUnavailable(

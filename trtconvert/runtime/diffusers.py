@@ -6,7 +6,7 @@ diffusers is imported when one is made, not with this module.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,7 @@ class DiffusersDenoiser(_DropIn):
     Args:
         denoiser: takes named tensors and gives the prediction.
         timestep_input: the name of the timestep among them, which it takes as [B] FP32.
+        of_samples: the names of those that have an entry for each sample; one that a caller gives for all is repeated.
         record, dtype, device: see `_DropIn`.
     """
 
@@ -132,12 +133,13 @@ class DiffusersDenoiser(_DropIn):
         record: DiffusersRecord,
         timestep_input: str,
         *,
+        of_samples: Collection[str] = (),
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__(record, dtype, device)
         self._denoiser = denoiser
-        called = _Denoising(denoiser, record, timestep_input)
+        called = _Denoising(denoiser, record, timestep_input, of_samples)
         self.forward = called.parameters.of(called)
         if size := record.config.get("projection_class_embeddings_input_dim"):
             # StableDiffusionXLPipeline checks its time ids against the width of this layer.
@@ -173,11 +175,18 @@ class _Denoising:
     on the GPU until Python looks for such rings.
 
     Args:
-        denoiser, record, timestep_input: see `DiffusersDenoiser`.
+        denoiser, record, timestep_input, of_samples: see `DiffusersDenoiser`.
     """
 
-    def __init__(self, denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep_input: str) -> None:
+    def __init__(
+        self,
+        denoiser: Callable[..., Tensor],
+        record: DiffusersRecord,
+        timestep_input: str,
+        of_samples: Collection[str],
+    ) -> None:
         self._denoiser, self._record, self._timestep = denoiser, record, timestep_input
+        self._of_samples = frozenset(of_samples) - {timestep_input}
         self._output = _output_class(record)
         self.parameters = _Parameters(record)
 
@@ -207,6 +216,9 @@ class _Denoising:
                 remedy="denoise every sample as a whole: use a pipeline without timesteps of each token or frame",
             )
         named[self._timestep] = timestep.reshape(-1).expand(batch)
+        for name in self._of_samples & named.keys():  # which torch's operators would repeat
+            if named[name].dim() and len(named[name]) == 1:
+                named[name] = named[name].expand(batch, *named[name].shape[1:])
         output = self._denoiser(**_whole_numbers(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)
 

@@ -6,10 +6,10 @@ stream runs in order anyway; concurrency comes from several streams, each of whi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAc
 from torch import Tensor
 
 from trtconvert.engine.builder import lacks_memory
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.runtime.graph import REMEDY, CopyingGraph
 from trtconvert.runtime.scratch import Room, Scratch
 
@@ -112,6 +112,7 @@ class _Context:
                 raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
         self.compute_in(scratch)
         self._shapes: tuple[tuple[int, ...], ...] | None = None
+        self._ran: tuple[tuple[int, ...], ...] | None = None  # the shapes of the last call, if it was enqueued
         self._names = plan.inputs + plan.outputs
         self._addresses = [0] * len(self._names)
 
@@ -120,9 +121,9 @@ class _Context:
         with self._plan.changing:
             self._context = None
 
-    def has_shapes_of(self, call: Call) -> bool:
-        """Whether it was told the call's shapes last."""
-        return self._shapes == call.inputs
+    def has_run(self, call: Call) -> bool:
+        """Whether the last call was one of the call's shapes, and was enqueued."""
+        return self._ran == call.inputs
 
     def compute_in(self, scratch: Tensor) -> None:
         """From the next call on. What was enqueued before computes where it did."""
@@ -136,6 +137,7 @@ class _Context:
             addresses: of the inputs, then of the outputs.
         """
         context, plan = self._context, self._plan
+        self._ran = None
         if call.inputs is not self._shapes and call.inputs != self._shapes:
             self._shapes = None  # until all of them are set: of a call that is refused here, some are
             for name, shape in zip(plan.inputs, call.inputs, strict=True):
@@ -155,6 +157,7 @@ class _Context:
                 known[index] = address
         if not context.execute_async_v3(stream):
             raise plan.failure("TensorRT could not run the engine")
+        self._ran = call.inputs
 
 
 class _Graph:
@@ -223,10 +226,10 @@ class Lane:
         self._room: Room | None = room
         self._contexts: dict[int, _Context] = {}  # by profile
         self._callers: dict[Call, _Context] = {}  # what recordings of the caller's refer to
+        self._ready: dict[Call, _Context] = {}  # what a recording may take that was refused before
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
         self._wanted: set[Call] = set()  # calls that a recording of the caller's was refused
-        self._recorded_memory: list[Tensor] = []  # where recordings compute that torch keeps no memory for
 
     def run(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Enqueue a call.
@@ -237,7 +240,7 @@ class Lane:
             Fresh tensors on the engine's device, ready in the stream's order.
         Raises:
             BackendUnavailable: TensorRT or the device refuses.
-            UserError: the caller records a graph of its own, and nothing is ready for this call.
+            UserError: the caller records a graph of its own, and nothing is ready for this call, or torch knows nothing of it.
             torch.OutOfMemoryError: there is no room for tensors of the call.
         """
         self.used = time.monotonic()
@@ -247,8 +250,9 @@ class Lane:
         if torch.cuda.is_current_stream_capturing():
             return self._enqueue_recorded(call, tensors)
         if call in self._wanted:
-            context = self._callers[call] = self._new_context(call)
+            context = self._new_context(call)
             outputs = self._enqueue(call, tensors, context)
+            self._ready[call] = context
             self._wanted.discard(call)
             return outputs
         graph = self._graphs.get(call)
@@ -280,18 +284,20 @@ class Lane:
         return sum(graph.memory for graph in list(self._graphs.values()))
 
     def forget_graphs(self) -> None:
-        """Drop what was recorded, once the stream is done with it. Recordings of the caller's stay."""
+        """Drop what was recorded, once the stream is done with it. Recordings of the caller's stay, and nobody launches them."""
         self._stream.synchronize()
+        self._wait_for_callers()
         self._graphs.clear()
         self._seen.clear()
 
     def wait(self) -> None:
-        """Until the stream is done, unless its owner has destroyed it."""
+        """Until the stream is done, unless its owner has destroyed it, and what the caller has recorded."""
         try:
             self._stream.synchronize()
         except RuntimeError as error:
             if _OF_NO_STREAM not in str(error):
                 raise
+        self._wait_for_callers()
 
     def close(self) -> None:
         """Wait for the stream, and let go of contexts, graphs and memory, also where the wait fails. Of a stream that its owner
@@ -305,9 +311,13 @@ class Lane:
             self._seen.clear()
             self._contexts.clear()
             self._callers.clear()
+            self._ready.clear()
             self._wanted.clear()
-            self._recorded_memory.clear()
             self._room = None
+
+    def _wait_for_callers(self) -> None:
+        if self._callers:  # launched on whatever stream
+            torch.cuda.synchronize(self._plan.device)
 
     @property
     def _scratch(self) -> Tensor:
@@ -323,27 +333,35 @@ class Lane:
         context = self._callers_context(call)
         memory = self._plan.scratch.new()
         if not _is_a_recordings(memory):
-            self._recorded_memory.append(memory)
+            raise UserError(
+                "torch knows nothing of the recording, and would give the memory of the call to others",
+                expected="a recording by torch.cuda.graph",
+                got="one that something else began",
+                remedy="record with torch.cuda.graph(…, stream=…)",
+            )
         context.compute_in(memory)
         try:
-            return self._enqueue(call, tensors, context)
+            outputs = self._enqueue(call, tensors, context)
         finally:
             context.compute_in(self._scratch)
+        # From now on it is the recording's: shapes that a context is told later may reach what was recorded from it.
+        self._callers[call] = context
+        self._ready.pop(call, None)
+        if self._contexts.get(call.profile) is context:
+            del self._contexts[call.profile]
+        return outputs
 
     def _callers_context(self, call: Call) -> _Context:
-        """A context that the call has to itself, for a recording of the caller's: shapes that a context is told later may reach
-        what was recorded from it. It is that of the last plain call, since telling shapes may wait for the device.
+        """A context for a recording of the caller's: that of the last plain call, since telling shapes may wait for the device.
 
         Raises:
             UserError: the last plain call had other shapes. The next one of these shapes gets a context to itself.
         """
-        if call not in self._callers:
-            context = self._contexts.get(call.profile)
-            if context is None or not context.has_shapes_of(call):
-                self._wanted.add(call)
-                raise unready("other shapes in the last call on this stream that no graph of ours ran")
-            self._callers[call] = self._contexts.pop(call.profile)
-        return self._callers[call]
+        for context in (self._callers.get(call), self._ready.get(call), self._contexts.get(call.profile)):
+            if context is not None and context.has_run(call):
+                return context
+        self._wanted.add(call)
+        raise unready("other shapes in the last call on this stream that no graph of ours ran")
 
     def _enqueue(self, call: Call, tensors: Sequence[Tensor], context: _Context) -> list[Tensor]:
         plan = self._plan
@@ -362,15 +380,13 @@ class Lane:
             graph = _Graph(self._plan, call, self._new_context(call), self._stream)
         except (BackendUnavailable, RuntimeError) as error:
             self._rest = _REST
+            with contextlib.suppress(RuntimeError):  # of the device, which the call meets with as well
+                self._stream.synchronize()  # its context goes, which the call before the recording may be using
             if isinstance(error, torch.OutOfMemoryError) or lacks_memory(str(error)):
                 return None
             self._failures += 1
             if self._failures == 1:
-                warnings.warn(
-                    f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+                warn(f"the engine runs without CUDA graphs, which makes calls some microseconds slower: {error}")
             elif self._failures == _MOST_FAILURES:
                 self._limit = 0
             return None
@@ -385,7 +401,7 @@ class Lane:
 
 def _is_a_recordings(memory: Tensor) -> bool:
     """Whether torch keeps memory that it just gave for the CUDA graph that is recorded, as long as the graph lives. It does for
-    `torch.cuda.graph`, and knows nothing of recordings that somebody else began."""
+    `torch.cuda.graph`, and knows nothing of recordings that something else began."""
     if torch.cuda.get_allocator_backend() != "native":
         return True  # CUDA's own allocator: memory that was taken and given back in a recording is part of the graph
     address, ordinary = memory.data_ptr(), (0, 0)

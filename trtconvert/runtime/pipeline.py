@@ -31,7 +31,15 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
             folder cannot be read.
         BackendUnavailable: the installed diffusers has no such pipeline, or lacks a class of it.
     """
-    index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    try:
+        index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the pipeline in {folder} cannot be read",
+            expected=f"the {INDEX} that the bundle was built with",
+            got=first_line(error),
+            remedy="load the bundle from where it is now, or copy it again",
+        ) from error
     title = str(index["_class_name"])
     kind = library_class("diffusers", title)
     parameters = inspect.signature(kind.__init__).parameters

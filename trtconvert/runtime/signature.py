@@ -95,13 +95,22 @@ class Signature:
                 got="a tensor on the meta device" if x.is_meta else f"one in the layout {x.layout}",
                 remedy="load its numbers, or convert it with .to_dense()",
             )
-        fits = x.dim() == len(spec.shape)
+        fits, others = x.dim() == len(spec.shape), list[str]()
         for size, dim in zip(x.shape, spec.shape, strict=False):
             if isinstance(dim, str):
                 low, high = self._range(dim)
-                fits = fits and low <= size <= high and sizes.setdefault(dim, size) == size
+                fits = fits and low <= size <= high
+                if sizes.setdefault(dim, size) != size:
+                    others.append(f"{dim} {sizes[dim]}")
             else:
                 fits = fits and size == dim
+        if fits and others:
+            raise UserError(
+                f"the shape of '{spec.name}' is another than that of the inputs before it",
+                expected=", ".join(others),
+                got=f"{list(x.shape)}, which is [{', '.join(map(str, spec.shape))}]",
+                remedy="give inputs of one size for each name; one sample's for all can be repeated by .expand()",
+            )
         if not fits:
             ranges = ["{} {}..{}".format(d, *self._range(d)) if isinstance(d, str) else str(d) for d in spec.shape]
             raise UserError(

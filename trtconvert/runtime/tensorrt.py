@@ -290,6 +290,10 @@ class TensorRTComponent:
         except torch.OutOfMemoryError as error:
             where = self.device if known.origin is None or known.origin.type != "cuda" else known.origin
             raise out_of_memory("the tensors of a call", self._opened().bytes_of(known.call), where) from error
+        except RuntimeError:
+            if any(x.layout != torch.strided for x in tensors):
+                self._learn(tensors)  # refuses what the key does not tell from others
+            raise
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _learn(self, tensors: tuple[Tensor, ...]) -> _Known:
