@@ -1,9 +1,11 @@
 """The build cache: a stage is made when what it reads changed, or when its files are not what they were."""
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from support import TESTS, contents, partials
@@ -207,7 +209,8 @@ def test_the_code_that_a_model_imports_is_part_of_its_identity(monkeypatch, tmp_
 
 
 def test_of_what_is_installed_a_model_s_own_package_is_part_of_its_identity(monkeypatch, tmp_path):
-    place = tmp_path / "site-packages"
+    place = tmp_path / "libraries"
+    (place / "otherlib-1.0.dist-info").mkdir(parents=True)
     for name, text in {"ownlib/__init__.py": "import otherlib\n", "otherlib.py": ""}.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
@@ -217,6 +220,21 @@ def test_of_what_is_installed_a_model_s_own_package_is_part_of_its_identity(monk
     assert source_identity("ownlib:load") == first
     (place / "ownlib" / "__init__.py").write_text("# changed\n")
     assert source_identity("ownlib:load") != first != source_identity("nowhere:load") == ""
+
+
+def test_a_package_in_a_folder_of_another_name_and_what_is_compiled_are_part_of_it(monkeypatch, tmp_path):
+    """As editable installs have it."""
+    package, compiled = tmp_path / "lib", tmp_path / "lib" / "native.so"
+    package.mkdir()
+    for name, text in {"__init__.py": "", "load.py": "from . import net\n", "net.py": ""}.items():
+        (package / name).write_text(text)
+    compiled.write_bytes(b"1")
+    where = {"mapped.load": package / "load.py", "mapped.native": compiled}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(where[name])))
+    for name, changed in (("mapped.load", package / "net.py"), ("mapped.native", compiled)):
+        before = source_identity(f"{name}:load")
+        changed.write_bytes(b"# 2")
+        assert source_identity(f"{name}:load") != before
 
 
 def test_a_file_that_an_option_names_is_part_of_a_model_s_identity(tmp_path):

@@ -261,7 +261,7 @@ class Machine:
         current: handle of the current stream; recording: whether the caller records it into a graph; torchs: by means of torch,
             which then keeps what it gives for the graph.
         destroyed: handles of streams that their owner destroyed.
-        waited: handles of the streams that were waited for, and "all" for the device.
+        waited: handles of the streams that were waited for.
         memory: whether there is any for tensors of a call.
     """
 
@@ -270,7 +270,7 @@ class Machine:
     torchs: bool = True
     memory: bool = True
     destroyed: set[int] = field(default_factory=set)
-    waited: list[int | str] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
 
     def stream(self, handle):
         def synchronize():
@@ -285,23 +285,27 @@ class Machine:
 def machine(monkeypatch):
     found = Machine()
     empty = torch.empty
+    last: list[torch.Tensor] = []
 
     def allocated(*arguments, **options):
         if not found.memory:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return empty(*arguments, **options)
+        last[:] = [empty(*arguments, **options)]
+        return last[0]
+
+    def segments():
+        """That of the last allocation, and one before it that is not of its pool: where a segment ends counts."""
+        address, size = last[0].data_ptr(), last[0].nbytes
+        of_recording = found.recording and found.torchs
+        return [
+            {"address": address - 4096, "total_size": 4096, "segment_pool_id": (0, int(not of_recording))},
+            {"address": address, "total_size": size, "segment_pool_id": (0, int(of_recording))},
+        ]
 
     monkeypatch.setattr(torch, "empty", allocated)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.recording)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    everything = {"address": 0, "total_size": 2**63}
-    pool_of = {True: (0, 1), False: (0, 0)}
-    monkeypatch.setattr(
-        torch.cuda,
-        "memory_snapshot",
-        lambda: [everything | {"segment_pool_id": pool_of[found.recording and found.torchs]}],
-    )
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.waited.append("all"))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found.stream(found.current))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
@@ -580,25 +584,22 @@ def test_a_call_that_failed_makes_nothing_ready_to_be_recorded(machine, open_lan
     assert right(lane, 4) and not any(recording for context in contexts_of(lane) for _, recording in context.told)
 
 
-def test_what_the_caller_recorded_is_waited_for_on_all_streams(machine, open_lane):
-    """It may have been launched on any."""
-    lane = open_lane(4)
-    for _ in range(3):
-        assert right(lane, 4)
-    lane.wait()
-    assert "all" not in machine.waited
+def test_a_recording_that_fails_leaves_those_before_it_as_they_are(machine, open_lane, monkeypatch):
+    lane = open_lane(0)
+    assert right(lane, 4)
     machine.recording = True
-    with contextlib.suppress(UserError):
+    assert right(lane, 4)
+    (first,) = map(weakref.ref, lane._recorded)
+    monkeypatch.setattr(HostContext, "execute_async_v3", lambda self, stream: False)
+    with pytest.raises(BackendUnavailable):
         right(lane, 4)
-    machine.recording = False
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert right(lane, 4)
-    machine.recording = True
-    assert right(lane, 4)
-    machine.recording = False
-    for leave in (lane.forget_graphs, lane.close):
-        machine.waited.clear()
-        leave()
-        assert machine.waited == [7, "all"]
+    with pytest.raises(UserError), monkeypatch.context() as recording:
+        recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        right(lane, 6)
+    assert first() in lane._recorded
 
 
 def test_a_context_whose_recording_failed_is_waited_for(cuda, machine, open_lane):
@@ -771,7 +772,7 @@ def test_what_was_recorded_is_found_again_when_what_is_known_of_calls_is_forgott
         assert computes(plain, 5)
         machine.recording = False
     (lane,) = plain._lanes.values()
-    assert len(lane._callers) == 1
+    assert len(lane._recorded) == 1
 
 
 @pytest.mark.parametrize("recording", [False, True])

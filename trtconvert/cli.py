@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,38 +43,43 @@ def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
     )
 
 
+_CLEARING_SECONDS = 2.0
+"""What removing temporary folders may take."""
+
+
 class _Commands(click.Group):
     """Turns every failure into a message and an exit code: 2 for the user's mistakes, 1 for what went wrong here, and for
     what a signal stopped 128 and its number.
     """
 
     stopped_by: int | None = None
-    _leaving = False
+    _left_at = -math.inf  # seconds, of time.monotonic()
 
     def stop(self, number: int, _frame: object) -> None:
-        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go, and once only, so that
-        nothing cuts that short.
+        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go. What comes soon after it
+        is ignored, so that it does not cut that short; later, the exception may have got lost on its way up.
 
         Not out of an import: libraries import modules from C++ code, which ends the process at an exception. Then SIGALRM
         asks again a little later.
         """
-        if self._leaving:
+        if time.monotonic() < self._left_at + _CLEARING_SECONDS:
             return
         if number != signal.SIGALRM:
             self.stopped_by = number
         if _importing():
             signal.setitimer(signal.ITIMER_REAL, 0.02)
         else:
-            self._leaving = True
+            self._left_at = time.monotonic()
             raise _Stopped
 
     def was_stopped(self) -> bool:
         """Whether a signal asked the program to stop. Who hears that it did leaves."""
-        self._leaving = self._leaving or self.stopped_by is not None
-        return self._leaving
+        if self.stopped_by is not None:
+            self._left_at = time.monotonic()
+        return self.stopped_by is not None
 
     def invoke(self, ctx: click.Context) -> Any:
-        self.stopped_by, self._leaving = None, False
+        self.stopped_by, self._left_at = None, -math.inf
         # What the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
         heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
         before = {n: signal.signal(n, self.stop) for n in (*heeded, signal.SIGALRM)}
@@ -218,8 +225,6 @@ def run(
     bundle: Path, output: Path, prompts: tuple[str, ...], samples: int | None, steps: int, solver: str, seed: int
 ) -> None:
     """Sample images with BUNDLE on what this machine can run."""
-    import time
-
     from trtconvert import models, runtime
     from trtconvert.bundle import MANIFEST
     from trtconvert.evaluate.grid import save_sheet

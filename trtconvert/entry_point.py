@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ def source_identity(name: str) -> str:
     """SHA-256 of the code that a function depends on: of the file that it is in, and of what that one imports, and so on, as far
     as it is the user's own. Without running it, but for the packages that the file lies in; "" where there is no such file.
 
-    The user's own is what lies in the folder that holds the function's package or module; of what is installed, that package
-    alone.
+    The user's own is what lies in the folder that holds the function's package or module; where packages are installed, that
+    one alone.
 
     Args:
         name: `package.module:function`.
@@ -60,22 +61,26 @@ def source_identity(name: str) -> str:
     if not spec or not spec.origin or not Path(spec.origin).is_file():
         return ""
     file = Path(spec.origin)
+    hashes = [sha256(path) for path in sorted({file} | _imported_files(file, module))]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _imported_files(file: Path, module: str) -> set[Path]:
+    """Files of a module, which lies in a file, and of all that it imports, each with the packages that it lies in, as far as
+    they are in the folder that holds the module's package."""
     depth = module.count(".") + (file.name == "__init__.py")
-    files = _imported_files(file.parents[depth], module) or {file}
-    return hashlib.sha256(" ".join(sha256(path) for path in sorted(files)).encode()).hexdigest()
-
-
-def _imported_files(folder: Path, module: str) -> set[Path]:
-    """Files of a module and of all that it imports, each with the packages that it lies in, as far as they are in a folder."""
+    folder, own = file.parents[depth], module.partition(".")[0]
+    # A package may lie in a folder of another name.
+    place = file.parents[depth - 1] if depth else folder / own
     libraries = {Path(sysconfig.get_path(where)) for where in ("stdlib", "purelib", "platlib")}
-    installed = folder in libraries or folder.name in ("site-packages", "dist-packages")
-    own, _, _ = module.partition(".")
+    installed = folder in libraries or next(folder.glob("*.dist-info"), None) is not None
     found, left = dict[str, Path | None](), [module]
     while left:
         name = left.pop()
-        if name in found or (installed and name.partition(".")[0] != own):
+        first, *inner = name.split(".")
+        if name in found or (installed and first != own):
             continue
-        found[name] = path = _file_of(folder, name)
+        found[name] = path = _file_of((place if first == own else folder / first).joinpath(*inner))
         package, dot, _ = name.rpartition(".")
         left += [package] if dot else []
         if path is not None:
@@ -83,8 +88,8 @@ def _imported_files(folder: Path, module: str) -> set[Path]:
     return {path for path in found.values() if path is not None}
 
 
-def _file_of(folder: Path, module: str) -> Path | None:
-    place = folder.joinpath(*module.split("."))
+def _file_of(place: Path) -> Path | None:
+    """Of the module that would lie there."""
     return next((path for path in (place / "__init__.py", place.with_name(f"{place.name}.py")) if path.is_file()), None)
 
 
@@ -95,7 +100,8 @@ def _imports(path: Path, package: str) -> Iterator[str]:
         package: that the file lies in, or is, which relative imports begin at.
     """
     try:
-        tree = ast.parse(path.read_bytes())
+        with warnings.catch_warnings(action="ignore"):  # of the user's code, once it is imported
+            tree = ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError):  # importing the function reports it
         return
     for node in ast.walk(tree):

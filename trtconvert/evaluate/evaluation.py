@@ -284,7 +284,7 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
             f"{weights or section.source} is not what the bundle was made from",
             expected=f"the model {bundle.manifest.weights[:12]}…",
             got=f"{got[:12]}…",
-            remedy="give the weights file of the recipe that built the bundle",
+            remedy="give the weights file of the recipe that built the bundle, and the code of the model as it was then",
         )
     return models.load(section)
 

@@ -16,7 +16,7 @@ from trtconvert.recipe import ModelSection
 
 
 def identity(section: ModelSection) -> str:
-    """SHA-256 over the weights, the images, the options with the files that they name, and the code of a
+    """SHA-256 over the weights, the images, the options with the files that they name by absolute paths, and the code of a
     `package.module:function`.
 
     Raises:
@@ -37,7 +37,8 @@ def identity(section: ModelSection) -> str:
         parts["images"] = {argument: _image(path) for argument, path in section.images.items()}
     if code := source_identity(section.source):
         parts["code"] = code
-        parts["files"] = {name: _option(name, Path(name)) for name in _texts(section.options) if _is_file(name)}
+        if files := {name: _option(name, Path(name)) for name in _texts(section.options) if _is_file(name)}:
+            parts["files"] = files
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -55,7 +56,8 @@ def _texts(value: object) -> Iterator[str]:
 
 def _is_file(name: str) -> bool:
     try:
-        return Path(name).is_file()
+        # What a relative one means is for the function to say.
+        return Path(name).is_absolute() and Path(name).is_file()
     except (OSError, ValueError):  # too long, or with a null character: a text
         return False
 

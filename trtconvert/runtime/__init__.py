@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -196,7 +196,7 @@ def load(
         ("streams", streams, 1),
         ("weight_budget", weight_budget or 0, 0),
     ):
-        if not isinstance(value, int) or value < least:
+        if not hasattr(value, "__index__") or value < least:
             raise UserError(
                 f"a bundle is not loaded with {name}={value!r}",
                 expected=f"{least} or more",
@@ -210,7 +210,9 @@ def load(
             got=str(backend),
             remedy="correct the argument backend",
         )
-    folder = Path(folder).absolute()  # what is read later is there, wherever the process goes
+    folder = Path(folder)
+    with suppress(FileNotFoundError):  # the current folder has gone
+        folder = folder.absolute()  # what is read later is there, wherever the process goes
     while True:
         before = _manifest_as_it_lies(folder)
         manifest = read_manifest(folder)

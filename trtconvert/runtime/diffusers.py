@@ -138,7 +138,7 @@ class DiffusersDenoiser(_DropIn):
         device: torch.device,
     ) -> None:
         super().__init__(record, dtype, device)
-        self._denoiser = denoiser
+        self._denoiser: Any = denoiser
         called = _Denoising(denoiser, record, timestep_input, of_samples)
         self.forward = called.parameters.of(called)
         if size := record.config.get("projection_class_embeddings_input_dim"):
@@ -157,15 +157,7 @@ class DiffusersDenoiser(_DropIn):
             weights: the model's state dict, some or all of it, or a safetensors file of it.
         """
         from trtconvert.runtime.refit import read_weights
-        from trtconvert.runtime.tensorrt import TensorRTComponent
 
-        if not isinstance(self._denoiser, TensorRTComponent):
-            raise UserError(
-                "the weights of this denoiser cannot be replaced",
-                expected="a TensorRT engine built with engine.refittable: true",
-                got=type(self._denoiser).__name__,
-                remedy="load the bundle on a machine with its engine",
-            )
         state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
         return self._denoiser.refit({f"{self._record.component}.{name}": x for name, x in state.items()})
 

@@ -225,8 +225,8 @@ class Lane:
         self._handle = stream.cuda_stream
         self._room: Room | None = room
         self._contexts: dict[int, _Context] = {}  # by profile
-        self._callers: dict[Call, _Context] = {}  # what recordings of the caller's refer to
-        self._ready: dict[Call, _Context] = {}  # what a recording may take that was refused before
+        self._ready: dict[Call, _Context] = {}  # for the caller's recordings of a call
+        self._recorded: list[_Context] = []  # what recordings of the caller's refer to
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
         self._wanted: set[Call] = set()  # calls that a recording of the caller's was refused
@@ -270,7 +270,7 @@ class Lane:
     @property
     def is_needed(self) -> bool:
         """Whether a recording of the caller's refers to it, or goes on now on its stream, for which nobody may wait."""
-        if self._callers:
+        if self._recorded:
             return True
         status, capturing = cudart.cudaStreamIsCapturing(self._handle)
         # The default stream, and another one is recorded.
@@ -284,20 +284,18 @@ class Lane:
         return sum(graph.memory for graph in list(self._graphs.values()))
 
     def forget_graphs(self) -> None:
-        """Drop what was recorded, once the stream is done with it. Recordings of the caller's stay, and nobody launches them."""
+        """Drop what was recorded, once the stream is done with it. Recordings of the caller's stay."""
         self._stream.synchronize()
-        self._wait_for_callers()
         self._graphs.clear()
         self._seen.clear()
 
     def wait(self) -> None:
-        """Until the stream is done, unless its owner has destroyed it, and what the caller has recorded."""
+        """Until the stream is done, unless its owner has destroyed it."""
         try:
             self._stream.synchronize()
         except RuntimeError as error:
             if _OF_NO_STREAM not in str(error):
                 raise
-        self._wait_for_callers()
 
     def close(self) -> None:
         """Wait for the stream, and let go of contexts, graphs and memory, also where the wait fails. Of a stream that its owner
@@ -310,14 +308,10 @@ class Lane:
             self._graphs.clear()
             self._seen.clear()
             self._contexts.clear()
-            self._callers.clear()
             self._ready.clear()
+            self._recorded.clear()
             self._wanted.clear()
             self._room = None
-
-    def _wait_for_callers(self) -> None:
-        if self._callers:  # launched on whatever stream
-            torch.cuda.synchronize(self._plan.device)
 
     @property
     def _scratch(self) -> Tensor:
@@ -345,8 +339,9 @@ class Lane:
         finally:
             context.compute_in(self._scratch)
         # From now on it is the recording's: shapes that a context is told later may reach what was recorded from it.
-        self._callers[call] = context
-        self._ready.pop(call, None)
+        self._ready[call] = context
+        if context not in self._recorded:
+            self._recorded.append(context)
         if self._contexts.get(call.profile) is context:
             del self._contexts[call.profile]
         return outputs
@@ -357,7 +352,7 @@ class Lane:
         Raises:
             UserError: the last plain call had other shapes. The next one of these shapes gets a context to itself.
         """
-        for context in (self._callers.get(call), self._ready.get(call), self._contexts.get(call.profile)):
+        for context in (self._ready.get(call), self._contexts.get(call.profile)):
             if context is not None and context.has_run(call):
                 return context
         self._wanted.add(call)
@@ -402,8 +397,10 @@ class Lane:
 def _is_a_recordings(memory: Tensor) -> bool:
     """Whether torch keeps memory that it just gave for the CUDA graph that is recorded, as long as the graph lives. It does for
     `torch.cuda.graph`, and knows nothing of recordings that something else began."""
-    if torch.cuda.get_allocator_backend() != "native":
-        return True  # CUDA's own allocator: memory that was taken and given back in a recording is part of the graph
+    if not memory.numel():
+        return True
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        return backend == "cudaMallocAsync"  # memory that CUDA gives and takes back in a recording is part of the graph
     address, ordinary = memory.data_ptr(), (0, 0)
     return any(
         segment["address"] <= address < segment["address"] + segment["total_size"]

@@ -65,9 +65,10 @@ class TensorRTComponent:
 
     To record a call into a CUDA graph of one's own, call it with the same shapes on that stream just before, once more where
     the message asks for it. (`torch.cuda.graph` records on a stream of its own unless it is given one.) Such a stream keeps
-    its memory, and the recording is good as long as the component lives, until `close` or `refit`. It computes in memory of the
-    graph, so that it may be launched on any stream beside calls. Of several graphs with calls of one shape on one stream launch
-    one after the other: they have one execution context.
+    its memory, and the recording is good as long as the component lives, until `close` or `refit`, which wait for that stream:
+    for launches on others wait before. It computes in memory of the graph, so that it may be launched on any stream beside calls,
+    as long as it shares its pool with no other graph. Of several graphs with calls of one shape on one stream launch one after
+    the other: they have one execution context.
 
     Args:
         path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
