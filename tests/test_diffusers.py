@@ -30,7 +30,7 @@ from trtconvert.cache import Cache  # noqa: E402
 from trtconvert.calib.calibrate import sites_to_convert  # noqa: E402
 from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
-from trtconvert.errors import UserError  # noqa: E402
+from trtconvert.errors import BackendUnavailable, UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr  # noqa: E402
 from trtconvert.images import read_picture  # noqa: E402
 from trtconvert.models.base import DiffusionModel, InputSpec, intercepted  # noqa: E402
@@ -265,7 +265,7 @@ def test_what_would_change_the_model_is_not_there(flux):
                 getattr(transformer, name)
             assert isinstance(error.value, UserError) and f"has no '{name}'" in str(error.value)
             assert re.search(r"(?s)it runs as it was converted.*remedy: .*before `trtconvert build`", str(error.value))
-        with pytest.raises(UserError, match=r"(?s)cannot be replaced.*OnnxRuntimeComponent"):
+        with pytest.raises(BackendUnavailable, match=r"(?s)cannot be replaced.*got: ONNX Runtime on the CPU"):
             transformer.refit({})
 
 
