@@ -34,11 +34,16 @@ def identity(section: ModelSection) -> str:
                 remedy="correct model.weights in the recipe",
             ) from error
     if section.images:
-        parts["images"] = {argument: _image(path) for argument, path in section.images.items()}
+        expected = "an image; the path is relative to the recipe"
+        parts["images"] = {
+            argument: _content(path, "image", "images", expected) for argument, path in section.images.items()
+        }
     if code := source_identity(section.source):
         parts["code"] = code
-        if files := {name: _option(name, Path(name)) for name in _texts(section.options) if _is_file(name)}:
-            parts["files"] = files
+        names = [name for name in _texts(section.options) if _is_file(name)]
+        if names:
+            expected = "a file that this user may read"
+            parts["files"] = {name: _content(Path(name), "file", "options", expected) for name in names}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -62,27 +67,16 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _option(name: str, path: Path) -> str:
+def _content(path: Path, what: str, field: str, expected: str) -> str:
+    """SHA-256 of a file that a field of the model section names."""
     try:
         return sha256(path)
     except OSError as error:
         raise UserError(
-            f"cannot read the file {name} that model.options names",
-            expected="a file that this user may read",
+            f"cannot read the {what} {path}",
+            expected=expected,
             got=error.strerror or type(error).__name__,
-            remedy="correct model.options in the recipe, or the permissions",
-        ) from error
-
-
-def _image(path: Path) -> str:
-    try:
-        return sha256(path)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the image {path}",
-            expected="an image; the path is relative to the recipe",
-            got=error.strerror or type(error).__name__,
-            remedy="correct model.images in the recipe",
+            remedy=f"correct model.{field} in the recipe",
         ) from error
 
 
