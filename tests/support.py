@@ -136,16 +136,25 @@ def reused(outcome: Outcome) -> dict[str, bool]:
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Files that this process writes cannot be larger, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """A signal's handler in this process, and in those that it starts meanwhile as far as they inherit it."""
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+        signal.signal(number, before)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Files that this process writes cannot be larger, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with handled(signal.SIGXFSZ, signal.SIG_IGN):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def at_once(work: Callable[[Any], object], each: Iterable[Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from support import TESTS, WEIGHTS, contents, finish, partials, refusal, reused, run, start, tiny_recipe
+from support import TESTS, WEIGHTS, contents, finish, handled, partials, refusal, reused, run, start, tiny_recipe
 
 from trtconvert import __version__, bundle, cli, doctor, pipeline
 from trtconvert.bundle import MANIFEST, EngineRecord, check_files, read_manifest, write_manifest
@@ -49,9 +49,8 @@ def imported_by(*arguments: object) -> set[str]:
 @pytest.fixture(autouse=True)
 def heeds_interrupts():
     """Programs that tests start do, too: the jobs that a shell runs in the background ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with handled(signal.SIGINT, signal.default_int_handler):
+        yield
 
 
 # What is fast ---------------------------------------------------------------------------------------------------------
@@ -684,16 +683,17 @@ def test_an_interrupted_build_clears_up_at_once(tiny_build, tmp_path, number, ex
     assert_whole_stages(cache)
 
 
-def signalling_recipe(folder: Path, code: str) -> Path:
+def signalling_recipe(folder: Path) -> Path:
     """A recipe whose model sends its process SIGINT, while it is imported."""
-    (folder / "signalling.py").write_text(f"import os, signal, time\nfrom tiny_models import build as load\n{code}\n")
+    code = "import os, signal\nfrom tiny_models import build as load\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (folder / "signalling.py").write_text(code)
     return tiny_recipe(folder, model={"source": "signalling:load"})
 
 
 def test_an_interrupt_during_an_import_ends_the_program_as_any_other(tmp_path, monkeypatch):
     """Though it is asked about again and again until the import is over, and heard elsewhere first."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    recipe = signalling_recipe(tmp_path, "os.kill(os.getpid(), signal.SIGINT)")
+    recipe = signalling_recipe(tmp_path)
     for _ in range(3):
         outcome = finish(start("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache"))
         assert outcome.exit_code == 130 and "interrupted" in outcome.output, outcome.output
@@ -742,12 +742,9 @@ def test_an_interrupt_that_was_lost_on_its_way_up_is_not_the_last(monkeypatch):
 def test_what_the_process_ignores_stays_ignored(tmp_path, monkeypatch):
     """As Ctrl-C in the jobs that a shell runs in the background."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    recipe = signalling_recipe(tmp_path, "os.kill(os.getpid(), signal.SIGINT)")
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    recipe = signalling_recipe(tmp_path)
+    with handled(signal.SIGINT, signal.SIG_IGN):
         process = start("build", recipe, "-o", tmp_path / "bundle", "--no-cache")
-    finally:
-        signal.signal(signal.SIGINT, before)
     outcome = finish(process)
     assert outcome.exit_code == 0, outcome.output
 

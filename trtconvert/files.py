@@ -105,14 +105,13 @@ def whole_file(
                 (folder / target.name).replace(target)
 
 
-def require_writable(target: Path, instead: str = _INSTEAD, *, folder: bool = False) -> None:
+def require_writable(target: Path, instead: str = _INSTEAD) -> None:
     """
     Raises:
-        UserError: `whole_file`, or `whole_folder`, cannot write at a place.
+        UserError: `whole_file` cannot write at a place.
     """
     with _explained(target, instead):
-        if not folder:
-            _refuse_folder(target)
+        _refuse_folder(target)
         with _partial_folder(target):
             pass
 

@@ -14,7 +14,7 @@ import tiny_models
 import torch
 from onnx import ModelProto
 from rich.console import Console
-from support import run, tiny_recipe
+from support import handled, run, tiny_recipe
 from tolerances import HALF_DENOISER
 
 from trtconvert import runtime
@@ -168,12 +168,9 @@ def test_ctrl_c_ends_a_build(trt):
         def share(self, detail, done):
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            build(trt, lower_to_native, watch=Interrupting())
-    finally:
-        signal.signal(signal.SIGINT, before)
+    # A shell has its background jobs ignore it.
+    with handled(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        build(trt, lower_to_native, watch=Interrupting())
 
 
 def test_an_unsupported_operator_is_named(trt):

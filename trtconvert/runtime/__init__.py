@@ -247,8 +247,8 @@ def _loaded(
     check_files(folder, manifest)
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    named = None if device is None or _is_cpu(device) else device
-    state = builder.status() if backend == "auto" and (device is None or named is not None) else None
+    on_cpu_only = device is not None and _is_cpu(device)
+    state = builder.status() if backend == "auto" and not on_cpu_only else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
     if state is None:
@@ -261,9 +261,9 @@ def _loaded(
         why, remedy = f"there is none of {without}", "run `trtconvert compile` on this machine"
     else:
         why, remedy = state.detail, state.remedy
-    if named is not None:
+    if device is not None and not on_cpu_only:
         raise BackendUnavailable(
-            f"the bundle {folder} does not run on '{named}'",
+            f"the bundle {folder} does not run on '{device}'",
             expected="TensorRT, and an engine of each component",
             got=why,
             remedy=remedy,

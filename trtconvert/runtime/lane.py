@@ -112,7 +112,6 @@ class _Context:
                 raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
         self.compute_in(scratch)
         self._shapes: tuple[tuple[int, ...], ...] | None = None
-        self._ran: tuple[tuple[int, ...], ...] | None = None  # the shapes of the last call, if it was enqueued
         self._names = plan.inputs + plan.outputs
         self._addresses = [0] * len(self._names)
 
@@ -123,7 +122,7 @@ class _Context:
 
     def has_run(self, call: Call) -> bool:
         """Whether the last call was one of the call's shapes, and was enqueued."""
-        return self._ran == call.inputs
+        return self._shapes == call.inputs
 
     def compute_in(self, scratch: Tensor) -> None:
         """From the next call on. What was enqueued before computes where it did."""
@@ -137,9 +136,9 @@ class _Context:
             addresses: of the inputs, then of the outputs.
         """
         context, plan = self._context, self._plan
-        self._ran = None
-        if call.inputs is not self._shapes and call.inputs != self._shapes:
-            self._shapes = None  # until all of them are set: of a call that is refused here, some are
+        # Until it is enqueued: of a call that is refused here some shapes are set, and what they entail may not have been done.
+        told, self._shapes = self._shapes, None
+        if call.inputs is not told and call.inputs != told:
             for name, shape in zip(plan.inputs, call.inputs, strict=True):
                 if not context.set_input_shape(name, shape):
                     raise plan.failure(f"TensorRT does not take '{name}' of shape {list(shape)}")
@@ -148,7 +147,6 @@ class _Context:
                     raise plan.failure(
                         f"the engine's '{name}' is {list(context.get_tensor_shape(name))}, the manifest says {list(shape)}"
                     )
-            self._shapes = call.inputs
         known = self._addresses
         for index, address in enumerate(addresses):
             if known[index] != address:
@@ -157,7 +155,7 @@ class _Context:
                 known[index] = address
         if not context.execute_async_v3(stream):
             raise plan.failure("TensorRT could not run the engine")
-        self._ran = call.inputs
+        self._shapes = call.inputs
 
 
 class _Graph:
