@@ -1,16 +1,17 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain native plugin auto]
+    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain native plugin channels-last auto]
                            [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
-billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What is
-measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the lowering
-of attention alone, and of what becomes plugins with it: norms, rotary embeddings, projections and the layers between. The
-plugin's has a timestep bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan that
-uses each for as many steps. `auto` is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on
-this GPU, or the plugin or TensorRT's own is everywhere, or the plugin at some lengths, whichever makes the fastest engine. The
-time of its build is that of all that it builds and times.
+billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What
+is measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the
+lowering of attention alone, and of what becomes plugins with it: norms, rotary embeddings, projections and the layers between.
+The plugin's has a timestep bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan
+that uses each for as many steps. `channels-last` also has plugins for the group norms of U-Nets (engine.channels_last). `auto`
+is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or
+TensorRT's own is everywhere, or the plugin at some lengths, whichever makes the fastest engine. The time of its build is that
+of all that it builds and times.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
@@ -81,8 +82,9 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
 PLUGIN = "TensorRT, our plugin"
+CHANNELS_LAST = f"{PLUGIN}, channels last"
 PLAIN = "TensorRT of torch.onnx.export"
-PEERS = ("torch", "plain", "native", "plugin", "auto")
+PEERS = ("torch", "plain", "native", "plugin", "channels-last", "auto")
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -572,18 +574,26 @@ class Bench:
         inputs, options = self._records(), EngineSection()
         plans: dict[frozenset[str], tuple[bytes, float]] = {}  # and seconds, by the sites that are native
 
+        def built(model: ir.Model, what: str) -> tuple[bytes, float]:
+            with Phase(f"{self.model.name}: built, {what}") as building:
+                plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
+            return plan, building.seconds
+
         def build(native: Collection[str]) -> bytes:
             key = frozenset(native)
             if key not in plans:  # what `auto` builds may be one of the others
-                with Phase(f"{self.model.name}: built, {len(key)} of {len(sites)} sites native") as building:
-                    model = tensorrt.lowered(exported, native, options, [{}])
-                    plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
-                plans[key] = plan, building.seconds
+                model = tensorrt.lowered(exported, key, options, [{}])
+                plans[key] = built(model, f"{len(key)} of {len(sites)} sites native")
             return plans[key][0]
 
         for peer, what, native in (("native", NATIVE, list(sites)), ("plugin", PLUGIN, [])):
             if peer in peers:
                 self._load(trt, what, build(native), not native, plans[frozenset(native)][1])
+        if "channels-last" in peers:
+            model = tensorrt.lowered(exported, [], options.model_copy(update={"channels_last": True}), [{}])
+            if any(node.op_type == "GroupNorm" for node in model.graph):
+                plan, seconds = built(model, "channels last")
+                self._load(trt, CHANNELS_LAST, plan, True, seconds)
         if not {"plugin", "auto"} & set(peers):
             return
         with Phase(f"{self.model.name}: attention timed alone") as alone:
@@ -667,7 +677,8 @@ def main() -> None:
         choices=PEERS,
         default=PEERS,
         help="torch: as it is and compiled; plain: TensorRT with what torch exports by itself; native: with our export and "
-        "TensorRT's own attention; plugin: with ours everywhere; auto: what the build would keep of both",
+        "TensorRT's own attention; plugin: with ours everywhere; channels-last: and the group norms of U-Nets too; auto: what "
+        "the build would keep of native and plugin",
     )
     parser.add_argument(
         "--exports",
@@ -694,7 +705,7 @@ def main() -> None:
             bench = Bench(name, arguments.kernels)
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            engines = {"native", "plugin", "auto"} & set(arguments.peers)
+            engines = {"native", "plugin", "channels-last", "auto"} & set(arguments.peers)
             bench.to_cpu()
             if arguments.exports or engines:
                 path = bench.export(exports)

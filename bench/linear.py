@@ -128,9 +128,9 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
     return 1e3 * start.elapsed_time(end) / CALLS
 
 
-def measured(layer: Layer) -> dict[str, tuple[float, float]]:
-    """Median, and half the distance between the quartiles, of what takes turns."""
-    graphs = {name: recorded(call) for name, call in calls_of(layer).items()}
+def measured(calls: dict[str, Call]) -> dict[str, tuple[float, float]]:
+    """Median microseconds, and half the distance between the quartiles, of what takes turns."""
+    graphs = {name: recorded(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn, (name, graph) in itertools.product(range(ROUNDS), graphs.items()):
         time = microseconds(graph)
@@ -159,7 +159,7 @@ def main() -> None:
     lines = ["| rows × outputs × depth | cuBLAS, µs | ours, µs | torch with GEGLU, µs | against cuBLAS |"]
     lines.append("| --- |" + " ---: |" * 4)
     for layer in LAYERS:
-        lines.append(row(layer, measured(layer)))
+        lines.append(row(layer, measured(calls_of(layer))))
         print(lines[-1], flush=True)
         torch.cuda.empty_cache()
     text = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16\n\n"

@@ -15,7 +15,7 @@ from trtconvert.library import library_path
 FLOAT, HALF, INT32, BOOL, BF16 = 0, 1, 3, 4, 7
 FIELD_FLOAT32, FIELD_FLOAT64, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 2, 5, 6, 10
 BUILD, RUNTIME = 0, 1
-LINEAR, CHW2 = 0, 1
+LINEAR, CHW2, HWC8 = 0, 1, 2
 
 
 class Dims(ctypes.Structure):

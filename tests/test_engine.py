@@ -498,8 +498,13 @@ class Registry:
     [
         (tensorrt._PLUGINS, (), 0, None),
         ((), tensorrt._PLUGINS, 1, None),
-        ((), ("Int8Attention",), 1, "ResidualNorm, Linear not there"),
-        (("Int8Attention",), ("Int8Attention", "Linear"), 1, "ResidualNorm not there"),
+        ((), ("Int8Attention",), 1, "ResidualNorm, Linear, GroupNorm, ChannelsLastAdd not there"),
+        (
+            ("Int8Attention",),
+            tuple(name for name in tensorrt._PLUGINS if name != "ResidualNorm"),
+            1,
+            "ResidualNorm not there",
+        ),
     ],
 )
 def test_every_plugin_of_the_library_is_asked_for(monkeypatch, first, loaded, loads, lacking):

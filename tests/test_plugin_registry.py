@@ -66,6 +66,13 @@ given = {
         trt.PluginField("starts_early", np.array([1], np.int32), trt.PluginFieldType.INT32),
     ],
     "Linear": [trt.PluginField("geglu", np.array([1], np.int32), trt.PluginFieldType.INT32)],
+    "GroupNorm": [
+        trt.PluginField("epsilon", np.array([1e-6], np.float32), trt.PluginFieldType.FLOAT32),
+        trt.PluginField("groups", np.array([32], np.int32), trt.PluginFieldType.INT32),
+        trt.PluginField("silu", np.array([1], np.int32), trt.PluginFieldType.INT32),
+        trt.PluginField("channels_last", np.array([1], np.int32), trt.PluginFieldType.INT32),
+    ],
+    "ChannelsLastAdd": [],
 }
 for name, fields in given.items():
     of_layer = registry.get_creator(name, "1", "")
@@ -98,10 +105,10 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
 def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:
     version, found, _ = probed
     assert found["version"].startswith(version + ".")
-    assert found["new"] == ["Int8Attention", "Linear", "ResidualNorm"]
+    assert found["new"] == ["ChannelsLastAdd", "GroupNorm", "Int8Attention", "Linear", "ResidualNorm"]
     of_layers = ["rotary", "norm", "norm_eps", "norm_split", "kv_heads", "k_head", "v_head", "parts"]
     assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k", *of_layers]
-    assert found["gone"] == [True, True, True]
+    assert found["gone"] == [True] * 5
 
 
 def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
@@ -110,7 +117,12 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
     assert found["core"] == ["Int8Attention", "1", ""]
     assert found["interfaces"] == ["PLUGIN_V3ONE_CORE", "PLUGIN_V3ONE_BUILD", "PLUGIN_V3ONE_RUNTIME"]
     assert found["outputs"] == 1
-    assert found["layers"] == {"ResidualNorm": [["epsilon", "starts_early"], 2], "Linear": [["geglu"], 1]}
+    assert found["layers"] == {
+        "ResidualNorm": [["epsilon", "starts_early"], 2],
+        "Linear": [["geglu"], 1],
+        "GroupNorm": [["epsilon", "groups", "silu", "channels_last"], 1],
+        "ChannelsLastAdd": [[], 1],
+    }
     assert found["defaults"] and found["from_engine"]
 
 

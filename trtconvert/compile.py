@@ -47,6 +47,7 @@ _CHANGEABLE = (
     "version_compatible",
     "hardware_compatible",
     "weight_streaming",
+    "channels_last",
 )
 """Fields of a recipe's engine section that the machine with the GPU may decide."""
 

@@ -72,6 +72,11 @@ def has_linear_kernel() -> bool:
     return bool(_function("trtconvert_linear_is_supported")())
 
 
+def has_group_norm_kernel() -> bool:
+    """Whether the library has its kernel for group norms, for the GPU that CUDA takes by itself. Raises BackendUnavailable."""
+    return bool(_function("trtconvert_group_norm_is_supported")())
+
+
 def serves(architecture: str, compiled: Iterable[str]) -> bool:
     """Whether kernels compiled for some architectures run on a GPU, like "sm89".
 

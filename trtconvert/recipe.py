@@ -288,6 +288,11 @@ class EngineSection(_Section):
     weight_streaming: bool = Field(
         default=False, description="tensorrt: weights may stay in host memory and travel while the engine runs."
     )
+    channels_last: bool = Field(
+        default=False,
+        description="tensorrt: group norms of U-Nets, and what turns images into tokens and back, by plugins that keep channels "
+        "last as convolutions do, on Hopper and later; new, and not measured yet.",
+    )
 
     @field_validator("targets")
     @classmethod

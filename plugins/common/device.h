@@ -29,9 +29,16 @@ struct Device {
 #endif
   }
 
-  // Whether kernels may start early (early_launch.cuh): the device can, and runs what was compiled for its generation. What a
-  // driver makes of code for an older one does not wait for the kernel before it.
-  bool starts_early() const {
+  // Whether kernels may start early (early_launch.cuh).
+  bool starts_early() const { return runs_hopper_code(); }
+
+  // Whether thread blocks of a cluster may read each other's shared memory.
+  bool has_clusters() const { return runs_hopper_code(); }
+
+ private:
+  // Whether the device has what came with Hopper, and runs what was compiled for its generation: code for an older one has nothing
+  // of it, whatever a driver makes of it.
+  bool runs_hopper_code() const {
     if (major < 9) return false;
     for (const char* arch = TRTCONVERT_ARCHITECTURES; arch; arch = std::strchr(arch, ',')) {
       arch += *arch == ',';

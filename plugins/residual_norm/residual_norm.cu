@@ -1,20 +1,17 @@
 // A residual connection and the layer norm behind it: the kernel and its C API. Nothing here throws.
 #include "trtconvert/residual_norm.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 
 #include "common/device.h"
 #include "common/early_launch.cuh"
 #include "common/report.h"
+#include "common/vector.cuh"
 
 namespace trtconvert::residual_norm {
 namespace {
 
-constexpr int kWarps = 4;   // of a thread block, with a row each
-constexpr int kVector = 8;  // channels of 16 bytes
+constexpr int kWarps = 4;  // of a thread block, with a row each
 constexpr int kWarpVectors = 32;
 
 struct Params {
@@ -29,33 +26,6 @@ struct Params {
   float epsilon;
   float inverse_count;  // 1 / C
 };
-
-template <typename T>
-struct Pair;
-template <>
-struct Pair<__half> {
-  using Type = __half2;
-  static __device__ __forceinline__ float2 widen(Type pair) { return __half22float2(pair); }
-  static __device__ __forceinline__ Type round(float a, float b) { return __floats2half2_rn(a, b); }
-};
-template <>
-struct Pair<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
-  static __device__ __forceinline__ float2 widen(Type pair) { return __bfloat1622float2(pair); }
-  static __device__ __forceinline__ Type round(float a, float b) { return __floats2bfloat162_rn(a, b); }
-};
-
-template <typename T>
-union Vector {
-  uint4 words;
-  typename Pair<T>::Type pairs[kVector / 2];
-};
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-  return x;
-}
 
 // A warp has a row in registers, up to kVectors vectors a lane: one trip over memory, and every load of it under way before the
 // first is used.
@@ -81,8 +51,7 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
   for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
     for (int c = 0; c < kVector / 2; ++c) {
-      const float2 a = Pair<T>::widen(sums[i].pairs[c]), b = Pair<T>::widen(residual[i].pairs[c]);
-      sums[i].pairs[c] = Pair<T>::round(a.x + b.x, a.y + b.y);
+      sums[i].pairs[c] = sum_of<T>(sums[i].pairs[c], residual[i].pairs[c]);
       const float2 sum = Pair<T>::widen(sums[i].pairs[c]);
       total += sum.x + sum.y;
     }

@@ -25,7 +25,7 @@ enum class DataType : int32_t {
   kBF16 = 7,
 };
 
-enum class TensorFormat : int32_t { kLINEAR = 0 };
+enum class TensorFormat : int32_t { kLINEAR = 0, kHWC8 = 2 };
 
 enum class PluginFieldType : int32_t {
   kFLOAT32 = 1,

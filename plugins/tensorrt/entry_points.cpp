@@ -1,6 +1,8 @@
 // What TensorRT finds in the library: the creators of its plugins, and the place to put its logger.
 #include <new>
 
+#include "channels_last_add/tensorrt/plugin.h"
+#include "group_norm/tensorrt/plugin.h"
 #include "int8_attention/tensorrt/plugin.h"
 #include "linear/tensorrt/plugin.h"
 #include "residual_norm/tensorrt/plugin.h"
@@ -46,7 +48,10 @@ TRTCONVERT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t&
   static Creator<Int8AttentionPlugin> attention;
   static Creator<LinearPlugin> linear;
   static Creator<ResidualNormPlugin> residual_norm;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &linear, &residual_norm};
+  static Creator<GroupNormPlugin> group_norm;
+  static Creator<ChannelsLastAddPlugin> channels_last_add;
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &linear, &residual_norm, &group_norm,
+                                                                &channels_last_add};
   nbCreators = static_cast<int32_t>(sizeof(creators) / sizeof(creators[0]));
   return creators;
 }

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace trtconvert::plugin {
 
@@ -51,6 +52,16 @@ bool read_flag(PluginField const& field, int32_t& value) noexcept {
   value = static_cast<int32_t>(read);
   if (read == 0 || read == 1) return true;
   log(Severity::kERROR, "attribute '%s': expected 0 or 1, got %lld", field.name, static_cast<long long>(read));
+  return false;
+}
+
+bool read_positive(PluginField const& field, int32_t& value) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  value = static_cast<int32_t>(read);
+  if (read >= 1 && read <= std::numeric_limits<int32_t>::max()) return true;
+  log(Severity::kERROR, "attribute '%s': expected a number from 1 to 2^31 - 1, got %lld", field.name,
+      static_cast<long long>(read));
   return false;
 }
 

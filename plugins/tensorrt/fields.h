@@ -17,6 +17,8 @@ bool read_text(nvinfer1::PluginField const& field, std::string_view& text) noexc
 bool read_integer(nvinfer1::PluginField const& field, int64_t& value) noexcept;
 // 0 or 1.
 bool read_flag(nvinfer1::PluginField const& field, int32_t& value) noexcept;
+// A number of something that there is one of at least.
+bool read_positive(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 bool read_real(nvinfer1::PluginField const& field, float& value) noexcept;
 // A finite number from 0.
 bool read_epsilon(nvinfer1::PluginField const& field, float& value) noexcept;

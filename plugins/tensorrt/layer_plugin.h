@@ -1,4 +1,4 @@
-// What plugins of single layers have in common: all tensors FP16 or all BF16, contiguous, one kernel without a workspace.
+// What plugins of single layers have in common: all tensors FP16 or all BF16, without gaps, one kernel without a workspace.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,7 @@ namespace trtconvert::plugin {
 //     the kernel does not take them, it gives false and has logged why;
 //   place(inputs, num_inputs, outputs, params): fills in the pointers;
 //   kRun: the C API's function.
+// It has input_format(index) or output_format(index) of its own where a tensor's format is not linear, or an attribute decides.
 template <typename Plugin, typename Params>
 class LayerPlugin : public PluginBase {
  public:
@@ -52,7 +53,9 @@ class LayerPlugin : public PluginBase {
 
   bool supportsFormatCombination(int32_t pos, nvinfer1::DynamicPluginTensorDesc const* inOut, int32_t nbInputs,
                                  int32_t nbOutputs) noexcept final {
-    return check_counts(nbInputs, nbOutputs) && is_as(inOut[pos].desc, inOut[0].desc);
+    if (!check_counts(nbInputs, nbOutputs)) return false;
+    auto const format = pos < nbInputs ? self().input_format(pos) : self().output_format(pos - nbInputs);
+    return is_as(inOut[pos].desc, inOut[0].desc, format);
   }
 
   int32_t getNbOutputs() const noexcept final { return Plugin::kOutputs; }
@@ -76,6 +79,10 @@ class LayerPlugin : public PluginBase {
   }
 
  protected:
+  // Unless the plugin says others.
+  nvinfer1::TensorFormat input_format(int32_t) const noexcept { return nvinfer1::TensorFormat::kLINEAR; }
+  nvinfer1::TensorFormat output_format(int32_t) const noexcept { return nvinfer1::TensorFormat::kLINEAR; }
+
   static bool check_counts(int32_t num_inputs, int32_t num_outputs) noexcept {
     constexpr int32_t kMostInputs = std::size(Plugin::kInputNames);
     if (num_inputs >= Plugin::kFewestInputs && num_inputs <= kMostInputs && num_outputs == Plugin::kOutputs) return true;
@@ -84,12 +91,14 @@ class LayerPlugin : public PluginBase {
     return false;
   }
 
-  // Whether all inputs have the type of the first, and shapes that are expected.
-  static bool check_inputs(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, nvinfer1::Dims const* expected) noexcept {
+  // Whether all inputs have the type of the first, their formats, and shapes that are expected.
+  bool check_inputs(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, nvinfer1::Dims const* expected) const noexcept {
     for (int32_t i = 0; i < num_inputs; ++i) {
-      if (!is_as(inputs[i], inputs[0])) {
-        log(Severity::kERROR, "input '%s': expected linear format and FP16 or BF16, as %s; got format %d and type %d",
-            Plugin::kInputNames[i], Plugin::kInputNames[0], static_cast<int>(inputs[i].format), static_cast<int>(inputs[i].type));
+      auto const format = self().input_format(i);
+      if (!is_as(inputs[i], inputs[0], format)) {
+        log(Severity::kERROR, "input '%s': expected %s format and FP16 or BF16, as %s; got format %d and type %d",
+            Plugin::kInputNames[i], name_of(format), Plugin::kInputNames[0], static_cast<int>(inputs[i].format),
+            static_cast<int>(inputs[i].type));
         return false;
       }
       if (!is_same(inputs[i].dims, expected[i])) {
@@ -106,8 +115,13 @@ class LayerPlugin : public PluginBase {
   }
 
  private:
-  static bool is_as(nvinfer1::PluginTensorDesc const& tensor, nvinfer1::PluginTensorDesc const& first) noexcept {
-    return tensor.format == nvinfer1::TensorFormat::kLINEAR && is_16bit_float(tensor.type) && tensor.type == first.type;
+  static bool is_as(nvinfer1::PluginTensorDesc const& tensor, nvinfer1::PluginTensorDesc const& first,
+                    nvinfer1::TensorFormat format) noexcept {
+    return tensor.format == format && is_16bit_float(tensor.type) && tensor.type == first.type;
+  }
+
+  static char const* name_of(nvinfer1::TensorFormat format) noexcept {
+    return format == nvinfer1::TensorFormat::kHWC8 ? "HWC8" : "linear";
   }
 
   Plugin const& self() const noexcept { return static_cast<Plugin const&>(*this); }

@@ -64,6 +64,7 @@ int main() {
   VALUE(DataType::kBOOL);
   VALUE(DataType::kBF16);
   VALUE(TensorFormat::kLINEAR);
+  VALUE(TensorFormat::kHWC8);
   VALUE(PluginFieldType::kFLOAT32);
   VALUE(PluginFieldType::kFLOAT64);
   VALUE(PluginFieldType::kINT32);

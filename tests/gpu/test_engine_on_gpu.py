@@ -15,6 +15,7 @@ import torch
 from onnx import ModelProto
 from rich.console import Console
 from support import handled, run, tiny_recipe
+from test_group_norms import unet
 from tolerances import HALF_DENOISER
 
 from trtconvert import runtime
@@ -32,7 +33,7 @@ from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
-from trtconvert.library import has_linear_kernel
+from trtconvert.library import has_group_norm_kernel, has_linear_kernel
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
 
@@ -249,6 +250,20 @@ def test_an_engine_with_linear_layers_of_plugins_computes_the_same(trt):
         model = tiny_models.traced_blocks(tiny_models.GatedBlocks(), dtype=torch.float16)
         lower_to_plugin(model, linear_profiles=profiles)
         assert sum(node.op_type == "Linear" for node in model.graph) == taken
+        outputs.append(output_of(trt, model))
+    assert relative_error(*outputs) <= HALF_DENOISER
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["convolutions", "linear layers"])
+def test_an_engine_with_group_norms_of_plugins_computes_the_same(trt, linear):
+    """With images that become tokens and back through convolutions of single pixels, as in SD 1.5, or through linear layers."""
+    if not has_group_norm_kernel():
+        pytest.skip("the library has a kernel for group norms for compute capability 9.0 and later only")
+    outputs = []
+    for taken in (21, 0):
+        model = unet(linear, ("batch",))
+        lower_to_plugin(model, channels_last=bool(taken))
+        assert sum(node.op_type == "GroupNorm" for node in model.graph) == taken
         outputs.append(output_of(trt, model))
     assert relative_error(*outputs) <= HALF_DENOISER
 

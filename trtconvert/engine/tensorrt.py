@@ -21,6 +21,7 @@ from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
 from trtconvert.library import (
     compiled_architectures,
+    has_group_norm_kernel,
     has_linear_kernel,
     library_path,
     library_version,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
 _ATTENTION = "plugin: INT8"
-_PLUGINS = ("Int8Attention", "ResidualNorm", "Linear")
+_PLUGINS = ("Int8Attention", "ResidualNorm", "Linear", "GroupNorm", "ChannelsLastAdd")
 """The names of the plugin library's creators."""
 
 
@@ -333,10 +334,13 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     if native:
         lower_to_native(model, native)
     if attention_nodes(model):
-        # Of linear layers there is a kernel for some GPUs only.
+        # Of linear layers and of group norms there are kernels for some GPUs only.
         with_linear = not options.hardware_compatible and has_linear_kernel()
         lower_to_plugin(
-            model, refittable=options.refittable, linear_profiles=opt_sizes(profiles) if with_linear else ()
+            model,
+            refittable=options.refittable,
+            linear_profiles=opt_sizes(profiles) if with_linear else (),
+            channels_last=options.channels_last and not options.hardware_compatible and has_group_norm_kernel(),
         )
     if not options.refittable:
         split_products(model)

@@ -30,6 +30,14 @@ def is_read_once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
+def only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
+    """What is done with a value, if that is one operator of ONNX's own."""
+    if not is_read_once(value):
+        return None
+    ((reader, _),) = value.uses()
+    return reader if reader.op_type == op_type and not reader.domain else None
+
+
 def perm_of(transpose: ir.Node) -> list[int]:
     """The axes of a Transpose's input, in the order of its output."""
     return list(transpose.attributes["perm"].as_ints())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import onnx_ir as ir
 
 
@@ -35,3 +38,36 @@ def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Val
             name=name,
         )
     return add_initializer(graph, rows)
+
+
+def columns_of(graph: ir.Graph, weight: ir.Value) -> ir.Value:
+    """A convolution's weight [O, C, *patch] as the matrix [C·patch, O]."""
+    tensor = weight.const_value
+    assert tensor is not None
+    out = int(tensor.shape[0])  # type: ignore[arg-type]
+    shape = (tensor.size // out, out)
+    return changed_initializer(graph, weight, "as columns", shape, lambda kernel: kernel.reshape(out, -1).T)
+
+
+def changed_initializer(
+    graph: ir.Graph, value: ir.Value, how: str, shape: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray]
+) -> ir.Value:
+    """What a constant is changed to, seen in a shape, as an initializer that is computed when it is written.
+
+    Args:
+        how: it is changed, for the initializer's name. One of that name is taken again: a module may be called twice.
+    """
+    tensor = value.const_value
+    assert tensor is not None and tensor.dtype is not None
+    name = f"{value.name}, {how}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+
+    def changed() -> ir.Tensor:
+        # A copy: the file is let go.
+        result = np.array(change(tensor.numpy()), order="C").reshape(shape)
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.release()
+        return ir.Tensor(result, dtype=tensor.dtype)
+
+    return add_initializer(graph, ir.LazyTensor(changed, tensor.dtype, ir.Shape(shape), name=name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +19,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.function_body import DOMAIN, VERSION
-from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.initializers import changed_initializer
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import is_read_once
+from trtconvert.export.matching import only_reader
 from trtconvert.export.nodes import HALF, is_attention
 
 LINEAR = "Linear"
@@ -97,16 +97,16 @@ def _alone(matmul: ir.Node) -> _Layer | None:
 def _geglu(matmul: ir.Node) -> _Layer | None:
     """Two layers in one product, and what GEGLU does with them."""
     layer = _layer(matmul)
-    split = _only_reader(layer.result, "Split") if layer is not None else None
+    split = only_reader(layer.result, "Split") if layer is not None else None
     if layer is None or split is None or len(split.outputs) != 2:
         return None
     value, gate = split.outputs
-    gelu = _only_reader(gate, "Gelu")
-    product = _only_reader(value, "Mul")
+    gelu = only_reader(gate, "Gelu")
+    product = only_reader(value, "Mul")
     if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
         return None
     joined, half = layer.result.shape, product.outputs[0].shape
-    if _only_reader(gelu.outputs[0], "Mul") is not product or product.outputs[0].is_graph_output():
+    if only_reader(gelu.outputs[0], "Mul") is not product or product.outputs[0].is_graph_output():
         return None
     if joined is None or half is None:
         return None
@@ -156,17 +156,9 @@ def _is_border(value: ir.Value) -> bool:
     return _is_plugin(producer) or (producer is not None and producer.op_type == "LayerNormalization")
 
 
-def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
-    """What is done with a value, if that is one operator of ONNX's own."""
-    if not is_read_once(value):
-        return None
-    ((reader, _),) = value.uses()
-    return reader if reader.op_type == op_type and not reader.domain else None
-
-
 def _bias(product: ir.Value, width: int) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
     """A constant [N] that is all that is done with a product, and the node that adds it."""
-    add = _only_reader(product, "Add")
+    add = only_reader(product, "Add")
     if add is None:
         return None, None
     bias = next((x for x in add.inputs if is_weight(x, 1, width)), None)
@@ -217,30 +209,10 @@ def _turned(graph: ir.Graph, weight: ir.Value, in_two: bool) -> ir.Value:
     assert weight.const_value is not None
     depth, width = weight.const_value.shape.numpy()  # type: ignore[union-attr]
     shape = (2, width // 2, depth) if in_two else (width, depth)
-    return _changed(graph, weight, "transposed in two" if in_two else "transposed", shape, np.transpose)
+    return changed_initializer(graph, weight, "transposed in two" if in_two else "transposed", shape, np.transpose)
 
 
 def _in_two(graph: ir.Graph, bias: ir.Value) -> ir.Value:
     """A vector [2 N] as [2, N]."""
     assert bias.const_value is not None
-    return _changed(graph, bias, "in two", (2, bias.const_value.shape.numpy()[0] // 2), np.ravel)  # type: ignore[union-attr]
-
-
-def _changed(
-    graph: ir.Graph, value: ir.Value, how: str, shape: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray]
-) -> ir.Value:
-    """What a constant is changed to, seen in a shape, as an initializer that is computed when it is written."""
-    tensor = value.const_value
-    assert tensor is not None and tensor.dtype is not None
-    name = f"{value.name}, {how}"
-    if name in graph.initializers:  # a module that is called twice
-        return graph.initializers[name]
-
-    def changed() -> ir.Tensor:
-        # A copy: the file is let go.
-        result = np.array(change(tensor.numpy()), order="C").reshape(shape)
-        if isinstance(tensor, ir.ExternalTensor):
-            tensor.release()
-        return ir.Tensor(result, dtype=tensor.dtype)
-
-    return add_initializer(graph, ir.LazyTensor(changed, tensor.dtype, ir.Shape(shape), name=name))
+    return changed_initializer(graph, bias, "in two", (2, bias.const_value.shape.numpy()[0] // 2), np.ravel)  # type: ignore[union-attr]

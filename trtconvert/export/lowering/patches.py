@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.initializers import columns_of
 from trtconvert.export.matching import is_read_once, perm_of, producer_of
 
 
@@ -69,7 +69,7 @@ def _embedding(transpose: ir.Node) -> _Embedding | None:
         return None
     sizes = tuple(size for size in x.shape[2:] if isinstance(size, int))
     channels, patch = tensor.shape[1], tuple(int(size) for size in tensor.shape[2:])  # type: ignore[arg-type]
-    if len(sizes) != len(patch) or x.shape[1] != channels or not _is_of_patches(conv, patch):
+    if len(sizes) != len(patch) or x.shape[1] != channels or not is_of_patches(conv, patch):
         return None
     patches = tuple(size // of_patch for size, of_patch in zip(sizes, patch, strict=True))
     if any(size % of_patch for size, of_patch in zip(sizes, patch, strict=True)):
@@ -80,7 +80,7 @@ def _embedding(transpose: ir.Node) -> _Embedding | None:
     return _Embedding(x, weight, bias[0] if bias else None, patches, patch, transpose)
 
 
-def _is_of_patches(conv: ir.Node, patch: tuple[int, ...]) -> bool:
+def is_of_patches(conv: ir.Node, patch: tuple[int, ...]) -> bool:
     """Whether the windows of a convolution lie beside each other and hold all there is."""
     attributes = conv.attributes
     expected = {"strides": patch, "dilations": (1,) * len(patch), "pads": (0, 0) * len(patch)}
@@ -118,22 +118,7 @@ def _multiply(embedding: _Embedding) -> None:
     sizes = [batch, *apart]
     turned = add("Transpose", [reshaped(x, apart)], [sizes[axis] for axis in perm], perm=perm)
     rows = reshaped(turned, [math.prod(embedding.patches), width])
-    product = add("MatMul", [rows, _columns(graph, embedding.weight)], list(tokens.shape))
+    product = add("MatMul", [rows, columns_of(graph, embedding.weight)], list(tokens.shape))
     if embedding.bias is not None:
         add("Add", [product, embedding.bias], list(tokens.shape))
     ir.convenience.replace_nodes_and_values(graph, last, [last], new, [tokens], new[-1].outputs)
-
-
-def _columns(graph: ir.Graph, weight: ir.Value) -> ir.Value:
-    """A convolution's weight [O, C, *patch] as the matrix [C·patch, O], computed when it is written."""
-    tensor, name = weight.const_value, f"{weight.name} of patches"
-    assert tensor is not None and tensor.dtype is not None
-    if name in graph.initializers:  # a module that is called twice
-        return graph.initializers[name]
-    dtype, out = tensor.dtype, int(tensor.shape[0])  # type: ignore[arg-type]
-
-    def columns() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy().reshape(out, -1).T), dtype=dtype)
-
-    shape = ir.Shape([tensor.size // out, out])
-    return add_initializer(graph, ir.LazyTensor(columns, dtype, shape, name=name))

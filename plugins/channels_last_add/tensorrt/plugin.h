@@ -1,0 +1,62 @@
+// ChannelsLastAdd as a TensorRT plugin: the sum of two images, of which the second has its channels last in its shape too. The work
+// is done by the C API.
+//
+// In memory x has its channels last, in vectors of eight (HWC8). The C API takes multiples of eight channels only: no vector is
+// padded, and x lies as y does.
+#pragma once
+
+#include "tensorrt/layer_plugin.h"
+#include "trtconvert/channels_last_add.h"
+
+namespace trtconvert::plugin {
+
+class ChannelsLastAddPlugin final : public LayerPlugin<ChannelsLastAddPlugin, TrtConvertChannelsLastAddParams> {
+ public:
+  struct Attributes {};
+
+  // For its creator.
+  static constexpr char kName[] = "ChannelsLastAdd";
+  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
+                    Attributes& attributes) noexcept;
+  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
+
+  explicit ChannelsLastAddPlugin(Attributes const& attributes) noexcept;
+
+  int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
+                          int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
+                          nvinfer1::IExprBuilder& exprBuilder) noexcept override;
+  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &collection_; }
+
+ private:
+  friend LayerPlugin;
+
+  enum Input : int32_t {
+    kX,  // [B, C, H, W] in HWC8, FP16 or BF16, as are all tensors
+    kY,  // [B, H, W, C]
+    kInputs,
+  };
+  enum Output : int32_t {
+    kSum,  // as x
+    kOutputs,
+  };
+
+  static constexpr char const* kInputNames[] = {"x", "y"};
+  static constexpr int32_t kFewestInputs = kInputs;
+  static constexpr char kTensors[] = "2 inputs (x, y) and 1 output";
+  static constexpr char kShapesFrom[] = "x";
+  static constexpr auto kRun = trtconvert_channels_last_add_run;
+
+  Attributes attributes() const noexcept { return {}; }
+  static nvinfer1::TensorFormat input_format(int32_t index) noexcept;
+  static nvinfer1::TensorFormat output_format(int32_t) noexcept { return nvinfer1::TensorFormat::kHWC8; }
+  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
+                TrtConvertChannelsLastAddParams& params) const noexcept;
+  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
+                    TrtConvertChannelsLastAddParams& params) noexcept;
+
+  int32_t const version_;
+  nvinfer1::PluginField const field_;
+  nvinfer1::PluginFieldCollection const collection_;
+};
+
+}  // namespace trtconvert::plugin

@@ -1,0 +1,45 @@
+// Eight neighbouring channels of 16 bits, as kernels read and write them: 16 bytes at once, computed with in FP32.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace trtconvert {
+
+constexpr int kVector = 8;  // channels of 16 bytes
+
+template <typename T>
+struct Pair;
+template <>
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ __forceinline__ float2 widen(Type pair) { return __half22float2(pair); }
+  static __device__ __forceinline__ Type round(float a, float b) { return __floats2half2_rn(a, b); }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ __forceinline__ float2 widen(Type pair) { return __bfloat1622float2(pair); }
+  static __device__ __forceinline__ Type round(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+
+template <typename T>
+union Vector {
+  uint4 words;
+  typename Pair<T>::Type pairs[kVector / 2];
+};
+
+// Rounded once.
+template <typename T>
+__device__ __forceinline__ typename Pair<T>::Type sum_of(typename Pair<T>::Type a, typename Pair<T>::Type b) {
+  const float2 x = Pair<T>::widen(a), y = Pair<T>::widen(b);
+  return Pair<T>::round(x.x + y.x, x.y + y.y);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+}  // namespace trtconvert

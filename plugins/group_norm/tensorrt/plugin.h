@@ -1,0 +1,68 @@
+// GroupNorm as a TensorRT plugin: the group norm of an image, where wanted with a shift of its channels before it and SiLU behind it.
+// The work is done by the C API.
+//
+// In memory x has its channels last, in vectors of eight (HWC8). The C API takes multiples of eight channels only: no vector is
+// padded, and x lies as [B, H, W, C].
+#pragma once
+
+#include "tensorrt/layer_plugin.h"
+#include "trtconvert/group_norm.h"
+
+namespace trtconvert::plugin {
+
+class GroupNormPlugin final : public LayerPlugin<GroupNormPlugin, TrtConvertGroupNormParams> {
+ public:
+  struct Attributes {
+    float epsilon = 1e-5f;
+    int32_t groups = 0;  // has to be given
+    int32_t silu = 0;
+    int32_t channels_last = 0;  // 1: the shape of the output has its channels last too
+  };
+
+  // For its creator.
+  static constexpr char kName[] = "GroupNorm";
+  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
+                    Attributes& attributes) noexcept;
+  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
+
+  explicit GroupNormPlugin(Attributes const& attributes) noexcept;
+
+  int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
+                          int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
+                          nvinfer1::IExprBuilder& exprBuilder) noexcept override;
+  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &collection_; }
+
+ private:
+  friend LayerPlugin;
+
+  enum Input : int32_t {
+    kX,       // [B, C, H, W] in HWC8, FP16 or BF16, as are all tensors
+    kWeight,  // [C]
+    kBias,    // [C]
+    kShift,   // [B, C]; may be left out
+  };
+  enum Output : int32_t {
+    kNormed,  // [B, C, H, W] in HWC8, with channels_last [B, H, W, C]: the same memory
+    kOutputs,
+  };
+
+  static constexpr char const* kInputNames[] = {"x", "weight", "bias", "shift"};
+  static constexpr int32_t kFewestInputs = kShift;
+  static constexpr char kTensors[] = "3 or 4 inputs (x, weight, bias, and perhaps shift) and 1 output";
+  static constexpr char kShapesFrom[] = "x";
+  static constexpr auto kRun = trtconvert_group_norm_run;
+
+  Attributes const& attributes() const noexcept { return attributes_; }
+  static nvinfer1::TensorFormat input_format(int32_t index) noexcept;
+  nvinfer1::TensorFormat output_format(int32_t index) const noexcept;
+  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertGroupNormParams& params) const noexcept;
+  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
+                    TrtConvertGroupNormParams& params) noexcept;
+
+  Attributes const attributes_;
+  int32_t const version_;
+  nvinfer1::PluginField const fields_[5];
+  nvinfer1::PluginFieldCollection const collection_;
+};
+
+}  // namespace trtconvert::plugin

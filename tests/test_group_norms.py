@@ -1,0 +1,549 @@
+"""Group norms beside convolutions, and images as tokens: which are taken, and that the graph stays the same function."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import tiny_models
+import tiny_pipelines
+import torch
+from exports import export
+from exports import run as run_images
+from tolerances import PIXELS_AS_TOKENS
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.engine import tensorrt
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export import storage
+from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, take_group_norms
+from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
+from trtconvert.export.nodes import attention_nodes
+from trtconvert.library import has_group_norm_kernel
+from trtconvert.models.base import InputSpec
+from trtconvert.recipe import EngineSection
+
+
+class UNet(nn.Module):
+    """As Stable Diffusion calls it."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.unet = tiny_pipelines.unet(use_linear_projection=linear)
+        generator = torch.Generator().manual_seed(0)
+        for module in self.unet.modules():
+            if isinstance(
+                module, nn.GroupNorm
+            ):  # of which each has weights of its own, that are neither ones nor zeros
+                nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
+                nn.init.normal_(module.bias, std=0.2, generator=generator)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """x [B, 4, H, W], timestep [B], text [B, 7, 32] → as x."""
+        return self.unet(x, timestep, text, return_dict=False)[0]
+
+
+UNETS = [(False, ()), (False, ("batch",)), (False, ("batch", "height", "width")), (True, ("batch", "height", "width"))]
+"""Whether linear layers project to tokens, as in SDXL, and back, or convolutions, as in SD 1.5; and what varies."""
+
+
+@functools.cache
+def _unet(linear: bool, varying: tuple[str, ...]) -> ir.Model:
+    shapes = {"x": ("batch", 4, "height", "width"), "timestep": ("batch",), "text": ("batch", 7, tiny_pipelines.WIDTH)}
+    sizes = {"batch": (1, 2, 4), "height": (8, 8, 16), "width": (8, 12, 16)}
+    model = replace(
+        tiny_models.build(), denoiser=UNet(linear).eval().requires_grad_(False),
+        inputs=tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items()),
+        output=InputSpec("prediction", "float32", shapes["x"]),
+        dims={name: size if name in varying else (size[1],) * 3 for name, size in sizes.items()},
+    )  # fmt: skip
+    return tiny_models.traced(model, torch.float16)
+
+
+def unet(linear: bool = True, varying: tuple[str, ...] = UNETS[-1][1]) -> ir.Model:
+    return _unet(linear, varying).clone()
+
+
+def named(model: ir.Model, op_type: str) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == op_type]
+
+
+def flags(model: ir.Model, name: str) -> list[int]:
+    return [node.attributes[name].as_int() for node in named(model, GROUP_NORM)]
+
+
+def shifts(model: ir.Model) -> int:
+    return sum(len(node.inputs) == 4 for node in named(model, GROUP_NORM))
+
+
+def as_operators(model: ir.Model) -> ir.Model:
+    """Nodes that only TensorRT knows as the operators that they stand for."""
+    for node in [*named(model, GROUP_NORM), *named(model, CHANNELS_LAST_ADD)]:
+        new = list[ir.Node]()
+
+        def add(op_type: str, *inputs: ir.Value, new: list[ir.Node] = new, **attributes: object) -> ir.Value:
+            new.append(ir.node(op_type, inputs, attributes))  # type: ignore[arg-type]
+            new[-1].outputs[0].dtype = ir.DataType.INT64 if op_type == "Shape" else inputs[0].dtype
+            return new[-1].outputs[0]
+
+        def constant(values: object, dtype: ir.DataType = ir.DataType.INT64, new: list[ir.Node] = new) -> ir.Value:
+            tensor = ir.tensor(np.array(values, dtype.numpy()), dtype)
+            new.append(ir.node("Constant", [], {"value": tensor}))
+            new[-1].outputs[0].dtype = dtype
+            return new[-1].outputs[0]
+
+        if node.op_type == GROUP_NORM:
+            x, weight, bias, *shift = node.inputs
+            groups, epsilon = node.attributes["groups"].as_int(), node.attributes["epsilon"].as_float()
+            last = constant([1, 2])
+            if shift:
+                x = add("Add", x, add("Unsqueeze", *shift, constant([2, 3])))
+            ones, zeros = (constant([number] * groups, x.dtype) for number in (1, 0))
+            flat = add("Reshape", x, constant([0, groups, -1]))
+            y = add("Reshape", add("InstanceNormalization", flat, ones, zeros, epsilon=epsilon), add("Shape", x))
+            y = add("Mul", y, add("Unsqueeze", weight, last))
+            y = add("Add", y, add("Unsqueeze", bias, last))
+            if node.attributes["silu"].as_int():
+                y = add("Mul", y, add("Sigmoid", y))
+            if node.attributes["channels_last"].as_int():
+                y = add("Transpose", y, perm=[0, 2, 3, 1])
+        else:
+            x, tokens = node.inputs
+            y = add("Add", x, add("Transpose", tokens, perm=[0, 3, 1, 2]))
+        y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], new, node.outputs, [y])
+    return model
+
+
+def run(model: ir.Model, **sizes: int) -> Tensor:
+    """What ONNX Runtime makes of a U-Net with TensorRT's own attention, whose shapes are what they are said to be."""
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    generator = np.random.default_rng(0)
+    feeds = {
+        value.name: generator.standard_normal([sizes.get(size, size) for size in value.shape]).astype(np.float16)
+        for value in session.get_inputs()
+        if value.name != "timestep"
+    }
+    feeds["timestep"] = np.full(len(feeds["x"]), 400, np.float32)
+    return torch.from_numpy(session.run(None, feeds)[0]).float()
+
+
+@pytest.mark.parametrize(("linear", "varying"), UNETS, ids=str)
+def test_norms_of_unets_are_taken_and_the_function_stays(linear: bool, varying: tuple[str, ...]):
+    """Of eight ResNets two each, of four transformers one, and the last one. All have SiLU but those of transformers, and the
+    second ones of ResNets have a timestep."""
+    model = unet(linear, varying)
+    lower_to_native(model, list(attention_nodes(model)))
+    before = model.clone()
+    assert take_group_norms(model) == 21 + 4
+    model = model.clone()  # values that are in the graph by their names alone do not come along
+    assert (len(named(model, GROUP_NORM)), len(named(model, CHANNELS_LAST_ADD))) == (21, 4)
+    assert (sum(flags(model, "silu")), sum(flags(model, "channels_last")), shifts(model)) == (17, 4, 8)
+    assert set(flags(model, "groups")) == {8}
+    epsilons = [node.attributes["epsilon"].as_float() for node in named(model, GROUP_NORM)]
+    assert sorted(set(epsilons)) == pytest.approx([1e-6, 1e-5]) and min(epsilons.count(e) for e in set(epsilons)) == 4
+    kept = {value.name: value for node in before.graph for value in node.outputs}
+    for node in model.graph:
+        for value in node.outputs:
+            if value.name in kept and node.op_type != "Constant":
+                assert (value.type, value.shape) == (kept[value.name].type, kept[value.name].shape)
+    used = {value for node in model.graph for value in node.inputs}
+    assert set(model.graph.initializers.values()) <= used
+    for sizes in ({"batch": 2, "height": 8, "width": 12}, {"batch": 3, "height": 10, "width": 8}):
+        found, expected = run(as_operators(model.clone()), **sizes), run(before, **sizes)
+        if linear:
+            assert torch.equal(found, expected)
+        else:  # convolutions have become products
+            assert relative_error(found, expected) < PIXELS_AS_TOKENS
+        if len(varying) < 3:
+            break
+
+
+def test_residual_norms_are_taken_as_before():
+    """Two in each transformer. Its projections are two products more."""
+    plain, model = unet(linear=False, varying=()), unet(linear=False, varying=())
+    lower_to_plugin(plain)
+    lower_to_plugin(model, channels_last=True)
+    assert len(named(model, GROUP_NORM)) == 21
+    assert len(named(model, RESIDUAL_NORM)) == len(named(plain, RESIDUAL_NORM)) == 8
+    assert len(named(model, "MatMul")) == len(named(plain, "MatMul")) + 8
+
+
+def test_weights_in_files(tmp_path: Path):
+    model = unet(linear=False)
+    lower_to_native(model, list(attention_nodes(model)))
+    expected = run(model, batch=2, height=8, width=8)
+    ir.save(model, tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
+    model = ir.load(tmp_path / "model.onnx")
+    assert take_group_norms(model) == 25
+    model = model.clone()
+    with storage.for_parser(model) as content:  # writes what the engine's builder reads
+        assert content
+    ir.external_data.load_to_model(model)
+    assert relative_error(run(as_operators(model), batch=2, height=8, width=8), expected) < PIXELS_AS_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "count"),
+    [
+        (True, {"channels_last": True}, 21),
+        (True, {}, 0),
+        (False, {"channels_last": True}, 0),
+        (True, {"channels_last": True, "refittable": True}, 0),
+        (True, {"channels_last": True, "hardware_compatible": True}, 0),  # other GPUs have no kernel
+    ],
+    ids=str,
+)
+def test_engines_have_them_where_they_are_asked_for(monkeypatch, kernel: bool, options: dict, count: int):
+    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: False)
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    lowered = tensorrt.lowered(unet(), [], EngineSection(**options), [{}])
+    assert len(named(lowered, GROUP_NORM)) == count
+    assert len(named(lowered, CHANNELS_LAST_ADD)) == (4 if count else 0)
+
+
+def test_without_the_option_the_library_is_not_asked(monkeypatch):
+    def asked() -> bool:
+        raise AssertionError("libraries of before do not know")
+
+    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: False)
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", asked)
+    tensorrt.lowered(unet(), [], EngineSection(), [{}])
+
+
+def test_a_machine_without_a_gpu_has_no_kernel():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    assert not has_group_norm_kernel()
+
+
+# Of single layers -----------------------------------------------------------------------------------------------------------
+
+
+class Images(nn.Module):
+    """A convolution, a norm, SiLU, and another convolution."""
+
+    def __init__(self, channels: int = 16, groups: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, groups=channels) for _ in range(2))
+        self.norm = nn.GroupNorm(groups, channels, eps=0.5)
+        self.vector = nn.Linear(channels, channels)
+        self.into, self.out = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, C, H, W]."""
+        return self.second(F.silu(self.norm(self.first(x))))
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.vector(x.mean((2, 3)))[:, :, None, None]
+
+    def tokens(self, image: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, H·W, C]."""
+        return image.permute(0, 2, 3, 1).reshape(len(image), -1, image.shape[1])
+
+    def image(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """[B, H·W, C] → [B, C, H, W]."""
+        return tokens.reshape(len(tokens), *like.shape[2:], tokens.shape[2]).permute(0, 3, 1, 2).contiguous()
+
+
+class Shifted(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.silu(self.norm(self.shifted(x))))
+
+
+class ShiftedTheOtherWayRound(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.vector(x.mean((2, 3)))[..., None, None] + self.first(x)))
+
+
+class ShiftedForOthersToo(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = self.shifted(x)
+        return self.second(F.silu(self.norm(shifted))) + shifted
+
+
+class ShiftedBySizes(Images):
+    """Of the sum another node reads the sizes, and it stays for that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = self.shifted(x)
+        return self.second(self.norm(shifted)) + shifted.sum((2, 3), keepdim=True)
+
+
+class ShiftedAlike(Images):
+    """One vector for all images, in the place of one for each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.silu(self.norm(self.first(x) + self.vector(x.mean((0, 2, 3)))[None, :, None, None])))
+
+
+class NormedForOthersToo(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x))
+        return self.second(F.silu(normed)) + normed
+
+
+class GatedForOthersToo(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x))
+        gate = normed.sigmoid()
+        return self.second(normed * gate) + gate
+
+
+class GatedByAnother(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x))
+        return self.second(normed) * normed.sigmoid()
+
+
+class Joined(Images):
+    """No convolution reads what is normed. A part of what is joined is a sum of which a convolution gives a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Conv2d(16, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.cat([x[:, :8], x[:, 8:].exp() + self.part(x)], 1))
+
+
+class BehindAnother(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x).exp())
+
+
+class Alone(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(x.exp())).exp()
+
+
+class InFrontOfOne(Images):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(F.silu(self.norm(x.exp())))
+
+
+class Tokens(Images):
+    """No convolution but of single pixels: a norm, tokens, and an image that they are added to."""
+
+    def __init__(self, kind: str = "plain", width: int = 16, bias: bool = True) -> None:
+        super().__init__()
+        self.kind = kind
+        kernel = 3 if kind == "wide kernel" else 1
+        options = {"stride": 2} if kind == "strides" else {"groups": 2} if kind == "groups" else {}
+        self.into = nn.Conv2d(16, width, kernel, bias=bias, **options)  # type: ignore[arg-type]
+        self.out = nn.Conv2d(width, 1 if kind == "one channel" else 16, 1, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.exp() if self.kind == "no convolution" else self.first(x)
+        image = self.norm(x)
+        if self.kind == "silu":
+            image = F.silu(image)
+        if self.kind != "linear":
+            image = self.into(image)
+        tokens = self.tokens(image.transpose(2, 3) if self.kind == "turned" else image)
+        if self.kind == "batch in a row":
+            row = image.permute(0, 2, 3, 1).reshape(1, -1, image.shape[1]).tanh()
+            return x + self.out(row.reshape(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2))
+        if self.kind in ("strides", "wide kernel"):  # another size
+            return tokens
+        back = self.image(tokens.tanh(), like=x)
+        back = back if self.kind == "linear" else self.out(back)
+        if self.kind == "image read twice":
+            return (back + x) * image.mean() * back.mean()
+        return back + x if self.kind == "image first" else x + back
+
+
+def images(
+    module: nn.Module, dtype: torch.dtype = torch.float16, channels: int = 16, width: int = 6, **dims: int
+) -> tuple[ir.Model, Tensor]:
+    """A module of images [3, C, 4, W], traced, and such images. Named axes vary."""
+    x = torch.randn(3, channels, 4, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    program = export(module.to(dtype), x, **dims)
+    program.optimize()
+    return program.model, x
+
+
+def same_function(model: ir.Model, before: ir.Model, x: Tensor) -> bool:
+    found, expected = (run_images(each, x).float() for each in (as_operators(model.clone()), before))
+    return relative_error(found, expected) < PIXELS_AS_TOKENS
+
+
+@pytest.mark.parametrize("dims", [{}, {"batch": 0, "rows": 2, "columns": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("make", "silu", "shift"),
+    [
+        (Images, 1, 0),
+        (Shifted, 1, 1),
+        (ShiftedTheOtherWayRound, 0, 1),
+        (ShiftedForOthersToo, 1, 0),
+        (ShiftedBySizes, 0, 0),
+        (ShiftedAlike, 1, 0),
+        (NormedForOthersToo, 0, 0),
+        (GatedForOthersToo, 0, 0),
+        (GatedByAnother, 0, 0),
+        (Joined, 0, 0),
+        (InFrontOfOne, 1, 0),
+    ],
+)
+def test_what_a_norm_takes_along(make: type[Images], silu: int, shift: int, dims: dict[str, int]):
+    model, x = images(make(), **dims)
+    before = model.clone()
+    assert take_group_norms(model) == 1
+    assert (flags(model, "silu"), shifts(model), flags(model, "channels_last")) == ([silu], shift, [0])
+    assert not named(model, "InstanceNormalization")
+    assert same_function(model, before, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "channels", "dtype"),
+    [
+        (Images, 16, torch.float32),
+        (lambda: Images(12), 12, torch.float16),  # no whole 16 bytes
+        (lambda: Images(4104, 8), 4104, torch.float16),  # more than the kernel takes
+        (Alone, 16, torch.float16),
+        (BehindAnother, 16, torch.float16),
+    ],
+    ids=["FP32", "12 channels", "4104 channels", "no convolution", "behind another operator"],
+)
+def test_other_norms_are_left(make, channels: int, dtype: torch.dtype):
+    model, _ = images(make(), dtype, channels, batch=0)
+    before = [(node.op_type, node.name) for node in model.graph]
+    assert take_group_norms(model) == 0
+    assert [(node.op_type, node.name) for node in model.graph] == before
+
+
+@pytest.mark.parametrize("lacking", ["weight", "bias", "ones", "zeros"])
+def test_norms_that_are_written_in_another_way_are_left(lacking: str):
+    model, _ = images(Images(), batch=0)
+    (norm,) = named(model, "InstanceNormalization")
+    (scaled,) = (node for node in named(model, "Mul") if list(node.inputs[1].shape) == [16, 1, 1])
+    ((added, _),) = scaled.outputs[0].uses()
+    if lacking in ("weight", "bias"):
+        node = scaled if lacking == "weight" else added
+        ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+        model.graph.remove(node, safe=True)
+    else:
+        norm.replace_input_with(1 if lacking == "ones" else 2, norm.inputs[2 if lacking == "ones" else 1])
+    assert take_group_norms(model) == 0
+
+
+def test_other_16_bits_and_the_most_channels():
+    model, _ = images(Images(4096, 32), torch.bfloat16, 4096)
+    assert take_group_norms(model) == 1
+    assert len(model.graph) == 3 and flags(model, "silu") == [1]
+    assert all(value.dtype == ir.DataType.BFLOAT16 for value in named(model, GROUP_NORM)[0].inputs)
+
+
+def test_a_norm_that_is_a_result_stays_one():
+    """Then it has no SiLU, and is no tokens."""
+    for module in (Images(), Tokens("linear")):
+        model, x = images(module)
+        (last,) = (
+            reader for node in named(model, "Mul") for reader, _ in node.outputs[0].uses() if reader.op_type == "Add"
+        )
+        before = model.clone()
+        model.graph.outputs.append(last.outputs[0])
+        name = last.outputs[0].name
+        take_group_norms(model)
+        assert (flags(model, "silu"), flags(model, "channels_last")) == ([0], [0])
+        assert named(model, GROUP_NORM)[0].outputs[0] is model.graph.outputs[1]
+        assert model.graph.outputs[1].name == name
+        assert same_function(model, before, x)
+
+
+def test_a_norm_that_is_called_twice_has_its_weights_once():
+    class Twice(Images):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.second(self.norm(self.first(x))))
+
+    model, x = images(Twice())
+    before = model.clone()
+    assert take_group_norms(model) == 2
+    first, second = named(model, GROUP_NORM)
+    assert first.inputs[1:] == second.inputs[1:] and first.inputs[1] is not first.inputs[2]
+    assert same_function(model, before, x)
+
+
+@pytest.mark.parametrize("dims", [{"batch": 0}, {"batch": 0, "rows": 2, "columns": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "width", "bias", "last", "sums", "convolutions"),
+    [
+        # Of the convolutions one makes x. The others are products where they turn images into tokens, or tokens into images.
+        ("linear", 16, True, 1, 1, 1),
+        ("plain", 16, True, 1, 1, 1),
+        ("plain", 16, False, 1, 1, 1),
+        ("image first", 16, True, 1, 1, 1),
+        ("plain", 24, True, 1, 1, 1),
+        ("no convolution", 16, True, 1, 0, 1),
+        ("silu", 16, True, 0, 1, 2),
+        ("turned", 16, True, 0, 1, 2),
+        ("wide kernel", 16, True, 0, 0, 2),
+        ("groups", 16, True, 0, 1, 2),
+        ("strides", 16, True, 0, 0, 2),
+        ("batch in a row", 16, True, 0, 0, 3),
+        ("one channel", 16, True, 1, 0, 2),  # the same one is added to all
+        ("image read twice", 16, True, 0, 0, 3),
+    ],
+)  # fmt: skip
+def test_images_become_tokens_and_back(
+    kind: str, width: int, bias: bool, last: int, sums: int, convolutions: int, dims: dict[str, int]
+):
+    model, x = images(Tokens(kind, width, bias), **dims)
+    before = model.clone()
+    if width != 16 and "rows" in dims:  # of other channels the sizes have to be known
+        sums, convolutions = 0, convolutions + 1
+    assert take_group_norms(model) == 1 + sums
+    assert flags(model, "channels_last") == [last] and len(named(model, CHANNELS_LAST_ADD)) == sums
+    assert len(named(model, "Conv")) == convolutions
+    assert same_function(model, before, x)
+
+
+def test_one_transformer_behind_another():
+    class Two(Images):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for scale in (1, 2):
+                x = x + self.image(self.tokens(self.norm(x)) * scale, like=x)
+            return x
+
+    model, x = images(Two(), batch=0)
+    before = model.clone()
+    assert take_group_norms(model) == 4 and flags(model, "channels_last") == [1, 1]
+    assert same_function(model, before, x)
+
+
+def test_square_images_that_are_turned_back_are_left():
+    class Turned(Images):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return x + self.image(self.tokens(self.norm(x)).exp(), like=x).transpose(2, 3)
+
+    model, x = images(Turned(), width=4)
+    before = model.clone()
+    assert take_group_norms(model) == 1 and flags(model, "channels_last") == [1]
+    assert same_function(model, before, x)
+
+
+def test_tokens_are_added_as_before_where_no_norm_is_taken():
+    class Unnormed(Images):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return x + self.image(self.tokens(x).exp(), like=x)
+
+    model, _ = images(Unnormed())
+    before = [(node.op_type, node.name) for node in model.graph]
+    assert take_group_norms(model) == 0
+    assert [(node.op_type, node.name) for node in model.graph] == before
