@@ -1301,6 +1301,26 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
     assert builds.build("native", **fields).plan == b"" and len(builds.watch.notices) == 1
 
 
+@pytest.mark.parametrize(
+    ("attention", "kernel", "fields", "said"),
+    [
+        ("plugin", True, {}, None),
+        ("plugin", False, {}, "the plugin library has no kernel for them on this GPU"),
+        ("plugin", True, {"refittable": True}, "engine.refittable"),
+        ("plugin", True, {"hardware_compatible": True}, "engine.hardware_compatible"),
+        ("native", True, {}, "attention is TensorRT's own everywhere"),
+    ],
+)
+def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, fields, said):
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    builds.build(attention, channels_last=True, **fields)
+    if said is None:
+        assert not builds.watch.notices
+    else:
+        (notice,) = builds.watch.notices
+        assert notice.startswith("group norms stay TensorRT's own") and said in notice
+
+
 def test_a_refittable_engine_keeps_the_names_of_its_weights():
     """Of three projections of one tensor, which are one product otherwise."""
     model = one_node_model(case(64, 64, "BNHD"))

@@ -263,6 +263,10 @@ def build_engine(
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
+    if nodes and options.channels_last:
+        reason = _against_channels_last(options) if engine.with_plugin else "attention is TensorRT's own everywhere"
+        if reason:
+            watch.notice(f"group norms stay TensorRT's own, though engine.channels_last is set: {reason}")
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
@@ -285,6 +289,15 @@ def _shapes(model: ir.Model) -> dict[str, list[int]]:
     """Shapes of the weights of more than one dimension, by name."""
     weights = {name: value.shape for name, value in model.graph.initializers.items()}
     return {name: list(shape.numpy()) for name, shape in weights.items() if shape is not None and len(shape) > 1}
+
+
+def _against_channels_last(options: EngineSection) -> str:
+    """Why an engine with the attention plugin has none for group norms, whatever `channels_last` says; empty if it can."""
+    if options.refittable:
+        return "engine.refittable keeps weights as they are named"
+    if options.hardware_compatible:
+        return "not every GPU that engine.hardware_compatible asks for has a kernel for them"
+    return "" if has_group_norm_kernel() else "the plugin library has no kernel for them on this GPU"
 
 
 def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["auto", "plugin", "native"]:
@@ -340,7 +353,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
             model,
             refittable=options.refittable,
             linear_profiles=opt_sizes(profiles) if with_linear else (),
-            channels_last=options.channels_last and not options.hardware_compatible and has_group_norm_kernel(),
+            channels_last=options.channels_last and not _against_channels_last(options),
         )
     if not options.refittable:
         split_products(model)
