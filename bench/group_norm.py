@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from linear import Call, measured
+from linear import Call, measured, write_table
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -121,11 +120,7 @@ def main() -> None:
             lines.append(row(image, measured(calls_of(image))))
             print(lines[-1], flush=True)
             torch.cuda.empty_cache()
-    text = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16\n\n"
-    text += "\n".join(lines) + "\n"
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "group_norm.md").write_text(text)
-    print(f"\n{text}")
+    write_table(lines, arguments.output / "group_norm.md")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,15 @@ def row(layer: Layer, found: dict[str, tuple[float, float]]) -> str:
     return f"| {layer} | {' | '.join(cells)} | {faster:.2f}× |"
 
 
+def write_table(lines: list[str], path: Path) -> None:
+    """Write lines of Markdown below what they were measured on, and print them."""
+    text = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16\n\n"
+    text += "\n".join(lines) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    print(f"\n{text}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="FOLDER")
@@ -162,11 +171,7 @@ def main() -> None:
         lines.append(row(layer, measured(calls_of(layer))))
         print(lines[-1], flush=True)
         torch.cuda.empty_cache()
-    text = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16\n\n"
-    text += "\n".join(lines) + "\n"
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "linear.md").write_text(text)
-    print(f"\n{text}")
+    write_table(lines, arguments.output / "linear.md")
 
 
 if __name__ == "__main__":

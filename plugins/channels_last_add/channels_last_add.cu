@@ -46,19 +46,11 @@ TrtConvertStatus check(const TrtConvertChannelsLastAddParams* c, Report& report)
   if (c->pixels < 1 || c->pixels > kMostPixels) return report.invalid_int("pixels", "1..2^31", c->pixels);
   if (c->channels < kVector || c->channels > kMostChannels || c->channels % kVector)
     return report.invalid_int("channels", "8..65536 in steps of 8", c->channels);
-  if (c->data_type != TRTCONVERT_FLOAT16 && c->data_type != TRTCONVERT_BFLOAT16)
-    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", c->data_type);
-  return TRTCONVERT_OK;
+  return report.check_data_type(c->data_type);
 }
 
 TrtConvertStatus check_tensors(const TrtConvertChannelsLastAddParams& c, Report& report) {
-  const struct {
-    const char* name;
-    const void* pointer;
-  } tensors[] = {{"x", c.x}, {"y", c.y}, {"sum", c.sum}};
-  for (const auto& tensor : tensors)
-    if (report.check_pointer(tensor.name, tensor.pointer, sizeof(uint4))) return report.status;
-  return TRTCONVERT_OK;
+  return report.check_tensors({{"x", c.x}, {"y", c.y}, {"sum", c.sum}});
 }
 
 }  // namespace

@@ -3,9 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <initializer_list>
 
 #include "trtconvert/status.h"
 
@@ -36,10 +38,36 @@ struct Report {
     return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected %s, got %lld", field, expected, got);
   }
 
+  TrtConvertStatus check_data_type(int32_t type) {
+    if (type == TRTCONVERT_FLOAT16 || type == TRTCONVERT_BFLOAT16) return TRTCONVERT_OK;
+    return invalid_int("data_type", "0 (float16) or 1 (bfloat16)", type);
+  }
+
+  TrtConvertStatus check_flag(const char* field, int32_t flag) {
+    return flag == 0 || flag == 1 ? TRTCONVERT_OK : invalid_int(field, "0 or 1", flag);
+  }
+
+  TrtConvertStatus check_epsilon(float epsilon) {
+    if (std::isfinite(epsilon) && epsilon >= 0) return TRTCONVERT_OK;
+    return fail(TRTCONVERT_INVALID_ARGUMENT, "epsilon: expected a finite value >= 0, got %g", epsilon);
+  }
+
   TrtConvertStatus check_pointer(const char* name, const void* pointer, size_t alignment) {
     if (!pointer) return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a device pointer, got null", name);
     if (reinterpret_cast<uintptr_t>(pointer) % alignment)
       return fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected a pointer aligned to %zu bytes, got %p", name, alignment, pointer);
+    return TRTCONVERT_OK;
+  }
+
+  // Tensors that are read and written 16 bytes at once.
+  struct Tensor {
+    const char* name;
+    const void* pointer;
+    bool optional = false;
+  };
+  TrtConvertStatus check_tensors(std::initializer_list<Tensor> tensors) {
+    for (const Tensor& tensor : tensors)
+      if (!(tensor.optional && !tensor.pointer) && check_pointer(tensor.name, tensor.pointer, 16)) return status;
     return TRTCONVERT_OK;
   }
 

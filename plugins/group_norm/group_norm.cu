@@ -6,7 +6,6 @@
 #include "trtconvert/group_norm.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <type_traits>
 
@@ -333,28 +332,14 @@ TrtConvertStatus check(const TrtConvertGroupNormParams* c, Report& report) {
     return report.invalid_int("channels", "8..4096 in steps of 8", c->channels);
   if (c->groups < 1 || c->channels % c->groups)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "groups: expected a divisor of %d channels, got %d", c->channels, c->groups);
-  if (c->data_type != TRTCONVERT_FLOAT16 && c->data_type != TRTCONVERT_BFLOAT16)
-    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", c->data_type);
-  if (c->silu != 0 && c->silu != 1) return report.invalid_int("silu", "0 or 1", c->silu);
-  if (!std::isfinite(c->epsilon) || c->epsilon < 0)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "epsilon: expected a finite value >= 0, got %g", c->epsilon);
-  return TRTCONVERT_OK;
+  if (report.check_data_type(c->data_type)) return report.status;
+  if (report.check_flag("silu", c->silu)) return report.status;
+  return report.check_epsilon(c->epsilon);
 }
 
 TrtConvertStatus check_tensors(const TrtConvertGroupNormParams& c, Report& report) {
-  const struct {
-    const char* name;
-    const void* pointer;
-    bool optional;
-  } tensors[] = {{"x", c.x, false},
-                 {"shift", c.shift, true},
-                 {"weight", c.weight, false},
-                 {"bias", c.bias, false},
-                 {"normed", c.normed, false}};
-  for (const auto& tensor : tensors)
-    if (!(tensor.optional && !tensor.pointer) && report.check_pointer(tensor.name, tensor.pointer, sizeof(uint4)))
-      return report.status;
-  return TRTCONVERT_OK;
+  return report.check_tensors({{"x", c.x}, {"shift", c.shift, true}, {"weight", c.weight}, {"bias", c.bias},
+                               {"normed", c.normed}});
 }
 
 cudaError_t read_shared_bytes(int& bytes) {

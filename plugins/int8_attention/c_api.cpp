@@ -35,8 +35,7 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
                        p->num_kv_heads, p->num_heads);
   if (p->head_dim < 32 || p->head_dim > 256 || p->head_dim % 8)
     return report.invalid_int("head_dim", "32..256 in steps of 8", p->head_dim);
-  if (p->data_type != TRTCONVERT_FLOAT16 && p->data_type != TRTCONVERT_BFLOAT16)
-    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", p->data_type);
+  if (report.check_data_type(p->data_type)) return report.status;
   if (p->scaling != TRTCONVERT_SCALING_CALIBRATED && p->scaling != TRTCONVERT_SCALING_DYNAMIC)
     return report.invalid_int("scaling", "0 (calibrated) or 1 (dynamic)", p->scaling);
   if (p->mask_kind < TRTCONVERT_MASK_NONE || p->mask_kind > TRTCONVERT_MASK_ADDITIVE)

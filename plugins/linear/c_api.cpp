@@ -24,21 +24,12 @@ TrtConvertStatus check(const TrtConvertLinearParams* c, Report& report) {
   for (const auto& of : channels)
     if (of.value < kVector || of.value > kMostChannels || of.value % kVector)
       return report.invalid_int(of.name, "8..65536 in steps of 8", of.value);
-  if (c->data_type != TRTCONVERT_FLOAT16 && c->data_type != TRTCONVERT_BFLOAT16)
-    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", c->data_type);
-  if (c->geglu != 0 && c->geglu != 1) return report.invalid_int("geglu", "0 or 1", c->geglu);
-  return TRTCONVERT_OK;
+  if (report.check_data_type(c->data_type)) return report.status;
+  return report.check_flag("geglu", c->geglu);
 }
 
 TrtConvertStatus check_tensors(const TrtConvertLinearParams& c, Report& report) {
-  const struct {
-    const char* name;
-    const void* pointer;
-    bool optional;
-  } tensors[] = {{"x", c.x, false}, {"weight", c.weight, false}, {"bias", c.bias, true}, {"y", c.y, false}};
-  for (const auto& tensor : tensors)
-    if (!(tensor.optional && !tensor.pointer) && report.check_pointer(tensor.name, tensor.pointer, 2 * kVector)) return report.status;
-  return TRTCONVERT_OK;
+  return report.check_tensors({{"x", c.x}, {"weight", c.weight}, {"bias", c.bias, true}, {"y", c.y}});
 }
 
 #ifdef TRTCONVERT_SM90

@@ -1,8 +1,6 @@
 // A residual connection and the layer norm behind it: the kernel and its C API. Nothing here throws.
 #include "trtconvert/residual_norm.h"
 
-#include <cmath>
-
 #include "common/device.h"
 #include "common/early_launch.cuh"
 #include "common/report.h"
@@ -110,21 +108,15 @@ TrtConvertStatus check(const TrtConvertResidualNormParams* c, Report& report) {
   if (c->rows < 1 || c->rows > kMostRows) return report.invalid_int("rows", "1..2^31", c->rows);
   if (c->channels < kVector || c->channels > TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS || c->channels % kVector)
     return report.invalid_int("channels", "8..4096 in steps of 8", c->channels);
-  if (c->data_type != TRTCONVERT_FLOAT16 && c->data_type != TRTCONVERT_BFLOAT16)
-    return report.invalid_int("data_type", "0 (float16) or 1 (bfloat16)", c->data_type);
-  if (!std::isfinite(c->epsilon) || c->epsilon < 0)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "epsilon: expected a finite value >= 0, got %g", c->epsilon);
-  if (c->starts_early != 0 && c->starts_early != 1) return report.invalid_int("starts_early", "0 or 1", c->starts_early);
-  return TRTCONVERT_OK;
+  if (report.check_data_type(c->data_type)) return report.status;
+  if (report.check_epsilon(c->epsilon)) return report.status;
+  return report.check_flag("starts_early", c->starts_early);
 }
 
 TrtConvertStatus check_tensors(const TrtConvertResidualNormParams& c, Report& report) {
-  const struct {
-    const char* name;
-    const void* pointer;
-  } tensors[] = {{"x", c.x}, {"residual", c.residual}, {"weight", c.weight}, {"bias", c.bias}, {"sum", c.sum}, {"normed", c.normed}};
-  for (const auto& tensor : tensors)
-    if (report.check_pointer(tensor.name, tensor.pointer, sizeof(uint4))) return report.status;
+  if (report.check_tensors({{"x", c.x}, {"residual", c.residual}, {"weight", c.weight}, {"bias", c.bias}, {"sum", c.sum},
+                            {"normed", c.normed}}))
+    return report.status;
   if (c.sum == c.normed)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "normed: expected another tensor than sum, got both at %p", c.normed);
   return TRTCONVERT_OK;
