@@ -1,4 +1,4 @@
-// Thread block clusters (Hopper and later): their barrier, and the shared memory of their other thread blocks.
+// Thread block clusters (Hopper and later): numbers that their thread blocks give each other in shared memory.
 //
 // Kernels that need them are compiled for older GPUs too, and never launched there.
 #pragma once
@@ -9,29 +9,77 @@
 
 namespace trtconvert {
 
-// Of all threads of a cluster. What was written before it is seen by those that have waited.
-__device__ __forceinline__ void arrive_at_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
+// What a thread block gets from all thread blocks of its cluster, itself among them: first every thread `open`s it, with how many
+// bytes will come. Then `wait_for_others` has to be behind them all before anyone `send`s, and `wait` before anything is read that
+// was sent. A barrier of the whole cluster in place of the last one would have to wait for all that is written to memory as well.
+// Nobody may end before everything has come that is sent to it. Alone a thread block writes to itself, and waits for its threads.
+class ClusterMail {
+ public:
+  __device__ __forceinline__ ClusterMail(uint64_t* barrier, int blocks)
+      : barrier_(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), is_alone_(blocks == 1) {}
 
-__device__ __forceinline__ void wait_for_cluster() {
+  __device__ __forceinline__ void open(uint32_t bytes) const {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (is_alone_) return;
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier_) : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_), "r"(bytes) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
-}
+  }
 
-// What another thread block of the cluster has where this one has `shared`.
-__device__ __forceinline__ float2 load_from_block(const float2* shared, int block) {
-  float2 value = {};
+  __device__ __forceinline__ void wait_for_others() const {
 #if __CUDA_ARCH__ >= 900
-  const auto here = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(there) : "memory");
+    if (is_alone_) return;
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-  return value;
-}
+  }
+
+  // `target` is where it goes in the other thread block's shared memory, as an address of this one's.
+  __device__ __forceinline__ void send(float2* target, int block, float2 value) const {
+#if __CUDA_ARCH__ >= 900
+    if (is_alone_) {
+      *target = value;
+      return;
+    }
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                     address_in(static_cast<uint32_t>(__cvta_generic_to_shared(target)), block)),
+                 "f"(value.x), "f"(value.y), "r"(address_in(barrier_, block))
+                 : "memory");
+#endif
+  }
+
+  __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    if (is_alone_) {
+      __syncthreads();
+      return;
+    }
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "wait:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra wait;\n"
+        "}" ::"r"(barrier_)
+        : "memory");
+#endif
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t address_in(uint32_t here, int block) {
+    uint32_t there = here;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+#endif
+    return there;
+  }
+
+  uint32_t barrier_;
+  bool is_alone_;
+};
 
 }  // namespace trtconvert

@@ -32,8 +32,7 @@ union Vector {
 // Rounded once.
 template <typename T>
 __device__ __forceinline__ typename Pair<T>::Type sum_of(typename Pair<T>::Type a, typename Pair<T>::Type b) {
-  const float2 x = Pair<T>::widen(a), y = Pair<T>::widen(b);
-  return Pair<T>::round(x.x + y.x, x.y + y.y);
+  return __hadd2(a, b);
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -6,10 +6,12 @@
 #include "trtconvert/group_norm.h"
 
 #include <algorithm>
+#include <mutex>
 #include <numeric>
 #include <type_traits>
 
 #include "common/cluster.cuh"
+#include "common/copies.cuh"
 #include "common/device.h"
 #include "common/report.h"
 #include "common/vector.cuh"
@@ -17,11 +19,19 @@
 namespace trtconvert::group_norm {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr int kMostBlocks = 8;  // of a cluster: as many as every device with clusters takes
-constexpr int kAtOnce = 4;      // vectors of a thread whose loads are under way together
-constexpr int kWideSlab = 512;  // channels; wider ones only where a group is, or what is whole groups and whole vectors
+constexpr int kThreads = 256;
+constexpr int kMostThreads = 512;  // where a slab has more vectors than kThreads
+constexpr int kMostBlocks = 8;     // of a cluster: as many as every device with clusters takes
+constexpr int kAtOnce = 4;         // vectors of a thread that are computed with together
+constexpr int kAhead = 3;          // times as many are on their way to shared memory meanwhile
+constexpr int kWideSlab = 512;     // channels; wider ones only where a group is, or what is whole groups and whole vectors
+static_assert(kMostThreads * kVector == TRTCONVERT_GROUP_NORM_MOST_CHANNELS);
+
+// How many vectors the threads of each row have: the first rows one more than the others.
+struct Share {
+  int least, rows_with_more;
+  float pixels;  // what these are of all pixels
+};
 
 struct Params {
   const uint4* x;       // [B, pixels, vectors]
@@ -29,36 +39,49 @@ struct Params {
   const uint4* weight;  // [vectors]
   const uint4* bias;    // [vectors]
   uint4* normed;        // [B, pixels, vectors]
-  int pixels;
-  int vectors;       // of a pixel, C / kVector
-  int slab_vectors;  // of a pixel, that a cluster has
-  int block_pixels;  // that a thread block has; the last ones of a cluster may have fewer
-  int rows;          // pixels that a thread block takes at once, each thread a vector
-  int kept;          // of a thread's vectors, those that stay in shared memory
+  int vectors;          // of a pixel, C / kVector
+  int slab_vectors;     // of a pixel, that a cluster has
+  int of_slab;          // a thread's number times this, over 2^20, is that by slab_vectors
+  int thread_rows;      // pixels that a thread block has the threads to take at once, each thread a vector
+  int rows;             // and that it takes
+  int kept;             // of a thread's vectors, those that stay in shared memory
+  int parts;            // of the rows, that are summed by one thread each
+  int groups;           // of a cluster
   int group_channels;
+  float of_elements;    // what an element of a group is of them
   float epsilon;
+  int64_t pixels;       // of an image
+  int block_pixels;     // of a thread block: of the first ones of a cluster. The next one has the rest, others have none
+  int whole_blocks;
+  Share whole, rest;
 };
 
 // Shared memory of a thread block, one after another.
 struct Layout {
-  int kept_vectors;  // uint4: pixels, as they were read and shifted
-  int sums;          // float2: sum and squares of each channel, for each row of threads
-  int groups;        // float2, twice: mean and squares in this thread block, then mean and factor of all pixels
-  int channels;      // float: what the sums are relative to
+  int kept_vectors;  // uint4: pixels, as they were read
+  int columns;       // float4, four times: sums and squares of two channels in a row of threads
+  int channels;      // float: the first pixel
+  int sums;          // float2: of each channel sum and squares, for each part of the rows
+  int groups;        // float2, for each thread block of the cluster: mean and squares there; float2: mean and factor of all
+                     // and uint64: the barrier of what comes from other thread blocks
 
   __host__ __device__ explicit Layout(const Params& p)
       : kept_vectors(p.kept * p.rows * p.slab_vectors),
-        sums(p.rows * p.slab_vectors * kVector),
-        groups(p.slab_vectors * kVector / p.group_channels),
-        channels(p.slab_vectors * kVector) {}
+        columns(p.rows * p.slab_vectors),
+        channels(p.slab_vectors * kVector),
+        sums(channels * p.parts),
+        groups(p.groups) {}
 
   __host__ __device__ int64_t bytes() const {
-    return int64_t{16} * kept_vectors + int64_t{8} * sums + int64_t{16} * groups + int64_t{4} * channels;
+    return int64_t{16} * (kept_vectors + kVector / 2 * columns) + int64_t{4} * channels +
+           int64_t{8} * (sums + groups * (kMostBlocks + 1) + 1);
   }
 };
 
 template <typename T>
-__device__ __forceinline__ void widen(const Vector<T>& vector, float (&channels)[kVector]) {
+__device__ __forceinline__ void widen(uint4 words, float (&channels)[kVector]) {
+  Vector<T> vector;
+  vector.words = words;
 #pragma unroll
   for (int c = 0; c < kVector / 2; ++c) {
     const float2 pair = Pair<T>::widen(vector.pairs[c]);
@@ -67,233 +90,358 @@ __device__ __forceinline__ void widen(const Vector<T>& vector, float (&channels)
   }
 }
 
-// x * sigmoid(x). Where the exponential overflows the quotient is zero.
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+template <typename T>
+__device__ __forceinline__ uint4 round(const float (&channels)[kVector]) {
+  Vector<T> vector;
+#pragma unroll
+  for (int c = 0; c < kVector / 2; ++c) vector.pairs[c] = Pair<T>::round(channels[2 * c], channels[2 * c + 1]);
+  return vector.words;
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 sum_of_vectors(uint4 a, uint4 b) {
+  Vector<T> x, y;
+  x.words = a;
+  y.words = b;
+#pragma unroll
+  for (int c = 0; c < kVector / 2; ++c) x.pairs[c] = sum_of<T>(x.pairs[c], y.pairs[c]);
+  return x.words;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// x * sigmoid(x) of two numbers with one reciprocal: these, and powers of 2, are what the kernel would wait for. Powers end where the
+// product of two would overflow; results beyond are less than 1e-17 off.
+__device__ __forceinline__ void silu(float& a, float& b) {
+  constexpr float kLog2E = 1.4426950408889634f, kMost = 63.f;
+  const float of_a = 1.f + power_of_2(fminf(-kLog2E * a, kMost)), of_b = 1.f + power_of_2(fminf(-kLog2E * b, kMost));
+  const float of_both = reciprocal(of_a * of_b);
+  a *= of_both * of_b;
+  b *= of_both * of_a;
+}
+
+// Of the lanes that have a group together.
+__device__ __forceinline__ float sum_of_blocks(float x) {
+#pragma unroll
+  for (int lanes = kMostBlocks / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
 
 template <typename T, bool kSilu>
-__global__ void __launch_bounds__(kThreads) group_norm_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMostThreads) group_norm_kernel(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   const Layout layout(p);
-  uint4* const kept = shared;
-  auto* const sums = reinterpret_cast<float2*>(kept + layout.kept_vectors);
-  auto* const groups = sums + layout.sums;
-  auto* const normals = groups + layout.groups;
-  auto* const pivots = reinterpret_cast<float*>(normals + layout.groups);
+  auto* const columns = reinterpret_cast<float4*>(shared + layout.kept_vectors);
+  auto* const pivots = reinterpret_cast<float*>(columns + kVector / 2 * layout.columns);
+  auto* const sums = reinterpret_cast<float2*>(pivots + layout.channels);
+  auto* const of_blocks = sums + layout.sums;
+  auto* const normals = of_blocks + layout.groups * kMostBlocks;
 
-  const int channels = layout.channels, row_vectors = p.rows * p.slab_vectors;
   const int block = blockIdx.x, slab = blockIdx.y, image = blockIdx.z, blocks = gridDim.x;
-  const int first_pixel = block * p.block_pixels;
-  const int pixels = max(0, min(p.block_pixels, p.pixels - first_pixel));  // of this thread block
-  const int column = threadIdx.x % p.slab_vectors, row = threadIdx.x / p.slab_vectors;
-  const int vector = slab * p.slab_vectors + column;  // of a pixel
-  const int count = row < p.rows && row < pixels ? (pixels - row + p.rows - 1) / p.rows : 0;  // of this thread's vectors
-  const int64_t first = (int64_t{image} * p.pixels + first_pixel + row) * p.vectors + vector;
-  const int64_t step = int64_t{p.rows} * p.vectors;
+  const ClusterMail mail(reinterpret_cast<uint64_t*>(normals + layout.groups), blocks);
+  mail.open(static_cast<uint32_t>(sizeof(float2)) * layout.groups * blocks);
 
-  Vector<T> shift, weight, bias;
-  shift.words = weight.words = bias.words = uint4{};
-  if (row < p.rows) {
-    if (p.shift) shift.words = p.shift[int64_t{image} * p.vectors + vector];
-    weight.words = p.weight[vector];  // not wanted until the end, but under way by then
-    bias.words = p.bias[vector];
-  }
-  const auto shifted = [&](uint4 words) {
-    Vector<T> x;
-    x.words = words;
-    if (p.shift) {
-#pragma unroll
-      for (int c = 0; c < kVector / 2; ++c) x.pairs[c] = sum_of<T>(x.pairs[c], shift.pairs[c]);
-    }
-    return x.words;
+  const auto pixels_of = [&](int of_block) {
+    return of_block < p.whole_blocks ? p.whole.pixels : of_block == p.whole_blocks ? p.rest.pixels : 0.f;
   };
+  const Share share = block < p.whole_blocks ? p.whole : block == p.whole_blocks ? p.rest : Share{};
+  const int thread = threadIdx.x, row = thread * p.of_slab >> 20, column = thread - row * p.slab_vectors;
+  const int count = row < p.rows ? share.least + (row < share.rows_with_more ? 1 : 0) : 0;  // of this thread's vectors
+  const int vector = slab * p.slab_vectors + column;                                         // of a pixel
+  const uint4* const x = p.x + (image * p.pixels + int64_t{block} * p.block_pixels + row) * p.vectors + vector;
+  const int64_t step = int64_t{p.rows} * p.vectors;
+  uint4* const kept = shared + thread;
+  const int kept_step = layout.columns, in_shared = min(count, p.kept);
 
-  // Sums of differences to this thread block's first pixel: sums of squares alone would cancel where values are far from zero.
-  float sum[kVector] = {}, squares[kVector] = {}, pivot[kVector] = {};
-  if (count > 0) {
-    uint4 words[kAtOnce], next[kAtOnce];
-    const auto load = [&](uint4(&target)[kAtOnce], int i) {
+  int copied = 0;
+  const uint4* source = x;
+  uint32_t s_target = static_cast<uint32_t>(__cvta_generic_to_shared(kept));
+  const auto copy = [&] {
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        if (i + j < count) target[j] = p.x[first + (i + j) * step];
-    };
-    load(next, 0);
-    Vector<T> x;
-    x.words = shifted(p.x[first - int64_t{row} * p.vectors]);
-    widen<T>(x, pivot);
-    for (int i = 0; i < count; i += kAtOnce) {
+    for (int i = 0; i < kAtOnce; ++i, ++copied, source += step, s_target += 16 * kept_step)
+      if (copied < in_shared) copy_async(s_target, source);
+    commit_copies();
+  };
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) words[j] = next[j];
-      load(next, i + kAtOnce);
+  for (int i = 0; i < kAhead; ++i) copy();
+  uint4 shift = {};
+  if (count > 0 && p.shift) shift = p.shift[int64_t{image} * p.vectors + vector];
+  if (thread < p.slab_vectors) {
+    float values[kVector] = {};
+    if (count > 0) widen<T>(sum_of_vectors<T>(x[0], shift), values);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (i + j >= count) continue;
-        x.words = shifted(words[j]);
-        if (i + j < p.kept) kept[(i + j) * row_vectors + threadIdx.x] = x.words;
-        float values[kVector];
-        widen<T>(x, values);
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          const float difference = values[c] - pivot[c];
-          sum[c] += difference;
-          squares[c] += difference * difference;
-        }
-      }
-    }
-  }
-  if (row < p.rows) {
-#pragma unroll
-    for (int c = 0; c < kVector; ++c) sums[row * channels + column * kVector + c] = make_float2(sum[c], squares[c]);
-    if (row == 0) {
-#pragma unroll
-      for (int c = 0; c < kVector; ++c) pivots[column * kVector + c] = pivot[c];
-    }
+    for (int c = 0; c < kVector; ++c) pivots[thread * kVector + c] = values[c];
   }
   __syncthreads();
 
-  // Of the rows some, by as many threads as there are.
-  const int parts = max(1, min(p.rows, kThreads / channels));
-  for (int at = threadIdx.x; at < parts * channels; at += kThreads) {
-    float2 total = {};
-    for (int other = at; other < layout.sums; other += parts * channels) {
-      total.x += sums[other].x;
-      total.y += sums[other].y;
-    }
-    sums[at] = total;
-  }
-  __syncthreads();
-
-  // A warp has a group: of each channel mean and squares of the differences to it, then those of the group.
-  const int lane = threadIdx.x % 32;
-  const float number = static_cast<float>(pixels);
-  for (int group = threadIdx.x / 32; group < layout.groups; group += kWarps) {
-    float means = 0.f;
-    for (int c = group * p.group_channels + lane; c < (group + 1) * p.group_channels; c += 32) {
-      float2 total = {};
-      for (int part = 0; part < parts; ++part) {
-        total.x += sums[part * channels + c].x;
-        total.y += sums[part * channels + c].y;
-      }
-      const float offset = pixels > 0 ? total.x / number : 0.f;
-      sums[c] = make_float2(pivots[c] + offset, fmaxf(total.y - total.x * offset, 0.f));
-      means += sums[c].x;
-    }
-    const float mean = warp_sum(means) / static_cast<float>(p.group_channels);
-    float spread = 0.f;
-    for (int c = group * p.group_channels + lane; c < (group + 1) * p.group_channels; c += 32) {
-      const float difference = sums[c].x - mean;
-      spread += sums[c].y + number * difference * difference;
-    }
-    spread = warp_sum(spread);
-    if (lane == 0) groups[group] = make_float2(mean, spread);
-  }
-  arrive_at_cluster();
-  wait_for_cluster();
-
-  const float group_channels = static_cast<float>(p.group_channels), inverse_pixels = 1.f / static_cast<float>(p.pixels);
-  for (int group = threadIdx.x; group < layout.groups; group += kThreads) {
-    float2 of_block[kMostBlocks];
-    float share[kMostBlocks];  // of all pixels
-#pragma unroll
-    for (int other = 0; other < kMostBlocks; ++other) {
-      if (other >= blocks) continue;
-      of_block[other] = load_from_block(&groups[group], other);
-      share[other] = static_cast<float>(max(0, min(p.block_pixels, p.pixels - other * p.block_pixels))) * inverse_pixels;
-    }
-    float mean = of_block[0].x, variance = 0.f;
-#pragma unroll
-    for (int other = 1; other < kMostBlocks; ++other)
-      if (other < blocks) mean += share[other] * (of_block[other].x - of_block[0].x);
-#pragma unroll
-    for (int other = 0; other < kMostBlocks; ++other) {
-      if (other >= blocks) continue;
-      const float difference = of_block[other].x - mean;
-      variance += of_block[other].y * inverse_pixels / group_channels + share[other] * difference * difference;
-    }
-    normals[group] = make_float2(mean, 1.f / sqrtf(variance + p.epsilon));
-  }
-  arrive_at_cluster();  // whose thread blocks end when none has to read here any more
-  __syncthreads();
-
-  if (count > 0) {
-    float mean[kVector], factor[kVector], offset[kVector];
-    widen<T>(weight, factor);
-    widen<T>(bias, offset);
+  // Sums of differences to the first channel of each group in this thread block's first pixel: sums of squares alone would cancel
+  // where values are far from zero.
+  const int first_group = column * kVector / p.group_channels, in_first_group = column * kVector - first_group * p.group_channels;
+  const auto for_each_group = [&](auto action) {
+    int group = first_group, in_group = in_first_group;
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
-      const float2 normal = normals[(column * kVector + c) / p.group_channels];
-      mean[c] = normal.x;
-      factor[c] *= normal.y;
+      action(c, group);
+      if (++in_group == p.group_channels) ++group, in_group = 0;
     }
-    for (int i = 0; i < count; i += kAtOnce) {
-      Vector<T> x[kAtOnce];
+  };
+  float sum[kVector] = {}, squares[kVector] = {}, pivot[kVector] = {};
+  if (count > 0) for_each_group([&](int c, int group) { pivot[c] = pivots[group * p.group_channels]; });
+  const auto add = [&](uint4 words) {
+    float values[kVector];
+    widen<T>(sum_of_vectors<T>(words, shift), values);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (i + j >= count) continue;
-        if (i + j < p.kept) {
-          x[j].words = kept[(i + j) * row_vectors + threadIdx.x];
-        } else {
-          x[j].words = shifted(p.x[first + (i + j) * step]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (i + j >= count) continue;
-        float values[kVector];
-        widen<T>(x[j], values);
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          values[c] = (values[c] - mean[c]) * factor[c] + offset[c];
-          if constexpr (kSilu) values[c] = silu(values[c]);
-        }
-#pragma unroll
-        for (int c = 0; c < kVector / 2; ++c) x[j].pairs[c] = Pair<T>::round(values[2 * c], values[2 * c + 1]);
-        p.normed[first + (i + j) * step] = x[j].words;
-      }
+    for (int c = 0; c < kVector; ++c) {
+      const float difference = values[c] - pivot[c];
+      sum[c] += difference;
+      squares[c] += difference * difference;
     }
+  };
+  int done = 0;
+  for (; done + kAtOnce <= in_shared; done += kAtOnce) {
+    copy();
+    wait_copies<kAhead>();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) add(kept[(done + i) * kept_step]);
   }
-  wait_for_cluster();
+  wait_copies<0>();
+  for (; done < in_shared; ++done) add(kept[done * kept_step]);
+  for (; done < count; done += kAtOnce) {
+    uint4 words[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (done + i < count) words[i] = x[(done + i) * step];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (done + i < count) add(words[i]);
+  }
+  if (row < p.rows) {
+#pragma unroll
+    for (int c = 0; c < kVector / 2; ++c)
+      columns[c * layout.columns + thread] = make_float4(sum[2 * c], squares[2 * c], sum[2 * c + 1], squares[2 * c + 1]);
+  }
+  uint4 weight = {}, bias = {};
+  if (count > 0) {
+    weight = p.weight[vector];
+    bias = p.bias[vector];
+  }
+  __syncthreads();
+
+  // Of two channels each the rows, in parts; of a group all its channels' parts, which lie one after another.
+  for (int at = row; at < kVector / 2 * p.parts && row < p.thread_rows; at += p.thread_rows) {
+    const int part = at / (kVector / 2), pair = at % (kVector / 2);
+    float4 total = {};
+#pragma unroll 4
+    for (int i = part; i < p.rows; i += p.parts) {
+      const float4 found = columns[pair * layout.columns + i * p.slab_vectors + column];
+      total.x += found.x;
+      total.y += found.y;
+      total.z += found.z;
+      total.w += found.w;
+    }
+    float2* const target = sums + (column * kVector + 2 * pair) * p.parts + part;
+    target[0] = make_float2(total.x, total.y);
+    target[p.parts] = make_float2(total.z, total.w);
+  }
+  mail.wait_for_others();
+  __syncthreads();
+  const int lane = thread % 32, warp = thread / 32, warps = blockDim.x / 32, group_sums = p.group_channels * p.parts;
+  const float of_number = share.pixels > 0.f ? p.of_elements * reciprocal(share.pixels) : 0.f;
+  for (int group = warp; group < layout.groups; group += warps) {
+    const float pivot_of_group = pivots[group * p.group_channels];
+    float2 total = {};
+#pragma unroll 4
+    for (int i = lane; i < group_sums; i += 32) {
+      const float2 found = sums[group * group_sums + i];
+      total.x += found.x;
+      total.y += found.y;
+    }
+    const float of_sum = warp_sum(total.x), of_squares = warp_sum(total.y), offset = of_sum * of_number;
+    if (lane < blocks)
+      mail.send(&of_blocks[group * kMostBlocks + block], lane,
+                make_float2(pivot_of_group + offset, fmaxf(of_squares - of_sum * offset, 0.f)));
+  }
+  const int other = lane % kMostBlocks;
+  const float of_all = pixels_of(other);
+  mail.wait();
+
+  // Eight lanes have a group, each what a thread block found (Chan, Golub and LeVeque 1983).
+  for (int at = thread; at - lane < layout.groups * kMostBlocks; at += blockDim.x) {
+    const bool is_there = at < layout.groups * kMostBlocks && other < blocks;
+    const float2 found = is_there ? of_blocks[at] : float2{};
+    const float of_first = __shfl_sync(0xffffffffu, found.x, 0, kMostBlocks);
+    const float mean = of_first + sum_of_blocks(is_there ? of_all * (found.x - of_first) : 0.f), difference = found.x - mean;
+    const float variance = sum_of_blocks(is_there ? found.y * p.of_elements + of_all * difference * difference : 0.f);
+    if (is_there && other == 0) normals[at / kMostBlocks] = make_float2(mean, rsqrtf(variance + p.epsilon));
+  }
+  __syncthreads();
+
+  if (count == 0) return;
+  uint4* const normed = p.normed + (x - p.x);
+  float factor[kVector], offset[kVector];
+  widen<T>(weight, factor);
+  widen<T>(bias, offset);
+  for_each_group([&](int c, int group) {
+    const float2 normal = normals[group];
+    factor[c] *= normal.y;
+    offset[c] -= normal.x * factor[c];
+  });
+  const auto norm = [&](uint4 words) {
+    float values[kVector];
+    widen<T>(sum_of_vectors<T>(words, shift), values);
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) values[c] = values[c] * factor[c] + offset[c];
+    if constexpr (kSilu) {
+#pragma unroll
+      for (int c = 0; c < kVector; c += 2) silu(values[c], values[c + 1]);
+    }
+    return round<T>(values);
+  };
+  done = 0;
+#pragma unroll 2
+  for (; done < in_shared; ++done) normed[done * step] = norm(kept[done * kept_step]);
+  for (; done < count; done += kAtOnce) {
+    uint4 words[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (done + i < count) words[i] = x[(done + i) * step];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (done + i < count) normed[(done + i) * step] = norm(words[i]);
+  }
 }
+
+// A launch whose thread blocks along x are one cluster. Not an early one (early_launch.cuh): its thread blocks would wait, up to 97 µs in
+// SDXL, where the convolution in front has some to start.
+struct Launch {
+  cudaLaunchAttribute attribute = {};
+  cudaLaunchConfig_t config = {};
+
+  Launch(dim3 grid, int threads, int64_t shared_bytes, cudaStream_t stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = grid.x;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  Launch(const Launch&) = delete;
+};
 
 struct Plan {
   Params params;
-  int images, slabs, blocks;
+  int images, slabs, blocks, threads;
   int64_t shared_bytes;
 };
 
+int64_t whole(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
+// What a device has room for.
+struct Room {
+  int block_bytes = 0, shared_bytes = 0, reserved_bytes = 0;  // of a thread block and a multiprocessor, and what each block takes besides
+  int clusters[kMostBlocks + 1] = {};  // of so many thread blocks, each with a multiprocessor of its own
+
+  // Of the current device, which is asked once: GPUs of one kind differ in how their multiprocessors lie together.
+  static cudaError_t read(Room& room) {
+    constexpr int kMostDevices = 64;
+    static Room rooms[kMostDevices];
+    static std::once_flag asked[kMostDevices];
+    static cudaError_t errors[kMostDevices];
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    if (device >= kMostDevices) return ask(device, room);
+    std::call_once(asked[device], [&] { errors[device] = ask(device, rooms[device]); });
+    room = rooms[device];
+    return errors[device];
+  }
+
+ private:
+  static cudaError_t ask(int device, Room& room) {
+    const auto kernel = group_norm_kernel<__half, true>;
+    cudaError_t error = cudaDeviceGetAttribute(&room.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (!error) error = cudaDeviceGetAttribute(&room.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    if (!error) error = cudaDeviceGetAttribute(&room.reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
+    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room.block_bytes);
+    for (int blocks = 1; !error && blocks <= kMostBlocks; ++blocks) {
+      Launch launch(dim3(static_cast<unsigned>(blocks)), kThreads, room.block_bytes, nullptr);
+      error = cudaOccupancyMaxActiveClusters(&room.clusters[blocks], kernel, &launch.config);
+    }
+    return error;
+  }
+};
+
+// Where the work is shared out so. `blocks` and `slab_channels` are whole units and groups.
+Plan shared_out(const TrtConvertGroupNormParams& c, int slab_channels, int blocks, int64_t most_shared_bytes) {
+  Plan plan = {};
+  Params& p = plan.params;
+  plan.images = static_cast<int>(c.batch);
+  plan.slabs = c.channels / slab_channels;
+  plan.blocks = blocks;
+  p.vectors = c.channels / kVector;
+  p.slab_vectors = slab_channels / kVector;
+  plan.threads = p.slab_vectors > kThreads ? kMostThreads : kThreads;
+  p.of_slab = (1 << 20) / p.slab_vectors + 1;
+  p.pixels = c.pixels;
+  p.block_pixels = static_cast<int>(whole(c.pixels, blocks));
+  p.thread_rows = plan.threads / p.slab_vectors;
+  p.rows = std::min(p.thread_rows, p.block_pixels);
+  p.parts = std::clamp(p.thread_rows / (kVector / 2), 1, p.rows);
+  p.group_channels = c.channels / c.groups;
+  p.groups = slab_channels / p.group_channels;
+  p.of_elements = 1.f / (static_cast<float>(c.pixels) * static_cast<float>(p.group_channels));
+  p.epsilon = c.epsilon;
+  p.whole_blocks = static_cast<int>(c.pixels / p.block_pixels);
+  const auto share = [&](int64_t pixels) {
+    return Share{static_cast<int>(pixels) / p.rows, static_cast<int>(pixels) % p.rows,
+                 static_cast<float>(static_cast<double>(pixels) / static_cast<double>(c.pixels))};
+  };
+  p.whole = share(p.block_pixels);
+  p.rest = share(c.pixels % p.block_pixels);
+  const int64_t room = most_shared_bytes - Layout(p).bytes();
+  p.kept = static_cast<int>(std::clamp<int64_t>(room / (int64_t{16} * p.rows * p.slab_vectors), 0, whole(p.block_pixels, p.rows)));
+  plan.shared_bytes = Layout(p).bytes();
+  return plan;
+}
+
+// Cycles that it takes: an estimate, fitted to all ways to share out the images of bench/group_norm.py on H100s.
+double cycles(const Plan& plan, const Room& room) {
+  const Params& p = plan.params;
+  // Thread blocks that a multiprocessor has to take, and of these how many together, for which registers are enough for two.
+  const int64_t all = whole(int64_t{plan.images} * plan.slabs, room.clusters[plan.blocks]);
+  const int64_t together = std::clamp<int64_t>(room.shared_bytes / (plan.shared_bytes + room.reserved_bytes), 1, std::min<int64_t>(all, 2));
+  // A thread's vectors one after another: in how many lines of memory one lies is what counts, and whether it has to come again.
+  const int slab_bytes = static_cast<int>(sizeof(uint4)) * p.slab_vectors, line = 128;
+  const double lines = static_cast<double>(slab_bytes % line ? slab_bytes + line - 16 : slab_bytes) / (line * p.slab_vectors);
+  const double vectors = static_cast<double>(whole(p.block_pixels, p.rows)), of_vector = 145 + 1680 * lines;
+  const double again = 780 * (vectors - p.kept), of_round = 3000 + 120 * plan.blocks;
+  return static_cast<double>(whole(all, together)) * (of_round + vectors * of_vector * (1 + 0.8 * static_cast<double>(together - 1)) + again);
+}
+
 // How the work is shared out: what takes least time by an estimate.
-Plan plan_of(const TrtConvertGroupNormParams& c, const Device& device, int64_t most_shared_bytes) {
-  // Cycles of a multiprocessor: memory brings it some 22 bytes in each, in sectors of 32. A thread block takes some 2,000 besides, and
-  // 1,000 more to meet others.
-  constexpr int64_t kBytes = 22, kSector = 32, kBeside = 2000, kMeeting = 1000;
-  const auto in = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
-  const int group_channels = c.channels / c.groups;
-  const int unit = std::lcm(group_channels, kVector), units = c.channels / unit;  // channels that are whole groups and whole vectors
+Plan plan_of(const TrtConvertGroupNormParams& c, const Room& room) {
+  const int unit = std::lcm(c.channels / c.groups, kVector), units = c.channels / unit;  // channels that are whole groups and vectors
   Plan best = {};
-  int64_t least = INT64_MAX;
+  double least = 0;
   for (int width = 1; width <= units; ++width) {
-    const int slab_channels = unit * width;
-    if (units % width || (width > 1 && slab_channels > kWideSlab)) continue;
-    for (int blocks = 1; blocks <= kMostBlocks && blocks <= c.pixels; blocks *= 2) {
-      Plan plan = {};
-      Params& p = plan.params;
-      p.pixels = static_cast<int>(c.pixels);
-      p.vectors = c.channels / kVector;
-      p.slab_vectors = slab_channels / kVector;
-      p.block_pixels = static_cast<int>(in(c.pixels, blocks));
-      p.rows = std::min(kThreads / p.slab_vectors, p.block_pixels);
-      p.group_channels = group_channels;
-      const int64_t most_kept = (most_shared_bytes - Layout(p).bytes()) / (int64_t{16} * p.rows * p.slab_vectors);
-      const int64_t wanted = in(p.block_pixels, p.rows);
-      p.kept = static_cast<int>(std::clamp<int64_t>(most_kept, 0, wanted));
-      plan.images = static_cast<int>(c.batch);
-      plan.slabs = units / width;
-      plan.blocks = blocks;
-      plan.shared_bytes = Layout(p).bytes();
-      const int64_t bytes = p.block_pixels * in(2 * slab_channels, kSector) * kSector;
-      const int64_t trips = 2 * bytes + bytes * (wanted - p.kept) / wanted;
-      const int64_t waves = in(c.batch * plan.slabs * blocks, device.multiprocessors);
-      const int64_t time = waves * (trips / kBytes + kBeside + (blocks > 1 ? kMeeting : 0));
-      if (time >= least) continue;
+    if (units % width || (width > 1 && unit * width > kWideSlab)) continue;
+    for (int blocks = 1; blocks <= kMostBlocks && blocks <= c.pixels; ++blocks) {
+      if (!room.clusters[blocks]) continue;
+      const Plan plan = shared_out(c, unit * width, blocks, room.block_bytes);
+      const double time = cycles(plan, room);
+      if (best.blocks && time >= least) continue;
       least = time;
       best = plan;
     }
@@ -302,22 +450,13 @@ Plan plan_of(const TrtConvertGroupNormParams& c, const Device& device, int64_t m
 }
 
 template <typename T, bool kSilu>
-cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+cudaError_t launch(const Plan& plan, const Room& room, cudaStream_t stream) {
   const auto kernel = group_norm_kernel<T, kSilu>;
-  const auto shared_bytes = static_cast<int>(plan.shared_bytes);
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(plan.blocks);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.slabs), static_cast<unsigned>(plan.images));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, plan.params);
+  // As much as there is, each time: another thread may be about to launch the kernel with more than this one.
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room.block_bytes)) return error;
+  const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.slabs), static_cast<unsigned>(plan.images));
+  const Launch launch(grid, plan.threads, plan.shared_bytes, stream);
+  return cudaLaunchKernelEx(&launch.config, kernel, plan.params);
 }
 
 constexpr int kMostImages = 65535;            // of a grid
@@ -342,12 +481,6 @@ TrtConvertStatus check_tensors(const TrtConvertGroupNormParams& c, Report& repor
                                {"normed", c.normed}});
 }
 
-cudaError_t read_shared_bytes(int& bytes) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error == cudaSuccess ? cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) : error;
-}
-
 }  // namespace
 }  // namespace trtconvert::group_norm
 
@@ -370,25 +503,24 @@ TrtConvertStatus trtconvert_group_norm_run(const TrtConvertGroupNormParams* para
   Report report(message, message_size);
   if (check(params, report) || check_tensors(*params, report)) return report.status;
   Device device;
-  int shared_bytes = 0;
+  Room room;
   if (const cudaError_t error = device.read()) return report.no_device(error);
-  if (const cudaError_t error = read_shared_bytes(shared_bytes)) return report.no_device(error);
   if (!device.has_clusters())
     return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
                        "device: expected compute capability 9.0 or later, and a library compiled for it; got %d.%d and %s; build the "
                        "engine again on this GPU",
                        device.major, device.minor, TRTCONVERT_ARCHITECTURES);
-  Plan plan = plan_of(*params, device, shared_bytes);
+  if (const cudaError_t error = Room::read(room)) return report.no_device(error);
+  Plan plan = plan_of(*params, room);
   const auto at = [](const void* tensor) { return static_cast<const uint4*>(tensor); };
   plan.params.x = at(params->x);
   plan.params.shift = at(params->shift);
   plan.params.weight = at(params->weight);
   plan.params.bias = at(params->bias);
   plan.params.normed = static_cast<uint4*>(params->normed);
-  plan.params.epsilon = params->epsilon;
   const auto stream = static_cast<cudaStream_t>(params->stream);
   const auto launched = [&](auto silu) {
-    return params->data_type == TRTCONVERT_BFLOAT16 ? launch<__nv_bfloat16, silu>(plan, stream) : launch<__half, silu>(plan, stream);
+    return params->data_type == TRTCONVERT_BFLOAT16 ? launch<__nv_bfloat16, silu>(plan, room, stream) : launch<__half, silu>(plan, room, stream);
   };
   return report.launched(params->silu ? launched(std::true_type()) : launched(std::false_type()), "group norm");
 }

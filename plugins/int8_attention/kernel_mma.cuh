@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/copies.cuh"
 #include "launch.h"
 #include "mma.cuh"
 

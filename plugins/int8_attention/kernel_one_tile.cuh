@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/copies.cuh"
 #include "common/early_launch.cuh"
 #include "launch.h"
 #include "mma.cuh"
@@ -105,7 +106,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
       copy_or_clear(w.s_memory + raw_key_offset(w.layout.keys, key, lane),
                     exists ? k + key * tensors.k_strides.token * element_size : tensors.k, exists);
     }
-  mma::commit_copies();
+  commit_copies();
   const uint8_t* const v = source(tensors.v, tensors.v_strides);
   if (lane * 8 < kDimPv)
 #pragma unroll 1
@@ -114,7 +115,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
       copy_or_clear(w.s_memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16,
                     exists ? v + key * tensors.v_strides.token * element_size : tensors.v, exists);
     }
-  mma::commit_copies();
+  commit_copies();
 }
 
 // This thread's 16-bit channels of two rows, first_row and the eighth after it: 8 t to 8 t + 7 of each group of 32. Zeros where
@@ -308,11 +309,11 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
   if constexpr (kInt8Logits) {
     usable = tables_usable(p, w.element, w.head) && usable;
     q_scale = p.q_scale[int64_t(w.element.bin) * p.heads + w.head];
-    mma::wait_copies<1>();
+    wait_copies<1>();
     __syncthreads();
     k_scale = quantise_keys<T, kDimQk>(p, w, from_data);
   }
-  mma::wait_copies<0>();
+  wait_copies<0>();
   __syncthreads();
   if constexpr (kInt8Values) {
     quantise_values<T, kDimQk, kDimPv, kTokenScales>(p, w);

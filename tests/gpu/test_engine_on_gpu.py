@@ -277,7 +277,8 @@ def output_of(trt, model):
         TensorRecord(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=["batch", *t.shape[1:]])
         for name, t in feed.items()
     ]
-    plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}], EngineSection(), Watch())
+    options = EngineSection(optimization_level=1)  # a U-Net has many layers, whose kernels would all be timed
+    plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}], options, Watch())
     engine = loaded(trt, plan).engine
     context = engine.create_execution_context()
     for name, value in feed.items():

@@ -1,0 +1,21 @@
+// Copies from global to shared memory that a thread does not wait for (cp.async, sm_80 and later).
+#pragma once
+
+#include <cstdint>
+
+namespace trtconvert {
+
+// 16 bytes, both addresses aligned to them. `s_target` is an address of shared memory.
+__device__ __forceinline__ void copy_async(uint32_t s_target, const void* g_source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until no more than so many groups of this thread's copies, the last ones, are under way. It may read what is there then.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace trtconvert
