@@ -1,6 +1,6 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain native plugin channels-last auto]
+    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain native plugin channels-first auto]
                            [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
@@ -8,7 +8,7 @@ billion parameters take long to export, 3 of its 19 double blocks and 6 of its 3
 is measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the
 lowering of attention alone, and of what becomes plugins with it: norms, rotary embeddings, projections and the layers between.
 The plugin's has a timestep bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan
-that uses each for as many steps. `channels-last` also has plugins for the group norms of U-Nets (engine.channels_last). `auto`
+that uses each for as many steps. `channels-first` leaves the group norms of U-Nets to TensorRT (engine.channels_last). `auto`
 is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or
 TensorRT's own is everywhere, or the plugin at some lengths, whichever makes the fastest engine. The time of its build is that
 of all that it builds and times.
@@ -66,6 +66,7 @@ from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
 from trtconvert.export.concats import promote_concats
+from trtconvert.export.lowering import has_group_norms
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.scatters import leave_out_default_reductions
 from trtconvert.export.trace import SiteOptions, trace
@@ -82,9 +83,9 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
 PLUGIN = "TensorRT, our plugin"
-CHANNELS_LAST = f"{PLUGIN}, channels last"
+CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
 PLAIN = "TensorRT of torch.onnx.export"
-PEERS = ("torch", "plain", "native", "plugin", "channels-last", "auto")
+PEERS = ("torch", "plain", "native", "plugin", "channels-first", "auto")
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -589,11 +590,10 @@ class Bench:
         for peer, what, native in (("native", NATIVE, list(sites)), ("plugin", PLUGIN, [])):
             if peer in peers:
                 self._load(trt, what, build(native), not native, plans[frozenset(native)][1])
-        if "channels-last" in peers:
-            model = tensorrt.lowered(exported, [], options.model_copy(update={"channels_last": True}), [{}])
-            if any(node.op_type == "GroupNorm" for node in model.graph):
-                plan, seconds = built(model, "channels last")
-                self._load(trt, CHANNELS_LAST, plan, True, seconds)
+        if "channels-first" in peers and has_group_norms(exported):
+            model = tensorrt.lowered(exported, [], options.model_copy(update={"channels_last": False}), [{}])
+            plan, seconds = built(model, "group norms TensorRT's own")
+            self._load(trt, CHANNELS_FIRST, plan, True, seconds)
         if not {"plugin", "auto"} & set(peers):
             return
         with Phase(f"{self.model.name}: attention timed alone") as alone:
@@ -677,7 +677,7 @@ def main() -> None:
         choices=PEERS,
         default=PEERS,
         help="torch: as it is and compiled; plain: TensorRT with what torch exports by itself; native: with our export and "
-        "TensorRT's own attention; plugin: with ours everywhere; channels-last: and the group norms of U-Nets too; auto: what "
+        "TensorRT's own attention; plugin: with ours everywhere; channels-first: but for the group norms of U-Nets; auto: what "
         "the build would keep of native and plugin",
     )
     parser.add_argument(
@@ -705,7 +705,7 @@ def main() -> None:
             bench = Bench(name, arguments.kernels)
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            engines = {"native", "plugin", "channels-last", "auto"} & set(arguments.peers)
+            engines = {"native", "plugin", "channels-first", "auto"} & set(arguments.peers)
             bench.to_cpu()
             if arguments.exports or engines:
                 path = bench.export(exports)

@@ -45,7 +45,7 @@ from trtconvert.engine.loading import load_engine
 from trtconvert.engine.signals import DeferredSignals
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export import storage
+from trtconvert.export import lowering, storage
 from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
@@ -1302,18 +1302,21 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
 
 
 @pytest.mark.parametrize(
-    ("attention", "kernel", "fields", "said"),
+    ("attention", "kernel", "norms", "fields", "said"),
     [
-        ("plugin", True, {}, None),
-        ("plugin", False, {}, "the plugin library has no kernel for them on this GPU"),
-        ("plugin", True, {"refittable": True}, "engine.refittable"),
-        ("plugin", True, {"hardware_compatible": True}, "engine.hardware_compatible"),
-        ("native", True, {}, "attention is TensorRT's own everywhere"),
+        ("plugin", True, True, {}, None),
+        ("plugin", False, True, {}, "the plugin library has no kernel for them on this GPU"),
+        ("plugin", True, True, {"refittable": True}, "engine.refittable"),
+        ("plugin", True, True, {"hardware_compatible": True}, "engine.hardware_compatible"),
+        ("plugin", False, False, {}, None),  # nothing to tell of a model without any
+        ("plugin", False, True, {"channels_last": False}, None),  # as asked for
+        ("native", False, True, {}, None),
     ],
 )
-def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, fields, said):
+def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
-    builds.build(attention, channels_last=True, **fields)
+    monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
+    builds.build(attention, **fields)
     if said is None:
         assert not builds.watch.notices
     else:

@@ -289,9 +289,9 @@ class EngineSection(_Section):
         default=False, description="tensorrt: weights may stay in host memory and travel while the engine runs."
     )
     channels_last: bool = Field(
-        default=False,
-        description="tensorrt: group norms of U-Nets, and what turns images into tokens and back, by plugins that keep channels "
-        "last as convolutions do, on Hopper and later; new, and not measured yet.",
+        default=True,
+        description="tensorrt: group norms of U-Nets, and what turns images into tokens and back, are plugins that keep channels "
+        "last as convolutions do, beside attention that is one, on Hopper and later.",
     )
 
     @field_validator("targets")

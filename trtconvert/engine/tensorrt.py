@@ -245,6 +245,7 @@ def build_engine(
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_mix
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
+    from trtconvert.export.lowering import has_group_norms
     from trtconvert.export.nodes import require_attention_nodes
 
     trt = load()
@@ -263,10 +264,10 @@ def build_engine(
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
-    if nodes and options.channels_last:
-        reason = _against_channels_last(options) if engine.with_plugin else "attention is TensorRT's own everywhere"
+    if engine.with_plugin and options.channels_last and has_group_norms(model):
+        reason = _against_channels_last(options)
         if reason:
-            watch.notice(f"group norms stay TensorRT's own, though engine.channels_last is set: {reason}")
+            watch.notice(f"group norms stay TensorRT's own, with copies around them: {reason}")
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",

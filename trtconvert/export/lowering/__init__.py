@@ -2,6 +2,7 @@
 node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
 from trtconvert.export.lowering.function import lower_to_function
+from trtconvert.export.lowering.group_norms import has_group_norms
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
@@ -11,6 +12,7 @@ from trtconvert.export.lowering.products import split_products
 
 __all__ = [
     "fold_transposes",
+    "has_group_norms",
     "lower_to_function",
     "lower_to_native",
     "lower_to_plugin",

@@ -83,6 +83,11 @@ class _Exit:
     add: ir.Node
 
 
+def has_group_norms(model: ir.Model) -> bool:
+    """Whether `take_group_norms` would take any."""
+    return any(_taken(node) is not None for node in model.graph)
+
+
 def take_group_norms(model: ir.Model) -> int:
     """Replace group norms beside convolutions by nodes `GroupNorm`, in place, and sums of images and tokens by `ChannelsLastAdd`.
 
@@ -105,11 +110,20 @@ def take_group_norms(model: ir.Model) -> int:
     return norms + sums
 
 
-def _take_norm(candidate: ir.Node) -> bool:
+def _taken(candidate: ir.Node) -> tuple[_GroupNorm, _Entry | None] | None:
+    """The norm whose middle a node is, and how its result becomes tokens; None where it is left as it is."""
     norm = _group_norm(candidate)
-    entry = _entry(norm) if norm is not None else None
-    if norm is None or (entry is None and not _is_beside_convolution(norm)):
+    if norm is None:
+        return None
+    entry = _entry(norm)
+    return (norm, entry) if entry is not None or _is_beside_convolution(norm) else None
+
+
+def _take_norm(candidate: ir.Node) -> bool:
+    found = _taken(candidate)
+    if found is None:
         return False
+    norm, entry = found
     x, shape = norm.x, norm.x.shape
     assert shape is not None
     if entry is not None:
