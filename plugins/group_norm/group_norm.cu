@@ -427,7 +427,8 @@ double cycles(const Plan& plan, const Room& room) {
   const double lines = static_cast<double>(slab_bytes % line ? slab_bytes + line - 16 : slab_bytes) / (line * p.slab_vectors);
   const double vectors = static_cast<double>(whole(p.block_pixels, p.rows)), of_vector = 145 + 1680 * lines;
   const double again = 780 * (vectors - p.kept), of_round = 3000 + 120 * plan.blocks;
-  return static_cast<double>(whole(all, together)) * (of_round + vectors * of_vector * (1 + 0.8 * static_cast<double>(together - 1)) + again);
+  const double beside_others = 1 + 0.8 * static_cast<double>(together - 1);
+  return static_cast<double>(whole(all, together)) * (of_round + vectors * of_vector * beside_others + again);
 }
 
 // How the work is shared out: what takes least time by an estimate.
@@ -520,7 +521,8 @@ TrtConvertStatus trtconvert_group_norm_run(const TrtConvertGroupNormParams* para
   plan.params.normed = static_cast<uint4*>(params->normed);
   const auto stream = static_cast<cudaStream_t>(params->stream);
   const auto launched = [&](auto silu) {
-    return params->data_type == TRTCONVERT_BFLOAT16 ? launch<__nv_bfloat16, silu>(plan, room, stream) : launch<__half, silu>(plan, room, stream);
+    return params->data_type == TRTCONVERT_BFLOAT16 ? launch<__nv_bfloat16, silu>(plan, room, stream)
+                                                    : launch<__half, silu>(plan, room, stream);
   };
   return report.launched(params->silu ? launched(std::true_type()) : launched(std::false_type()), "group norm");
 }
