@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -113,6 +113,39 @@ def dynamic(smallest: list[Desc], largest: list[Desc]) -> ctypes.Array[DynamicDe
     for slot, low, high in zip(array, smallest, largest, strict=True):
         slot.desc, slot.min, slot.max, slot.opt = low, low.dims, high.dims, low.dims
     return array
+
+
+def array(descs: list[Desc]) -> ctypes.Array[Desc]:
+    return (Desc * len(descs))(*descs)
+
+
+def check_types_and_formats(
+    driver: Driver, plugin: ctypes.c_void_p, described: Callable[[int], list[Desc]], names: Sequence[str]
+) -> None:
+    """FP16 and BF16 are taken, as x has them, in the formats that are described and in no others.
+
+    Args:
+        described: inputs and outputs of a type, as the plugin takes them.
+        names: of the inputs; x is the first.
+    """
+    right, inputs = described(HALF), len(names)
+    for kind, taken in ((HALF, True), (BF16, True), (FLOAT, False), (INT32, False)):
+        descs = described(kind)
+        together = dynamic(descs, descs)
+        for position in range(len(descs)):
+            assert bool(driver.lib.driver_supports(plugin, position, together, inputs)) == taken
+    for position, wanted in enumerate(desc.format for desc in right):
+        others = [(HALF, form) for form in (LINEAR, CHW2, HWC8) if form != wanted]
+        for kind, form in ((BF16, wanted), (FLOAT, wanted), *others):
+            descs = described(HALF)
+            descs[position].type, descs[position].format = kind, form
+            supported = driver.lib.driver_supports(plugin, position, dynamic(descs, descs), inputs)
+            assert supported == (position == 0 and kind == BF16)  # the others follow x
+            if position < inputs and not supported:
+                assert driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1
+                name = "HWC8" if wanted == HWC8 else "linear"
+                named = f"input '{names[position]}': expected {name} format and FP16 or BF16, as x"
+                assert f"{named}; got format {form} and type {kind}" in driver.messages()
 
 
 def compiled_driver(folder: Path, major: int, plugin: str) -> Driver:

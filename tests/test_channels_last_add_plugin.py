@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 import pytest
 from plugin_driver import (
     BF16,
-    CHW2,
-    FLOAT,
     HALF,
     HWC8,
-    INT32,
     LINEAR,
     RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
+    array,
+    check_types_and_formats,
     compiled_driver,
     dynamic,
 )
@@ -53,10 +52,6 @@ def of_x(b: int, c: int, h: int, w: int) -> tuple[Sequence[int], Sequence[int]]:
     return (b, c, h, w), (b, h, w, c)
 
 
-def array(descs: list[Desc]) -> ctypes.Array[Desc]:
-    return (Desc * len(descs))(*descs)
-
-
 def test_what_an_engine_keeps_is_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
     expected = {"serialization_version": 1}
     assert driver.serialised(plugin) == expected
@@ -85,27 +80,7 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 
 
 def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    for kind in (HALF, BF16):
-        descs = tensors(kind=kind)
-        together = dynamic(descs, descs)
-        assert all(driver.lib.driver_supports(plugin, position, together, 2) for position in range(3))
-    for kind in (FLOAT, INT32):
-        descs = tensors(kind=kind)
-        together = dynamic(descs, descs)
-        assert not any(driver.lib.driver_supports(plugin, position, together, 2) for position in range(3))
-    for position, right in enumerate(FORMATS):
-        others = [(HALF, form) for form in (LINEAR, CHW2, HWC8) if form != right]
-        for kind, form in ((BF16, right), (FLOAT, right), *others):
-            descs = tensors()
-            descs[position].type, descs[position].format = kind, form
-            supported = driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 2)
-            assert supported == (position == 0 and kind == BF16)  # the others follow x
-            if position < 2 and not supported:
-                assert driver.lib.driver_shape_change(plugin, array(descs), 2) == 1
-                named = (
-                    f"input '{'xy'[position]}': expected {('HWC8', 'linear')[position]} format and FP16 or BF16, as x"
-                )
-                assert f"{named}; got format {form} and type {kind}" in driver.messages()
+    check_types_and_formats(driver, plugin, lambda kind: tensors(kind=kind), "xy")
 
 
 def test_the_output_is_as_x(driver: Driver, plugin: ctypes.c_void_p) -> None:

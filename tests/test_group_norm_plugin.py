@@ -8,20 +8,19 @@ from collections.abc import Iterator, Sequence
 import pytest
 from plugin_driver import (
     BF16,
-    CHW2,
     FIELD_FLOAT64,
     FIELD_INT32,
     FIELD_INT64,
-    FLOAT,
     HALF,
     HWC8,
-    INT32,
     LINEAR,
     RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
+    array,
+    check_types_and_formats,
     compiled_driver,
     dynamic,
 )
@@ -64,10 +63,6 @@ def tensors(*shapes: Sequence[int], kind: int = HALF, last: int = 0) -> list[Des
 def of_x(*x: int) -> tuple[Sequence[int], ...]:
     """Shapes of the inputs that belong together."""
     return x, x[1:2], x[1:2], x[:2]
-
-
-def array(descs: list[Desc]) -> ctypes.Array[Desc]:
-    return (Desc * len(descs))(*descs)
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -146,28 +141,9 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 @pytest.mark.parametrize("inputs", [3, 4])
 @pytest.mark.parametrize("last", [0, 1])
 def test_types_and_formats(driver: Driver, plugins: list[ctypes.c_void_p], last: int, inputs: int) -> None:
-    plugin, shapes = plugins[last], SHAPES[:inputs]
-    for kind in (HALF, BF16):
-        descs = tensors(*shapes, kind=kind, last=last)
-        together = dynamic(descs, descs)
-        assert all(driver.lib.driver_supports(plugin, position, together, inputs) for position in range(inputs + 1))
-    for kind in (FLOAT, INT32):
-        descs = tensors(*shapes, kind=kind, last=last)
-        together = dynamic(descs, descs)
-        assert not any(driver.lib.driver_supports(plugin, position, together, inputs) for position in range(inputs + 1))
-    for position in range(inputs + 1):
-        right = tensors(*shapes, last=last)[position].format
-        others = [(HALF, form) for form in (LINEAR, CHW2, HWC8) if form != right]
-        for kind, form in ((BF16, right), (FLOAT, right), *others):
-            descs = tensors(*shapes, last=last)
-            descs[position].type, descs[position].format = kind, form
-            supported = driver.lib.driver_supports(plugin, position, dynamic(descs, descs), inputs)
-            assert supported == (position == 0 and kind == BF16)  # the others follow x
-            if position < inputs and not supported:
-                assert driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1
-                wanted = "linear" if position else "HWC8"
-                named = f"input '{NAMES[position]}': expected {wanted} format and FP16 or BF16, as x"
-                assert f"{named}; got format {form} and type {kind}" in driver.messages()
+    check_types_and_formats(
+        driver, plugins[last], lambda kind: tensors(*SHAPES[:inputs], kind=kind, last=last), NAMES[:inputs]
+    )
 
 
 @pytest.mark.parametrize("inputs", [3, 4])

@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 import pytest
 from plugin_driver import (
     BF16,
-    CHW2,
     FIELD_INT64,
-    FLOAT,
     HALF,
-    INT32,
     LINEAR,
     RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
+    array,
+    check_types_and_formats,
     compiled_driver,
     dynamic,
 )
@@ -48,10 +47,6 @@ def plugins(driver: Driver) -> Iterator[list[ctypes.c_void_p]]:
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
     """Descriptions of x, weight, perhaps bias, and of the output, which has the shape of x but for its channels."""
     return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape in (*shapes, (*shapes[0][:-1], *shapes[1][-2:-1]))]
-
-
-def array(descs: list[Desc]) -> ctypes.Array[Desc]:
-    return (Desc * len(descs))(*descs)
 
 
 @pytest.mark.parametrize("geglu", [0, 1])
@@ -102,25 +97,8 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 @pytest.mark.parametrize("inputs", [2, 3])
 @pytest.mark.parametrize("geglu", [0, 1])
 def test_types_and_formats(driver: Driver, plugins: list[ctypes.c_void_p], geglu: int, inputs: int) -> None:
-    plugin, shapes = plugins[geglu], SHAPES[geglu][:inputs]
-    for kind in (HALF, BF16):
-        descs = tensors(*shapes, kind=kind)
-        together = dynamic(descs, descs)
-        assert all(driver.lib.driver_supports(plugin, position, together, inputs) for position in range(inputs + 1))
-    for kind in (FLOAT, INT32):
-        descs = tensors(*shapes, kind=kind)
-        together = dynamic(descs, descs)
-        assert not any(driver.lib.driver_supports(plugin, position, together, inputs) for position in range(inputs + 1))
-    for position in range(inputs + 1):
-        for kind, form in ((BF16, LINEAR), (FLOAT, LINEAR), (HALF, CHW2)):
-            descs = tensors(*shapes)
-            descs[position].type, descs[position].format = kind, form
-            supported = driver.lib.driver_supports(plugin, position, dynamic(descs, descs), inputs)
-            assert supported == (position == 0 and kind == BF16)  # the others follow x
-            if position < inputs and not supported:
-                assert driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1
-                named = f"input '{('x', 'weight', 'bias')[position]}': expected linear format and FP16 or BF16, as x"
-                assert f"{named}; got format {form} and type {kind}" in driver.messages()
+    shapes, names = SHAPES[geglu][:inputs], ("x", "weight", "bias")[:inputs]
+    check_types_and_formats(driver, plugins[geglu], lambda kind: tensors(*shapes, kind=kind), names)
 
 
 @pytest.mark.parametrize("inputs", [2, 3])

@@ -8,18 +8,17 @@ from collections.abc import Iterator, Sequence
 import pytest
 from plugin_driver import (
     BF16,
-    CHW2,
     FIELD_FLOAT64,
     FIELD_INT32,
-    FLOAT,
     HALF,
-    INT32,
     LINEAR,
     RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
+    array,
+    check_types_and_formats,
     compiled_driver,
     dynamic,
 )
@@ -51,10 +50,6 @@ def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
 def of_x(*x: int) -> tuple[Sequence[int], ...]:
     """Shapes of the inputs that belong together."""
     return x, x, x[-1:], x[-1:]
-
-
-def array(descs: list[Desc]) -> ctypes.Array[Desc]:
-    return (Desc * len(descs))(*descs)
 
 
 def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
@@ -92,19 +87,8 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 
 
 def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    for kind in (HALF, BF16):
-        descs = tensors(kind=kind)
-        together = dynamic(descs, descs)
-        assert all(driver.lib.driver_supports(plugin, position, together, 4) for position in range(6))
-    for kind in (FLOAT, INT32):
-        descs = tensors(kind=kind)
-        assert not driver.lib.driver_supports(plugin, 0, dynamic(descs, descs), 4)
-    for position in range(1, 6):
-        descs = tensors()
-        descs[position].type = BF16
-        assert not driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 4)
-        descs[position].type, descs[position].format = HALF, CHW2
-        assert not driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 4)
+    names = ("x", "residual", "weight", "bias")
+    check_types_and_formats(driver, plugin, lambda kind: tensors(kind=kind), names)
 
 
 def test_outputs_are_as_x(driver: Driver, plugin: ctypes.c_void_p) -> None:

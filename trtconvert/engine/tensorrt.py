@@ -264,9 +264,9 @@ def build_engine(
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
-    if engine.with_plugin and options.channels_last and has_group_norms(model):
+    if engine.with_plugin and options.channels_last:
         reason = _against_channels_last(options)
-        if reason:
+        if reason and has_group_norms(model):
             watch.notice(f"group norms stay TensorRT's own, with copies around them: {reason}")
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
