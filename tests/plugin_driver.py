@@ -148,6 +148,49 @@ def check_types_and_formats(
                 assert f"{named}; got format {form} and type {kind}" in driver.messages()
 
 
+def copies_read_back(driver: Driver, plugin: ctypes.c_void_p, expected: dict[str, object]) -> list[ctypes.c_void_p]:
+    """A clone and an attached one of what an engine makes of a plugin's fields, which say what is expected, as it does."""
+    assert driver.serialised(plugin) == expected
+    again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
+    copies = [ctypes.c_void_p(copy(again)) for copy in (driver.lib.driver_clone, driver.lib.driver_attach)]
+    driver.lib.driver_destroy(again)
+    assert [driver.serialised(copy) for copy in copies] == [expected] * 2
+    return copies
+
+
+def check_shapes_are_refused(
+    driver: Driver, plugin: ctypes.c_void_p, descs: list[Desc], good: list[Desc], inputs: int, said: str
+) -> None:
+    """At run time, and as the smallest or the largest of a profile with good ones."""
+    assert driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1
+    assert said in driver.messages()
+    for smallest, largest in ((descs, good), (good, descs)):
+        assert driver.lib.driver_configure(plugin, dynamic(smallest, largest), inputs) == 1
+        assert said in driver.messages()
+
+
+def check_number_of_inputs_is_refused(
+    driver: Driver, plugin: ctypes.c_void_p, descs: list[Desc], inputs: int, said: str
+) -> None:
+    """Wherever a plugin of one output is told it.
+
+    Args:
+        descs: of inputs and outputs as it takes them, twice as many as are wanted at most.
+    """
+    descs = (descs * 2)[: inputs + 1]
+    together, exprs = dynamic(descs, descs), (DimsExprs * inputs)()
+    refusals: list[Callable[[], bool]] = [
+        lambda: driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1,
+        lambda: driver.lib.driver_configure(plugin, together, inputs) == 1,
+        lambda: not driver.lib.driver_supports(plugin, 0, together, inputs),
+        lambda: driver.lib.driver_output_type(plugin, (ctypes.c_int32 * inputs)(), inputs, ctypes.c_int32()) == 1,
+        lambda: driver.lib.driver_output_shape(plugin, exprs, inputs, ctypes.byref(DimsExprs())) == 1,
+    ]
+    for refused in refusals:
+        assert refused()
+        assert f"{said}, got {inputs} and 1" in driver.messages()
+
+
 def compiled_driver(folder: Path, major: int, plugin: str) -> Driver:
     """The driver that stands for one major version of TensorRT, for a plugin by its name."""
     if shutil.which("g++") is None:

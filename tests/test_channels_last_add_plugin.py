@@ -11,14 +11,16 @@ from plugin_driver import (
     HALF,
     HWC8,
     LINEAR,
-    RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
     array,
+    check_number_of_inputs_is_refused,
+    check_shapes_are_refused,
     check_types_and_formats,
     compiled_driver,
+    copies_read_back,
     dynamic,
 )
 
@@ -54,12 +56,7 @@ def of_x(b: int, c: int, h: int, w: int) -> tuple[Sequence[int], Sequence[int]]:
 
 def test_what_an_engine_keeps_is_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
     expected = {"serialization_version": 1}
-    assert driver.serialised(plugin) == expected
-    again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
-    clone = ctypes.c_void_p(driver.lib.driver_clone(again))
-    attached = ctypes.c_void_p(driver.lib.driver_attach(again))
-    driver.lib.driver_destroy(again)
-    assert driver.serialised(clone) == driver.serialised(attached) == expected
+    copies_read_back(driver, plugin, expected)
 
 
 @pytest.mark.parametrize(
@@ -141,29 +138,13 @@ PIXELS = "pixels: expected 1..2^31, got"
     ids=str,
 )
 def test_shapes_that_do_not_fit_are_refused(driver: Driver, plugin: ctypes.c_void_p, shapes: tuple, said: str) -> None:
-    descs = tensors(*shapes)
-    assert driver.lib.driver_shape_change(plugin, array(descs), 2) == 1
-    assert said in driver.messages()
-    good = tensors()
-    for smallest, largest in ((descs, good), (good, descs)):
-        assert driver.lib.driver_configure(plugin, dynamic(smallest, largest), 2) == 1
-        assert said in driver.messages()
+    check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(), 2, said)
 
 
 @pytest.mark.parametrize("inputs", [1, 3])
 def test_other_numbers_of_inputs_are_refused(driver: Driver, plugin: ctypes.c_void_p, inputs: int) -> None:
-    descs = (tensors() * 2)[: inputs + 1]
-    together, exprs = dynamic(descs, descs), (DimsExprs * inputs)()
-    refusals = [
-        lambda: driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1,
-        lambda: driver.lib.driver_configure(plugin, together, inputs) == 1,
-        lambda: not driver.lib.driver_supports(plugin, 0, together, inputs),
-        lambda: driver.lib.driver_output_type(plugin, (ctypes.c_int32 * inputs)(), inputs, ctypes.c_int32()) == 1,
-        lambda: driver.lib.driver_output_shape(plugin, exprs, inputs, ctypes.byref(DimsExprs())) == 1,
-    ]
-    for refused in refusals:
-        assert refused()
-        assert f"expected 2 inputs (x, y) and 1 output, got {inputs} and 1" in driver.messages()
+    said = "expected 2 inputs (x, y) and 1 output"
+    check_number_of_inputs_is_refused(driver, plugin, tensors(), inputs, said)
 
 
 def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:

@@ -14,14 +14,16 @@ from plugin_driver import (
     HALF,
     HWC8,
     LINEAR,
-    RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
     array,
+    check_number_of_inputs_is_refused,
+    check_shapes_are_refused,
     check_types_and_formats,
     compiled_driver,
+    copies_read_back,
     dynamic,
 )
 
@@ -70,17 +72,12 @@ def test_what_an_engine_keeps_is_read_back(driver: Driver, last: int) -> None:
     driver.messages()
     made = driver.create(epsilon=0.5, groups=16, silu=1, channels_last=last)
     expected = {"serialization_version": 1, "epsilon": 0.5, "groups": 16, "silu": 1, "channels_last": last}
-    assert driver.serialised(made) == expected
-    again = driver.create_from(driver.lib.driver_fields(made).contents, RUNTIME)
-    clone = ctypes.c_void_p(driver.lib.driver_clone(again))
-    attached = ctypes.c_void_p(driver.lib.driver_attach(again))
-    driver.lib.driver_destroy(again)
-    assert driver.serialised(clone) == driver.serialised(attached) == expected
+    copies = copies_read_back(driver, made, expected)
     together, other = (
         dynamic(descs, descs) for descs in (tensors(*SHAPES, last=last), tensors(*SHAPES, last=1 - last))
     )
     fits, fits_not = array(tensors(*of_x(1, 16, 1, 1))), array(tensors(*of_x(1, 24, 1, 1)))
-    for plugin in (clone, attached):  # they act on what they say
+    for plugin in copies:  # they act on what they say
         assert driver.lib.driver_supports(plugin, 4, together, 4)
         assert not driver.lib.driver_supports(plugin, 4, other, 4)
         assert driver.lib.driver_shape_change(plugin, fits, 4) == 0, driver.messages()
@@ -233,30 +230,14 @@ PIXELS = "pixels: expected 1..2^24, got"
     ids=str,
 )
 def test_shapes_that_do_not_fit_are_refused(driver: Driver, plugin: ctypes.c_void_p, shapes: tuple, said: str) -> None:
-    descs, inputs = tensors(*shapes), len(shapes)
-    assert driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1
-    assert said in driver.messages()
-    good = tensors(*SHAPES[:inputs])
-    for smallest, largest in ((descs, good), (good, descs)):
-        assert driver.lib.driver_configure(plugin, dynamic(smallest, largest), inputs) == 1
-        assert said in driver.messages()
+    inputs = len(shapes)
+    check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(*SHAPES[:inputs]), inputs, said)
 
 
 @pytest.mark.parametrize("inputs", [2, 5])
 def test_other_numbers_of_inputs_are_refused(driver: Driver, plugin: ctypes.c_void_p, inputs: int) -> None:
-    descs = (tensors(*SHAPES) * 2)[: inputs + 1]
-    together, exprs = dynamic(descs, descs), (DimsExprs * inputs)()
-    refusals = [
-        lambda: driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1,
-        lambda: driver.lib.driver_configure(plugin, together, inputs) == 1,
-        lambda: not driver.lib.driver_supports(plugin, 0, together, inputs),
-        lambda: driver.lib.driver_output_type(plugin, (ctypes.c_int32 * inputs)(), inputs, ctypes.c_int32()) == 1,
-        lambda: driver.lib.driver_output_shape(plugin, exprs, inputs, ctypes.byref(DimsExprs())) == 1,
-    ]
-    for refused in refusals:
-        assert refused()
-        said = "expected 3 or 4 inputs (x, weight, bias, and perhaps shift) and 1 output, got"
-        assert f"{said} {inputs} and 1" in driver.messages()
+    said = "expected 3 or 4 inputs (x, weight, bias, and perhaps shift) and 1 output"
+    check_number_of_inputs_is_refused(driver, plugin, tensors(*SHAPES), inputs, said)
 
 
 def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:

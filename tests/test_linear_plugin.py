@@ -11,14 +11,16 @@ from plugin_driver import (
     FIELD_INT64,
     HALF,
     LINEAR,
-    RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
     array,
+    check_number_of_inputs_is_refused,
+    check_shapes_are_refused,
     check_types_and_formats,
     compiled_driver,
+    copies_read_back,
     dynamic,
 )
 
@@ -52,14 +54,9 @@ def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
 @pytest.mark.parametrize("geglu", [0, 1])
 def test_what_an_engine_keeps_is_read_back(driver: Driver, plugins: list[ctypes.c_void_p], geglu: int) -> None:
     expected = {"serialization_version": 1, "geglu": geglu}
-    assert driver.serialised(plugins[geglu]) == expected
-    again = driver.create_from(driver.lib.driver_fields(plugins[geglu]).contents, RUNTIME)
-    clone = ctypes.c_void_p(driver.lib.driver_clone(again))
-    attached = ctypes.c_void_p(driver.lib.driver_attach(again))
-    driver.lib.driver_destroy(again)
-    assert driver.serialised(clone) == driver.serialised(attached) == expected
+    copies = copies_read_back(driver, plugins[geglu], expected)
     descs, others = array(tensors(*SHAPES[geglu])), array(tensors(*SHAPES[1 - geglu]))
-    for plugin in (clone, attached):
+    for plugin in copies:
         assert driver.lib.driver_shape_change(plugin, descs, 3) == 0, driver.messages()
         assert driver.lib.driver_shape_change(plugin, others, 3) == 1
 
@@ -203,13 +200,8 @@ def test_shapes_that_fit(
 def test_shapes_that_do_not_fit_are_refused(
     driver: Driver, plugins: list[ctypes.c_void_p], geglu: int, shapes: tuple, said: str
 ) -> None:
-    plugin, descs, inputs = plugins[geglu], tensors(*shapes), len(shapes)
-    assert driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1
-    assert said in driver.messages()
-    good = tensors(*SHAPES[geglu][:inputs])
-    for smallest, largest in ((descs, good), (good, descs)):
-        assert driver.lib.driver_configure(plugin, dynamic(smallest, largest), inputs) == 1
-        assert said in driver.messages()
+    inputs, good = len(shapes), tensors(*SHAPES[geglu][: len(shapes)])
+    check_shapes_are_refused(driver, plugins[geglu], tensors(*shapes), good, inputs, said)
 
 
 @pytest.mark.parametrize("inputs", [1, 4])
@@ -217,19 +209,8 @@ def test_shapes_that_do_not_fit_are_refused(
 def test_other_numbers_of_inputs_are_refused(
     driver: Driver, plugins: list[ctypes.c_void_p], geglu: int, inputs: int
 ) -> None:
-    plugin, descs = plugins[geglu], (tensors(*SHAPES[geglu]) * 2)[: inputs + 1]
-    together, exprs = dynamic(descs, descs), (DimsExprs * inputs)()
-    refusals = [
-        lambda: driver.lib.driver_shape_change(plugin, array(descs), inputs) == 1,
-        lambda: driver.lib.driver_configure(plugin, together, inputs) == 1,
-        lambda: not driver.lib.driver_supports(plugin, 0, together, inputs),
-        lambda: driver.lib.driver_output_type(plugin, (ctypes.c_int32 * inputs)(), inputs, ctypes.c_int32()) == 1,
-        lambda: driver.lib.driver_output_shape(plugin, exprs, inputs, ctypes.byref(DimsExprs())) == 1,
-    ]
-    for refused in refusals:
-        assert refused()
-        said = "expected 2 or 3 inputs (x, weight, and perhaps bias) and 1 output, got"
-        assert f"{said} {inputs} and 1" in driver.messages()
+    said = "expected 2 or 3 inputs (x, weight, and perhaps bias) and 1 output"
+    check_number_of_inputs_is_refused(driver, plugins[geglu], tensors(*SHAPES[geglu]), inputs, said)
 
 
 @pytest.mark.parametrize("geglu", [0, 1])

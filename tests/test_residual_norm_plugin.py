@@ -12,14 +12,15 @@ from plugin_driver import (
     FIELD_INT32,
     HALF,
     LINEAR,
-    RUNTIME,
     Desc,
     Dims,
     DimsExprs,
     Driver,
     array,
+    check_shapes_are_refused,
     check_types_and_formats,
     compiled_driver,
+    copies_read_back,
     dynamic,
 )
 
@@ -54,12 +55,7 @@ def of_x(*x: int) -> tuple[Sequence[int], ...]:
 
 def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
     expected = {"serialization_version": 2, "epsilon": 0.5, "starts_early": 0}
-    assert driver.serialised(plugin) == expected
-    again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
-    clone = ctypes.c_void_p(driver.lib.driver_clone(again))
-    attached = ctypes.c_void_p(driver.lib.driver_attach(again))
-    driver.lib.driver_destroy(again)
-    assert driver.serialised(clone) == driver.serialised(attached) == expected
+    copies_read_back(driver, plugin, expected)
     assert driver.serialised(driver.create()) == expected | {"epsilon": pytest.approx(1e-5)}
     assert driver.serialised(driver.create(starts_early=1))["starts_early"] == 1
     wide = driver.create(epsilon=(FIELD_FLOAT64, 1, ctypes.c_double(0.25)))
@@ -136,13 +132,7 @@ def test_shapes_that_fit(driver: Driver, plugin: ctypes.c_void_p) -> None:
     ids=str,
 )
 def test_shapes_that_do_not_fit_are_refused(driver: Driver, plugin: ctypes.c_void_p, shapes: tuple, said: str) -> None:
-    descs = tensors(*shapes)
-    assert driver.lib.driver_shape_change(plugin, array(descs), 4) == 1
-    assert said in driver.messages()
-    good = tensors()
-    for smallest, largest in ((descs, good), (good, descs)):
-        assert driver.lib.driver_configure(plugin, dynamic(smallest, largest), 4) == 1
-        assert said in driver.messages()
+    check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(), 4, said)
 
 
 def test_other_numbers_of_inputs_are_refused(driver: Driver, plugin: ctypes.c_void_p) -> None:
