@@ -1,6 +1,7 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81] [--peers torch plain native plugin channels-first auto]
+    python bench/engine.py [--models sd15 sdxl flux video video-81]
+                           [--peers torch plain native group-norms plugin channels-first auto]
                            [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
@@ -8,14 +9,15 @@ billion parameters take long to export, 3 of its 19 double blocks and 6 of its 3
 is measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the
 lowering of attention alone, and of what becomes plugins with it: norms, rotary embeddings, projections and the layers between.
 The plugin's has a timestep bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan
-that uses each for as many steps. `channels-first` leaves the group norms of U-Nets to TensorRT (engine.channels_last). `auto`
-is what `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or
-TensorRT's own is everywhere, or the plugin at some lengths, whichever makes the fastest engine. The time of its build is that
-of all that it builds and times.
+that uses each for as many steps. Of U-Nets group norms are plugins as well: `channels-first` leaves them to TensorRT
+(engine.channels_last), `group-norms` has them beside TensorRT's own attention (engine.attention: native). `auto` is what
+`trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or TensorRT's own is
+everywhere, or the plugin at some lengths, whichever makes the fastest engine. The time of its build is that of all that it builds
+and times.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
-compile` changes in a graph besides attention.
+compile` changes in a graph besides attention and group norms.
 
 Engines are called as our runtime does, through a CUDA graph, and timed when all are built: in turns, each in a loop that is
 warm, so that none has the GPU cooler than another. Latency is the median of CUDA events over repeated calls with rotating
@@ -83,9 +85,10 @@ TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own FP16 attention"
 PLUGIN = "TensorRT, our plugin"
+GROUP_NORMS = f"{NATIVE}, our group norms"
 CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
 PLAIN = "TensorRT of torch.onnx.export"
-PEERS = ("torch", "plain", "native", "plugin", "channels-first", "auto")
+PEERS = ("torch", "plain", "native", "group-norms", "plugin", "channels-first", "auto")
 
 
 # Architectures ----------------------------------------------------------------------------------------------------------
@@ -572,42 +575,44 @@ class Bench:
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
-        inputs, options = self._records(), EngineSection()
-        plans: dict[frozenset[str], tuple[bytes, float]] = {}  # and seconds, by the sites that are native
+        inputs, with_group_norms = self._records(), has_group_norms(exported)
+        # Plans and seconds, by the sites that are native and whether group norms are ours.
+        plans: dict[tuple[frozenset[str], bool], tuple[bytes, float]] = {}
 
-        def built(model: ir.Model, what: str) -> tuple[bytes, float]:
-            with Phase(f"{self.model.name}: built, {what}") as building:
-                plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
-            return plan, building.seconds
-
-        def build(native: Collection[str]) -> bytes:
-            key = frozenset(native)
+        def built(native: Collection[str], channels_last: bool) -> tuple[bytes, float]:
+            key = frozenset(native), channels_last and with_group_norms
             if key not in plans:  # what `auto` builds may be one of the others
-                model = tensorrt.lowered(exported, key, options, [{}])
-                plans[key] = built(model, f"{len(key)} of {len(sites)} sites native")
-            return plans[key][0]
+                options = EngineSection(channels_last=channels_last)
+                norms = ", group norms ours" if key[1] else ""
+                with Phase(f"{self.model.name}: built, {len(native)} of {len(sites)} sites native{norms}") as building:
+                    model = tensorrt.lowered(exported, native, options, [{}])
+                    plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
+                plans[key] = plan, building.seconds
+            return plans[key]
 
-        for peer, what, native in (("native", NATIVE, list(sites)), ("plugin", PLUGIN, [])):
-            if peer in peers:
-                self._load(trt, what, build(native), not native, plans[frozenset(native)][1])
-        if "channels-first" in peers and has_group_norms(exported):
-            model = tensorrt.lowered(exported, [], options.model_copy(update={"channels_last": False}), [{}])
-            plan, seconds = built(model, "group norms TensorRT's own")
-            self._load(trt, CHANNELS_FIRST, plan, True, seconds)
+        for peer, what, native, channels_last in (
+            ("native", NATIVE, list(sites), False),
+            ("group-norms", GROUP_NORMS, list(sites), True),
+            ("plugin", PLUGIN, [], True),
+            ("channels-first", CHANNELS_FIRST, [], False),
+        ):
+            if peer in peers and (with_group_norms or peer in ("native", "plugin")):
+                plan, seconds = built(native, channels_last)
+                self._load(trt, what, plan, not native, seconds)
         if not {"plugin", "auto"} & set(peers):
             return
         with Phase(f"{self.model.name}: attention timed alone") as alone:
-            choice = tensorrt.choose_alone(trt, exported, [{}], options, Notices())
+            choice = tensorrt.choose_alone(trt, exported, [{}], EngineSection(), Notices())
         self.attention = attention_alone(self.model.name, exported, choice)
         if "auto" not in peers:
             return
-        before = sum(seconds for _, seconds in plans.values())
+        before = sum(seconds for (_, ours), (_, seconds) in plans.items() if ours == with_group_norms)
         with Phase(f"{self.model.name}: attention chosen") as choosing:
             time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
-            auto = fastest_mix(choice, sites, build, time_engine, Notices())
+            auto = fastest_mix(choice, sites, lambda native: built(native, True)[0], time_engine, Notices())
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
-        built = before + alone.seconds + choosing.seconds
-        self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, built)
+        seconds = before + alone.seconds + choosing.seconds
+        self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, seconds)
 
     def _load(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
         """An engine to be timed. One with the plugin is timed in each mode, by the timestep."""
@@ -677,8 +682,8 @@ def main() -> None:
         choices=PEERS,
         default=PEERS,
         help="torch: as it is and compiled; plain: TensorRT with what torch exports by itself; native: with our export and "
-        "TensorRT's own attention; plugin: with ours everywhere; channels-first: but for the group norms of U-Nets; auto: what "
-        "the build would keep of native and plugin",
+        "TensorRT's own attention; group-norms: between our group norms; plugin: with ours everywhere; channels-first: between "
+        "TensorRT's; auto: what the build would keep of group-norms and plugin",
     )
     parser.add_argument(
         "--exports",
@@ -705,7 +710,7 @@ def main() -> None:
             bench = Bench(name, arguments.kernels)
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            engines = {"native", "plugin", "channels-first", "auto"} & set(arguments.peers)
+            engines = set(arguments.peers) - {"torch", "plain"}
             bench.to_cpu()
             if arguments.exports or engines:
                 path = bench.export(exports)

@@ -88,6 +88,7 @@ def calls_of(image: Image) -> dict[str, Call]:
     )
     shift = torch.randn(shape[:2], device="cuda").half()
     weight, bias = (torch.randn(image.channels, device="cuda").half() for _ in range(2))
+    torch.compiler.reset()  # from the ninth shape on it would compile nothing any more
     compiled = torch.compile(in_torch, dynamic=False)
     return {
         "torch": lambda i: in_torch(x[i % sets], shift, weight, bias),

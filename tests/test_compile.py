@@ -276,7 +276,7 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
         outcome = run(command, bundle)
         assert outcome.exit_code == 0, outcome.output
         text = " ".join(outcome.output.replace("│", " ").split())
-        assert "sm90: built on NVIDIA H200, holds the plugin 0.1.0" in text
+        assert "sm90: built on NVIDIA H200, holds the plugin library 0.1.0" in text
         assert "sm90: 1 site stays native: 16 × 77 tokens, 21.2 µs against 33.7 µs" in text
         assert (
             "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster is kept"

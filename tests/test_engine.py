@@ -46,9 +46,12 @@ from trtconvert.engine.signals import DeferredSignals
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import lowering, storage
+from trtconvert.export.function_body import DOMAIN
 from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.nodes import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.library import library_version
 from trtconvert.models.base import intercepted
 from trtconvert.recipe import EngineSection
 
@@ -213,8 +216,23 @@ def test_hardware_compatible_engines_are_for_ampere_and_later(wanted):
     assert config.hardware_compatibility_level == (trt.HardwareCompatibilityLevel.AMPERE_PLUS if wanted else None)
 
 
-@pytest.mark.parametrize(("lower", "held"), [(lower_to_plugin, ["libtrtconvert.so"]), (lower_to_native, [])])
-def test_a_plan_holds_the_plugin_library_where_a_site_needs_it(monkeypatch, tmp_path, lower, held):
+def lower_beside_a_group_norm(model: ir.Model) -> None:
+    """To an engine of TensorRT's own attention."""
+    lower_to_native(model)
+    image = ir.val("image", ir.DataType.FLOAT16, (2, 64, 8, 8))
+    model.graph.inputs.append(image)
+    model.graph.append(ir.node(GROUP_NORM, [image], domain=DOMAIN))
+
+
+@pytest.mark.parametrize(
+    ("lower", "held"),
+    [
+        (lower_to_plugin, ["libtrtconvert.so"]),
+        (lower_to_native, []),
+        (lower_beside_a_group_norm, ["libtrtconvert.so"]),
+    ],
+)
+def test_a_plan_holds_the_plugin_library_where_a_node_needs_it(monkeypatch, tmp_path, lower, held):
     config = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_builder_config()
     monkeypatch.setattr(tensorrt, "library_path", lambda: tmp_path / "libtrtconvert.so")
     monkeypatch.setattr(tensorrt, "build_plan", lambda *_, configure, **__: configure(config))
@@ -1310,13 +1328,19 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
         ("plugin", True, True, {"hardware_compatible": True}, "engine.hardware_compatible"),
         ("plugin", False, False, {}, None),  # nothing to tell of a model without any
         ("plugin", False, True, {"channels_last": False}, None),  # as asked for
-        ("native", False, True, {}, None),
+        ("native", True, True, {}, None),
+        ("native", False, True, {}, "the plugin library has no kernel for them on this GPU"),
+        ("native", True, True, {"channels_last": False}, None),
+        ("native", True, False, {}, None),
     ],
 )
 def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
+    """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
-    builds.build(attention, **fields)
+    record = builds.build(attention, **fields).record
+    taken = kernel and norms and not fields
+    assert record.plugin == (library_version() if attention == "plugin" or taken else "")
     if said is None:
         assert not builds.watch.notices
     else:

@@ -26,7 +26,7 @@ from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, has_group_norms, take_group_norms
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes import attention_nodes, has_own_nodes
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.models.base import InputSpec
 from trtconvert.recipe import EngineSection
@@ -193,6 +193,7 @@ def test_weights_in_files(tmp_path: Path):
     assert relative_error(run(as_operators(model), batch=2, height=8, width=8), expected) < PIXELS_AS_TOKENS
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["plugin", "native"])
 @pytest.mark.parametrize(
     ("kernel", "options", "count"),
     [
@@ -204,12 +205,23 @@ def test_weights_in_files(tmp_path: Path):
     ],
     ids=str,
 )
-def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: dict, count: int):
+def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: dict, count: int, native: bool):
     monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: False)
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
-    lowered = tensorrt.lowered(unet(), [], EngineSection(**options), [{}])
+    sites = list(attention_nodes(unet()))
+    lowered = tensorrt.lowered(unet(), sites if native else [], EngineSection(**options), [{}])
+    assert len(attention_nodes(lowered)) == (0 if native else len(sites))
     assert len(named(lowered, GROUP_NORM)) == count
     assert len(named(lowered, CHANNELS_LAST_ADD)) == (4 if count else 0)
+    assert has_own_nodes(lowered) == (not native or count > 0)
+
+
+def test_a_model_without_sites_keeps_its_norms(monkeypatch):
+    """As a VAE, whose images are larger than what the kernel is made for."""
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    model = unet()
+    lower_to_native(model, list(attention_nodes(model)))
+    assert has_group_norms(model) and not has_own_nodes(tensorrt.lowered(model, [], EngineSection(), [{}]))
 
 
 def test_a_machine_without_a_gpu_has_no_kernel():

@@ -291,7 +291,7 @@ class EngineSection(_Section):
     channels_last: bool = Field(
         default=True,
         description="tensorrt: group norms of U-Nets, and what turns images into tokens and back, are plugins that keep channels "
-        "last as convolutions do, beside attention that is one, on Hopper and later.",
+        "last as convolutions do, on Hopper and later, with either attention.",
     )
 
     @field_validator("targets")

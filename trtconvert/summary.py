@@ -102,7 +102,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
 def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
     """What is particular about an engine of a model that takes these sizes."""
     if engine.gpu:
-        yield f"built on {engine.gpu}" + (f", holds the plugin {engine.plugin}" if engine.plugin else "")
+        yield f"built on {engine.gpu}" + (f", holds the plugin library {engine.plugin}" if engine.plugin else "")
     if engine.profiles not in ([], [dims]):
         for profile in engine.profiles:
             yield "profile " + ", ".join(f"{dim} {low}..{opt}..{high}" for dim, (low, opt, high) in profile.items())

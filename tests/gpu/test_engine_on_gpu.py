@@ -254,15 +254,20 @@ def test_an_engine_with_linear_layers_of_plugins_computes_the_same(trt):
     assert relative_error(*outputs) <= HALF_DENOISER
 
 
-@pytest.mark.parametrize("linear", [False, True], ids=["convolutions", "linear layers"])
-def test_an_engine_with_group_norms_of_plugins_computes_the_same(trt, linear):
+@pytest.mark.parametrize(
+    ("attention", "linear"),
+    [("plugin", False), ("plugin", True), ("native", False)],
+    ids=["convolutions", "linear layers", "TensorRT's own attention"],
+)
+def test_an_engine_with_group_norms_of_plugins_computes_the_same(trt, attention, linear):
     """With images that become tokens and back through convolutions of single pixels, as in SD 1.5, or through linear layers."""
     if not has_group_norm_kernel():
         pytest.skip("the library has a kernel for group norms for compute capability 9.0 and later only")
     outputs = []
     for taken in (21, 0):
-        model = unet(linear, ("batch",))
-        lower_to_plugin(model, channels_last=bool(taken))
+        model, options = unet(linear, ("batch",)), EngineSection(channels_last=bool(taken))
+        native = list(attention_nodes(model)) if attention == "native" else []
+        model = tensorrt.lowered(model, native, options, [{"batch": (1, 2, 4)}])
         assert sum(node.op_type == "GroupNorm" for node in model.graph) == taken
         outputs.append(output_of(trt, model))
     assert relative_error(*outputs) <= HALF_DENOISER

@@ -143,8 +143,9 @@ def _builder_refusal(log: Any, title: str) -> TrtconvertError:
         f"{title}: the engine cannot be built",
         expected="a network that the library can compile for this target with the options of the recipe's engine section",
         got=log.last(),
-        remedy="leave out what the message names: a target or an option, or by engine.attention=native the attention, also with "
-        "`trtconvert compile --set`; or build the bundle again with another model.dtype or engine.backend in the recipe",
+        remedy="leave out what the message names: a target or an option, by engine.attention=native the attention, by "
+        "engine.channels_last=false the group norms, also with `trtconvert compile --set`; or build the bundle again with "
+        "another model.dtype or engine.backend in the recipe",
     )
 
 

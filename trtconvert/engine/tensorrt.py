@@ -230,8 +230,9 @@ def build_engine(
 ) -> BuiltEngine:
     """An engine of a bundle's component for this machine's GPU.
 
-    Each site of a denoiser gets the plugin or TensorRT's own attention, as `options.attention` says. The plan holds the plugin
-    library then. Other components have no sites.
+    Each site of a denoiser gets the plugin or TensorRT's own attention, as `options.attention` says, and its group norms become
+    plugins either way, as `options.channels_last` says. The plan holds the plugin library where it has any. Other components
+    have no sites and keep TensorRT's layers.
 
     Args:
         name: of the component.
@@ -264,14 +265,14 @@ def build_engine(
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
-    if engine.with_plugin and options.channels_last:
-        reason = _against_channels_last(options)
-        if reason and has_group_norms(model):
-            watch.notice(f"group norms stay TensorRT's own, with copies around them: {reason}")
+    against = _against_channels_last(options)
+    with_group_norms = bool(nodes) and options.channels_last and has_group_norms(model)
+    if with_group_norms and against:
+        watch.notice(f"group norms stay TensorRT's own, with copies around them: {against}")
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
-            "plugin": library_version() if engine.with_plugin else "",
+            "plugin": library_version() if engine.with_plugin or (with_group_norms and not against) else "",
             "profiles": profiles,
             "native_sites": engine.native_sites,
             "plugin_us": engine.times.plugin if engine.times else None,
@@ -293,7 +294,7 @@ def _shapes(model: ir.Model) -> dict[str, list[int]]:
 
 
 def _against_channels_last(options: EngineSection) -> str:
-    """Why an engine with the attention plugin has none for group norms, whatever `channels_last` says; empty if it can."""
+    """Why a denoiser's engine has no plugins for group norms, whatever `channels_last` says; empty where it can have them."""
     if options.refittable:
         return "engine.refittable keeps weights as they are named"
     if options.hardware_compatible:
@@ -332,6 +333,9 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
 
     Refittable engines keep their projections as they are: a weight is replaced by the name that it has in the state dict.
 
+    Args:
+        native: the names of the sites with TensorRT's own attention. A model without any site is no denoiser, and keeps its
+            group norms.
     Raises:
         UserError: the model has no site of one of the names.
     """
@@ -341,21 +345,25 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         multiply_patches,
         split_modulations,
         split_products,
+        take_group_norms,
     )
     from trtconvert.export.nodes import attention_nodes
 
     model = model.clone()
     if native:
         lower_to_native(model, native)
+    channels_last = options.channels_last and not _against_channels_last(options)
     if attention_nodes(model):
-        # Of linear layers and of group norms there are kernels for some GPUs only.
+        # Of linear layers, as of group norms, there are kernels for some GPUs only.
         with_linear = not options.hardware_compatible and has_linear_kernel()
         lower_to_plugin(
             model,
             refittable=options.refittable,
             linear_profiles=opt_sizes(profiles) if with_linear else (),
-            channels_last=options.channels_last and not _against_channels_last(options),
+            channels_last=channels_last,
         )
+    elif native and channels_last:
+        take_group_norms(model)
     if not options.refittable:
         split_products(model)
         split_modulations(model)
@@ -372,7 +380,7 @@ def build_lowered(
     options: EngineSection,
     watch: BuildWatcher,
 ) -> bytes:
-    """A serialized engine for this machine's GPU, from a model whose sites are lowered to the plugin or to native attention.
+    """A serialized engine for this machine's GPU, from a model as `lowered` gives it.
 
     The plan holds the plugin library where it needs it, so that it runs where no trtconvert is installed.
 
@@ -385,11 +393,11 @@ def build_lowered(
         TrtconvertError, KeyboardInterrupt: see `build_plan`.
     """
     from trtconvert.export import storage
-    from trtconvert.export.nodes import attention_nodes
+    from trtconvert.export.nodes import has_own_nodes
 
     def configure(config: Any) -> None:
         apply_options(trt, config, options)
-        if attention_nodes(model):
+        if has_own_nodes(model):
             config.plugins_to_serialize = [str(library_path())]
 
     import torch

@@ -26,6 +26,11 @@ def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
     }
 
 
+def has_own_nodes(model: ir.Model) -> bool:
+    """Whether the graph has a node of our domain: attention, or another that is a plugin."""
+    return any(node.domain == DOMAIN for node in ir.traversal.RecursiveGraphIterator(model.graph))
+
+
 def is_attention(node: ir.Node | None) -> bool:
     """Whether there is a node, and it is an `Int8Attention` node."""
     return node is not None and node.domain == DOMAIN and node.op_type == OP

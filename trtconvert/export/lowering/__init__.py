@@ -2,7 +2,7 @@
 node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
 from trtconvert.export.lowering.function import lower_to_function
-from trtconvert.export.lowering.group_norms import has_group_norms
+from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
@@ -19,4 +19,5 @@ __all__ = [
     "multiply_patches",
     "split_modulations",
     "split_products",
+    "take_group_norms",
 ]
