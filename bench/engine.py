@@ -12,8 +12,8 @@ The plugin's has a timestep bin for each mode, so that one engine gives the time
 that uses each for as many steps. Of U-Nets group norms are plugins as well: `channels-first` leaves them to TensorRT
 (engine.channels_last), `group-norms` has them beside TensorRT's own attention (engine.attention: native). `auto` is what
 `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or TensorRT's own is
-everywhere, or the plugin at some lengths, whichever makes the fastest engine. The time of its build is that of all that it builds
-and times.
+everywhere, or the plugin at some lengths, or no plugin at all, whichever makes the fastest engine. The time of its build is that
+of all that it builds and times.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
@@ -61,7 +61,7 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
 from trtconvert.engine.builder import build_plan
-from trtconvert.engine.engine_choice import fastest_mix
+from trtconvert.engine.engine_choice import fastest_engine
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.timing_cache import timing_cache_path
@@ -606,11 +606,14 @@ class Bench:
         self.attention = attention_alone(self.model.name, exported, choice)
         if "auto" not in peers:
             return
-        before = sum(seconds for (_, ours), (_, seconds) in plans.items() if ours == with_group_norms)
+        of_auto = [key for key in plans if key[1] == with_group_norms or key == (frozenset(sites), False)]
+        before = sum(plans[key][1] for key in of_auto)
         with Phase(f"{self.model.name}: attention chosen") as choosing:
             time_engine = partial(denoiser_microseconds, trt, inputs, "timestep", [{}])
-            auto = fastest_mix(choice, sites, lambda native: built(native, True)[0], time_engine, Notices())
+            plain = (lambda: built(list(sites), False)[0]) if with_group_norms else None
+            auto = fastest_engine(choice, sites, lambda native: built(native, True)[0], plain, time_engine, Notices())
         kept = f"{len(auto.native_sites) if auto.with_plugin else len(sites)} of {len(sites)} sites native"
+        kept += ", no plugin" if auto.is_plain else ""
         seconds = before + alone.seconds + choosing.seconds
         self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, seconds)
 

@@ -77,7 +77,7 @@ def test_an_engine_of_a_bundle_from_before_has_one_profile_and_no_option():
     before = {"backend": "tensorrt", "library": "10.6.0", "target": "sm90", "attention": "plugin", "file": "a.plan"}
     record = EngineRecord.model_validate(before)
     assert (record.profiles, record.native_sites, record.plugin, record.gpu) == ([], [], "", "")
-    assert record.plugin_us is None and record.native_us is None
+    assert record.plugin_us is record.native_us is record.with_plugins_us is record.plain_us is None
     assert not record.refittable and not record.weight_streaming
 
 

@@ -78,6 +78,8 @@ def gpu(monkeypatch, cache):
             "native_sites": [site],
             "plugin_us": 418.3,
             "native_us": 456.0,
+            "with_plugins_us": 418.3,
+            "plain_us": 512.4,
         }
         return BuiltEngine(plan, record.model_copy(update=found))
 
@@ -282,6 +284,7 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
             "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster is kept"
             in text
         )
+        assert "a call takes 418 µs with plugins, for group norms too, 512 µs without any: the faster is kept" in text
 
 
 def test_what_users_put_into_a_bundle_stays_and_is_no_part_of_it(bundle, builder):

@@ -39,7 +39,7 @@ from trtconvert.engine.attention_choice import (
     timestep_of,
 )
 from trtconvert.engine.builder import build_plan
-from trtconvert.engine.engine_choice import EngineTimes, distinct_bins, fastest_mix
+from trtconvert.engine.engine_choice import EngineTimes, PlainTimes, distinct_bins, fastest_engine
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.signals import DeferredSignals
@@ -874,8 +874,8 @@ def timed_site(name, keys=64, native_us=4.0, plugin_us=3.0):
 CHOICE = Choice([timed_site("d", 77, 3.0, 4.0)], [[timed_site("a"), timed_site("b")], [timed_site("c", 77)]])
 
 
-def mix(times, choice=CHOICE, build=None):
-    """The fastest mix of four sites, with what was timed and the watcher."""
+def mix(times, choice=CHOICE, build=None, build_plain=None):
+    """The fastest engine of four sites, with what was timed and the watcher."""
     watch, timed = Watch(), []
     nodes = {name: node_of(Mode.BALANCED, Mode.PRECISION) for name in "abcd"}
 
@@ -887,7 +887,7 @@ def mix(times, choice=CHOICE, build=None):
         timed.append(plan.decode())
         return times[plan.decode()]
 
-    return fastest_mix(choice, nodes, build or build_mix, time_engine, watch), timed, watch
+    return fastest_engine(choice, nodes, build or build_mix, build_plain, time_engine, watch), timed, watch
 
 
 @pytest.mark.parametrize(
@@ -962,6 +962,52 @@ def test_where_the_plugins_engine_cannot_be_built_tensorrts_own_attention_stays(
     assert (chosen.plan, chosen.with_plugin, chosen.times, timed) == (b"", False, None, [])
     (notice,) = watch.notices
     assert "no INT8 attention" in notice and "no such engine: node 7 has no implementation" in notice
+
+
+def plain():
+    """An engine without any plugin, where those of all mixes have some for group norms."""
+    return b"plain"
+
+
+EVERYWHERE = Choice([], [[timed_site(name) for name in "abcd"]])
+NOWHERE = Choice([timed_site(name, native_us=3.0, plugin_us=4.0) for name in "abcd"], [])
+
+
+@pytest.mark.parametrize(
+    ("choice", "times", "kept", "timed"),
+    [
+        (EVERYWHERE, {"abcd": 90.0, "": 95.0, "plain": 90.004}, "abcd", ["abcd", "", "plain"]),
+        (EVERYWHERE, {"abcd": 90.0, "": 95.0, "plain": 89.9}, "plain", ["abcd", "", "plain"]),
+        (EVERYWHERE, {"abcd": 95.0, "": 90.0, "plain": 92.0}, "", ["abcd", "", "plain"]),
+        (EVERYWHERE, {"abcd": 95.0, "": 90.0, "plain": 89.9}, "plain", ["abcd", "", "plain"]),
+        # Engines of no attention of ours have not been timed before.
+        (NOWHERE, {"": 90.0, "plain": 92.0}, "", ["", "plain"]),
+        (NOWHERE, {"": 90.0, "plain": 89.9}, "plain", ["", "plain"]),
+    ],
+)
+def test_an_engine_without_any_plugin_is_kept_where_it_is_the_fastest(choice, times, kept, timed):
+    chosen, found, watch = mix(times, choice, build_plain=plain)
+    assert (chosen.plan.decode(), chosen.with_plugin, chosen.is_plain) == (kept, kept == "abcd", kept == "plain")
+    ours = min(us for plan, us in times.items() if plan != "plain")
+    assert (chosen.plain_times, found) == (PlainTimes(ours, round(times["plain"], 2)), timed)
+    told = "group norms stay TensorRT's own: a call of the whole engine takes 90 µs with plugins, 90 µs without any"
+    assert [told in notice for notice in watch.notices].count(True) == (kept == "plain")
+
+
+def test_an_engine_without_any_plugin_stays_where_no_other_can_be_built():
+    chosen, timed, watch = mix({}, EVERYWHERE, refuse, plain)
+    assert (chosen.plan, chosen.with_plugin, chosen.is_plain, chosen.plain_times) == (b"plain", False, True, None)
+    (notice,) = watch.notices
+    assert timed == [] and "no such engine: node 7 has no implementation" in notice
+    with pytest.raises(TrtconvertError, match="no such engine"):
+        mix({}, EVERYWHERE, refuse, refuse)
+
+
+def test_plugins_stay_where_an_engine_without_any_cannot_be_built():
+    chosen, _, watch = mix({"abcd": 90.0, "": 95.0}, EVERYWHERE, build_plain=refuse)
+    assert (chosen.plan, chosen.with_plugin, chosen.is_plain, chosen.plain_times) == (b"abcd", True, False, None)
+    (notice,) = watch.notices
+    assert "plugins stay, not compared with an engine without any: no such engine" in notice
 
 
 def test_a_site_of_unknown_lengths_does_not_have_the_first_engine_built_again():
@@ -1235,7 +1281,8 @@ def builds(monkeypatch, digits_build):
     found = SimpleNamespace(times={}, timed=[], alone=[], watch=Watch())
 
     def build_lowered(trt, model, path, inputs, profiles, options, watch):
-        return ",".join(attention_nodes(model)).encode()
+        sites = attention_nodes(model)
+        return ",".join(sites).encode() if sites or options.channels_last else b"plain"
 
     def time_engine(trt, inputs, timestep_input, profiles, plan, bins):
         found.timed.append((plan, bins))
@@ -1348,6 +1395,21 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
         assert notice.startswith("group norms stay TensorRT's own") and said in notice
 
 
+@pytest.mark.parametrize("plain_us", [79.9, 80.0])
+def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(builds, monkeypatch, plain_us):
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
+    builds.times = {ALL: 80.0, b"": 85.0, b"plain": plain_us}
+    plan, record = (built := builds.build()).plan, built.record
+    faster = plain_us < 80
+    assert [timed for timed, _ in builds.timed] == [ALL, b"", b"plain"]
+    assert (plan, record.attention, bool(record.plugin)) == (
+        (b"plain", "native", False) if faster else (ALL, "plugin", True)
+    )
+    assert (record.plugin_us, record.native_us) == (80.0, 85.0)
+    assert (record.with_plugins_us, record.plain_us) == (80.0, plain_us)
+
+
 def test_a_refittable_engine_keeps_the_names_of_its_weights():
     """Of three projections of one tensor, which are one product otherwise."""
     model = one_node_model(case(64, 64, "BNHD"))
@@ -1394,5 +1456,5 @@ def test_a_site_without_an_attention_of_tensorrts_own_keeps_the_plugin():
 def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", refuse)
     record = builds.build().record
-    assert (record.attention, record.plugin_us, record.native_us) == ("plugin", None, None)
+    assert (record.attention, record.plugin_us, record.native_us, record.plain_us) == ("plugin", None, None, None)
     assert len(builds.watch.notices) == 1

@@ -108,6 +108,9 @@ class EngineRecord(_Record):
         plugin_us, native_us: device time of one call in microseconds, summed over the profiles' opt shapes, of the whole engine
             with the plugin at the other sites (the mean over the timestep bins) and with native attention at every site. The
             faster is the one that was kept. None where they were not compared.
+        with_plugins_us, plain_us: the same of the fastest engine with plugins, for attention or for group norms, and of
+            TensorRT's own without any; the faster was kept. None where they were not compared: without plugins for group norms
+            the engine with native attention at every site has none.
         refittable: weights can be replaced; weights: their shapes by name, of those with more than one dimension.
         version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
         weight_streaming: weights may stay in host memory.
@@ -124,6 +127,8 @@ class EngineRecord(_Record):
     native_sites: list[NativeSite] = Field(default_factory=list)
     plugin_us: float | None = None
     native_us: float | None = None
+    with_plugins_us: float | None = None
+    plain_us: float | None = None
     refittable: bool = False
     weights: dict[str, list[int]] = Field(default_factory=dict)
     version_compatible: bool = False

@@ -269,8 +269,8 @@ class EngineSection(_Section):
         default="auto",
         description="tensorrt: `auto` times both on the GPU that builds, at each distinct shape, and keeps TensorRT's own "
         "attention where it is the faster. It then times whole engines, also with the plugin at every site, with TensorRT's own "
-        "attention at further ones and at every one, and keeps the fastest. `plugin` and `native` take one at every site and "
-        "time nothing.",
+        "attention at further ones and at every one, and without any plugin, and keeps the fastest. `plugin` and `native` take "
+        "one at every site and time nothing.",
     )
     workspace_mb: Annotated[Count, Field(le=2**20)] | None = Field(
         default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."

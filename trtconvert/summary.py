@@ -128,6 +128,11 @@ def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
             f"a call takes {_microseconds(engine.plugin_us)} with the plugin, {_microseconds(engine.native_us)} with native "
             "attention at every site: the faster is kept"
         )
+    if engine.with_plugins_us is not None and engine.plain_us is not None:
+        yield (
+            f"a call takes {_microseconds(engine.with_plugins_us)} with plugins, for group norms too, "
+            f"{_microseconds(engine.plain_us)} without any: the faster is kept"
+        )
 
 
 def _microseconds(us: float) -> str:

@@ -5,6 +5,8 @@ alone, since it is fused with the layers around it, and a plugin stands between 
 faster with the plugin, and the step slower. And the other way round: with plugins at all sites the layers between them can be
 plugins too (`lower_to_plugin`), so that the step may be the fastest although some sites are not (H200, SDXL's U-Net, whose 70
 sites of attention to the text are slower alone: 30.6 ms with the plugin at all 140 sites, 34.3 ms without).
+
+Group norms that are plugins are so in all of these; the fastest is compared with an engine without any plugin in the end.
 """
 
 from __future__ import annotations
@@ -31,18 +33,32 @@ class EngineTimes:
 
 
 @dataclass(frozen=True)
+class PlainTimes:
+    """Device time of one call in microseconds, as in `EngineTimes`: of the fastest engine with plugins, for attention or for
+    group norms, and of TensorRT's own without any."""
+
+    with_plugins: float
+    plain: float
+
+
+@dataclass(frozen=True)
 class ChosenEngine:
     """A plan, and why it is the one.
 
     Attributes:
+        with_plugin: some site has the plugin.
         native_sites: the sites at which TensorRT's own attention was the faster, alone or in the whole engine.
         times: of the whole engines; None where they were not compared.
+        plain_times: None where they were not compared.
+        is_plain: it has no plugin, of attention or another layer, since the engine without any was the faster.
     """
 
     plan: bytes
     with_plugin: bool
     native_sites: list[NativeSite]
     times: EngineTimes | None
+    plain_times: PlainTimes | None = None
+    is_plain: bool = False
 
 
 TimeEngine = Callable[[bytes, Mapping[float, int]], float]
@@ -63,10 +79,11 @@ def distinct_bins(nodes: Iterable[ir.Node]) -> dict[float, int]:
     return {(by_bin.index(modes) + 0.5) * width: by_bin.count(modes) for modes in dict.fromkeys(by_bin)}
 
 
-def fastest_mix(
+def fastest_engine(
     choice: Choice,
     nodes: Mapping[str, ir.Node],
     build: Callable[[Collection[str]], bytes],
+    build_plain: Callable[[], bytes] | None,
     time_engine: TimeEngine,
     watch: BuildWatcher,
 ) -> ChosenEngine:
@@ -76,14 +93,40 @@ def fastest_mix(
     the plugin at every site, and between these those with the plugin at the sites of some lengths only: where it saves most, and
     then at each more that makes the engine faster. Where engines cannot be compared the fastest so far stays, and where the
     first one cannot be built TensorRT's own attention; the watcher is told. Of all plans the fastest so far is kept, and no
-    other: each is as large as the model.
+    other: each is as large as the model. In the end it is compared with the one without any plugin, which stays where no other
+    can be built.
 
     Args:
         nodes: `Int8Attention` nodes by their site.
-        build: a plan with TensorRT's own attention at some sites, the plugin at the others; time_engine: times such a plan.
+        build: a plan with TensorRT's own attention at some sites, the plugin at the others.
+        build_plain: a plan without any plugin; None where `build` gives that for all sites, as other layers have none.
+        time_engine: times a plan.
     Raises:
         TrtconvertError, KeyboardInterrupt: no engine can be built.
     """
+    timed = _timer(time_engine, nodes)
+    if build_plain is None:
+        return _fastest_mix(choice, nodes, build, timed, watch)
+    try:
+        engine = _fastest_mix(choice, nodes, build, timed, watch)
+    except TrtconvertError as error:
+        plain = ChosenEngine(build_plain(), False, choice.native, None, is_plain=True)
+        watch.notice(
+            "no INT8 attention, and group norms stay TensorRT's own: engines with plugins cannot be built: "
+            f"{error.problem}: {error.got}"
+        )
+        return plain
+    return _unless_plain_is_faster(engine, build_plain, timed, watch)
+
+
+def _fastest_mix(
+    choice: Choice,
+    nodes: Mapping[str, ir.Node],
+    build: Callable[[Collection[str]], bytes],
+    timed: Callable[[bytes], float],
+    watch: BuildWatcher,
+) -> ChosenEngine:
+    """Of those with plugins, where there are any for other layers than attention."""
     if len(choice.native) == len(nodes):
         return ChosenEngine(build(list(nodes)), False, choice.native, None)
     try:
@@ -95,11 +138,6 @@ def fastest_mix(
             f"{error.problem}: {error.got}"
         )
         return all_native
-    bins = distinct_bins(nodes.values())
-
-    def timed(plan: bytes) -> float:
-        return round(time_engine(plan, bins), 2)  # what the manifest keeps: it must show the choice that was made
-
     try:
         all_native = ChosenEngine(build(list(nodes)), False, choice.native, None)
         watch.share("timing the engines with and without the plugin", 0.0)
@@ -150,6 +188,33 @@ def fastest_mix(
             "with TensorRT's own attention, which stays at every site"
         )
     return replace(fastest, times=times)
+
+
+def _unless_plain_is_faster(
+    engine: ChosenEngine, build_plain: Callable[[], bytes], timed: Callable[[bytes], float], watch: BuildWatcher
+) -> ChosenEngine:
+    """The engine, or the one without any plugin where that is the faster. Where they cannot be compared it stays."""
+    try:
+        plain = build_plain()
+        kept = timed(engine.plan) if engine.times is None else min(engine.times.plugin, engine.times.native)
+        times = PlainTimes(kept, timed(plain))
+    except TrtconvertError as error:
+        watch.notice(f"plugins stay, not compared with an engine without any: {error.problem}: {error.got}")
+        return engine
+    watch.share(f"whole engines, µs: with plugins {times.with_plugins:.0f}, without any {times.plain:.0f}", 0.0)
+    if times.with_plugins <= times.plain:
+        return replace(engine, plain_times=times)
+    watch.notice(
+        f"no INT8 attention, and group norms stay TensorRT's own: a call of the whole engine takes {times.with_plugins:.0f} µs "
+        f"with plugins, {times.plain:.0f} µs without any"
+    )
+    return replace(engine, plan=plain, with_plugin=False, plain_times=times, is_plain=True)
+
+
+def _timer(time_engine: TimeEngine, nodes: Mapping[str, ir.Node]) -> Callable[[bytes], float]:
+    """Microseconds of a plan as the manifest keeps them: it must show the choice that was made."""
+    bins = distinct_bins(nodes.values())
+    return lambda plan: round(time_engine(plan, bins), 2)
 
 
 def _names(sites: Iterable[NativeSite]) -> list[str]:

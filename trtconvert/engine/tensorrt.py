@@ -231,8 +231,8 @@ def build_engine(
     """An engine of a bundle's component for this machine's GPU.
 
     Each site of a denoiser gets the plugin or TensorRT's own attention, as `options.attention` says, and its group norms become
-    plugins either way, as `options.channels_last` says. The plan holds the plugin library where it has any. Other components
-    have no sites and keep TensorRT's layers.
+    plugins either way, as `options.channels_last` says, unless by `auto` an engine without any plugin is the faster. The plan
+    holds the plugin library where it has one. Other components have no sites and keep TensorRT's layers.
 
     Args:
         name: of the component.
@@ -243,7 +243,7 @@ def build_engine(
         UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
             folder is full.
     """
-    from trtconvert.engine.engine_choice import ChosenEngine, fastest_mix
+    from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
     from trtconvert.export.lowering import has_group_norms
@@ -254,29 +254,35 @@ def build_engine(
     model = storage.load(onnx)
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
 
-    def build(native: Collection[str]) -> bytes:
+    def build(native: Collection[str], options: EngineSection = options) -> bytes:
         here = lowered(model, native, options, profiles)
         return build_lowered(trt, here, onnx, component.inputs, profiles, options, watch)
 
-    attention = _attention_here(options, watch) if nodes else "native"
-    if attention == "auto":
-        time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
-        engine = fastest_mix(choose_alone(trt, model, profiles, options, watch), nodes, build, time_engine, watch)
-    else:
-        native = list(nodes) if attention == "native" else []
-        engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
     against = _against_channels_last(options)
     with_group_norms = bool(nodes) and options.channels_last and has_group_norms(model)
     if with_group_norms and against:
         watch.notice(f"group norms stay TensorRT's own, with copies around them: {against}")
+        with_group_norms = False
+    attention = _attention_here(options, watch) if nodes else "native"
+    if attention == "auto":
+        time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
+        plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}))
+        choice = choose_alone(trt, model, profiles, options, watch)
+        engine = fastest_engine(choice, nodes, build, plain if with_group_norms else None, time_engine, watch)
+    else:
+        native = list(nodes) if attention == "native" else []
+        engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
+    has_plugins = engine.with_plugin or (with_group_norms and not engine.is_plain)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
-            "plugin": library_version() if engine.with_plugin or (with_group_norms and not against) else "",
+            "plugin": library_version() if has_plugins else "",
             "profiles": profiles,
             "native_sites": engine.native_sites,
             "plugin_us": engine.times.plugin if engine.times else None,
             "native_us": engine.times.native if engine.times else None,
+            "with_plugins_us": engine.plain_times.with_plugins if engine.plain_times else None,
+            "plain_us": engine.plain_times.plain if engine.plain_times else None,
             "refittable": options.refittable,
             "weights": _shapes(model) if options.refittable else {},
             "version_compatible": options.version_compatible,
