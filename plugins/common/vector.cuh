@@ -35,10 +35,4 @@ __device__ __forceinline__ typename Pair<T>::Type sum_of(typename Pair<T>::Type 
   return __hadd2(a, b);
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-  return x;
-}
-
 }  // namespace trtconvert

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "common/arithmetic.cuh"
 #include "common/cluster.cuh"
 #include "common/copies.cuh"
 #include "common/device.h"
@@ -108,33 +109,14 @@ __device__ __forceinline__ uint4 sum_of_vectors(uint4 a, uint4 b) {
   return x.words;
 }
 
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // x * sigmoid(x) of two numbers with one reciprocal: these, and powers of 2, are what the kernel would wait for. Powers end where the
 // product of two would overflow; results beyond are less than 1e-17 off.
 __device__ __forceinline__ void silu(float& a, float& b) {
-  constexpr float kLog2E = 1.4426950408889634f, kMost = 63.f;
-  const float of_a = 1.f + power_of_2(fminf(-kLog2E * a, kMost)), of_b = 1.f + power_of_2(fminf(-kLog2E * b, kMost));
+  constexpr float kMost = 63.f;
+  const float of_a = 1.f + exp2_approx(fminf(-kLog2e * a, kMost)), of_b = 1.f + exp2_approx(fminf(-kLog2e * b, kMost));
   const float of_both = reciprocal(of_a * of_b);
   a *= of_both * of_b;
   b *= of_both * of_a;
-}
-
-// Of the lanes that have a group together.
-__device__ __forceinline__ float sum_of_blocks(float x) {
-#pragma unroll
-  for (int lanes = kMostBlocks / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-  return x;
 }
 
 template <typename T, bool kSilu>
@@ -271,7 +253,7 @@ __global__ void __launch_bounds__(kMostThreads) group_norm_kernel(const __grid_c
       total.x += found.x;
       total.y += found.y;
     }
-    const float of_sum = warp_sum(total.x), of_squares = warp_sum(total.y), offset = of_sum * of_number;
+    const float of_sum = lane_sum<32>(total.x), of_squares = lane_sum<32>(total.y), offset = of_sum * of_number;
     if (lane < blocks)
       mail.send(&of_blocks[group * kMostBlocks + block], lane,
                 make_float2(pivot_of_group + offset, fmaxf(of_squares - of_sum * offset, 0.f)));
@@ -285,8 +267,8 @@ __global__ void __launch_bounds__(kMostThreads) group_norm_kernel(const __grid_c
     const bool is_there = at < layout.groups * kMostBlocks && other < blocks;
     const float2 found = is_there ? of_blocks[at] : float2{};
     const float of_first = __shfl_sync(0xffffffffu, found.x, 0, kMostBlocks);
-    const float mean = of_first + sum_of_blocks(is_there ? of_all * (found.x - of_first) : 0.f), difference = found.x - mean;
-    const float variance = sum_of_blocks(is_there ? found.y * p.of_elements + of_all * difference * difference : 0.f);
+    const float mean = of_first + lane_sum<kMostBlocks>(is_there ? of_all * (found.x - of_first) : 0.f), difference = found.x - mean;
+    const float variance = lane_sum<kMostBlocks>(is_there ? found.y * p.of_elements + of_all * difference * difference : 0.f);
     if (is_there && other == 0) normals[at / kMostBlocks] = make_float2(mean, rsqrtf(variance + p.epsilon));
   }
   __syncthreads();

@@ -1,28 +1,16 @@
-// Arithmetic that every kernel uses, as single instructions.
+// Arithmetic that the kernels of attention use beside what all kernels have.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
+#include "common/arithmetic.cuh"
+
 namespace trtconvert::attention {
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 __device__ __forceinline__ float log2_approx(float x) {
   float result;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {  // one unit in the last place is enough for scales
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
       squares += lane < left - i * 32 ? squares_of(x) : 0.f;
     }
   }
-  squares = row_sum<32>(squares);
+  squares = lane_sum<32>(squares);
   float* const factors = is_query ? p.q_norm_factors : p.k_norm_factors;
   if (lane == 0) factors[int64_t(blockIdx.y) * tokens + token] = rsqrtf(squares / (heads * p.head_dim) + p.norm_epsilon);
 }

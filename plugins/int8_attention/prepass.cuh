@@ -25,14 +25,6 @@ __device__ __forceinline__ float2 largest_of_rows(const uint4& first, const uint
   return to_float2(m);
 }
 
-// Sum over the Lanes threads that share a row.
-template <int Lanes>
-__device__ __forceinline__ float row_sum(float x) {
-#pragma unroll
-  for (int offset = Lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
-}
-
 __device__ __forceinline__ float squares_of(const float (&x)[8]) {
   float sum = 0.f;
 #pragma unroll
@@ -147,7 +139,7 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
       if constexpr (kAcrossHeads) {
         factor = given[i];
       } else {
-        const float squares = row_sum<Lanes>(squares_of(x));
+        const float squares = lane_sum<Lanes>(squares_of(x));
         factor = rsqrtf(quotient(squares, dim, inverse_dim) + p.norm_epsilon);
       }
 #pragma unroll

@@ -1,6 +1,7 @@
 // A residual connection and the layer norm behind it: the kernel and its C API. Nothing here throws.
 #include "trtconvert/residual_norm.h"
 
+#include "common/arithmetic.cuh"
 #include "common/device.h"
 #include "common/early_launch.cuh"
 #include "common/report.h"
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
     }
     if (i * kWarpVectors + lane < p.vectors) p.sum[first + i * kWarpVectors + lane] = sums[i].words;
   }
-  const float mean = warp_sum(total) * p.inverse_count;
+  const float mean = lane_sum<32>(total) * p.inverse_count;
   // From the differences, not from a sum of squares: that would cancel where a row is far from zero.
   float squares = 0.f;
 #pragma unroll
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
       squares += (sum.x - mean) * (sum.x - mean) + (sum.y - mean) * (sum.y - mean);
     }
   }
-  const float factor = 1.f / sqrtf(warp_sum(squares) * p.inverse_count + p.epsilon);
+  const float factor = 1.f / sqrtf(lane_sum<32>(squares) * p.inverse_count + p.epsilon);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = i * kWarpVectors + lane;

@@ -9,6 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/arithmetic.cuh"
 #include "common/early_launch.cuh"
 #include "common/sm90/ptx.cuh"
 #include "linear/sm90/launch.h"
@@ -93,9 +94,7 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
 __device__ __forceinline__ float gelu(float x) {
   constexpr float kHalfOfLog2E = 0.7213475204f, kP = 0.2316418883f;  // 0.3275911 / sqrt(2)
   const float size = fminf(fabsf(x), 64.f);  // infinity times 0 would be no number
-  float t, power;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(fmaf(kP, size, 1.f)));
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-kHalfOfLog2E * size * size));
+  const float t = reciprocal(fmaf(kP, size, 1.f)), power = exp2_approx(-kHalfOfLog2E * size * size);
   const float tail = t * (0.127414796f + t * (-0.142248368f + t * (0.7107068705f + t * (-0.7265760135f + t * 0.5307027145f)))) * power;
   return 0.5f * (x + fabsf(x)) - size * tail;  // no maximum, which would lose a NaN
 }

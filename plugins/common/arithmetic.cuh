@@ -1,0 +1,28 @@
+// Arithmetic that several kernels use: single instructions, and sums over lanes.
+#pragma once
+
+namespace trtconvert {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // off by one unit in the last place at most
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Over as many neighbouring lanes as share a row, a power of 2; in each of them.
+template <int kLanes>
+__device__ __forceinline__ float lane_sum(float x) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+}  // namespace trtconvert
