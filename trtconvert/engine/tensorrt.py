@@ -356,20 +356,18 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     from trtconvert.export.nodes import attention_nodes
 
     model = model.clone()
+    # Of group norms and of linear layers there are kernels for some GPUs only.
+    if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
+        take_group_norms(model)
     if native:
         lower_to_native(model, native)
-    channels_last = options.channels_last and not _against_channels_last(options)
     if attention_nodes(model):
-        # Of linear layers, as of group norms, there are kernels for some GPUs only.
         with_linear = not options.hardware_compatible and has_linear_kernel()
         lower_to_plugin(
             model,
             refittable=options.refittable,
             linear_profiles=opt_sizes(profiles) if with_linear else (),
-            channels_last=channels_last,
         )
-    elif native and channels_last:
-        take_group_norms(model)
     if not options.refittable:
         split_products(model)
         split_modulations(model)

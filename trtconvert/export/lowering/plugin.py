@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
-from trtconvert.export.lowering.group_norms import take_group_norms
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.linear_layers import take_linear_layers
 from trtconvert.export.lowering.norms import take_norms
@@ -19,19 +18,14 @@ from trtconvert.export.nodes import HALF, mask_of, require_attention_nodes
 
 
 def lower_to_plugin(
-    model: ir.Model,
-    *,
-    refittable: bool = False,
-    linear_profiles: Sequence[Mapping[str, int]] = (),
-    channels_last: bool = False,
+    model: ir.Model, *, refittable: bool = False, linear_profiles: Sequence[Mapping[str, int]] = ()
 ) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
     What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`take_rotary`), norms
     (`take_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
     (`share_projections`). Nodes that take any of these have no other lowering any more. Residual connections and their layer
-    norms beside them become plugins as well (`take_residual_norms`), and linear layers between these (`take_linear_layers`);
-    group norms of images too, and what turns these into tokens and back (`take_group_norms`).
+    norms beside them become plugins as well (`take_residual_norms`), and linear layers between these (`take_linear_layers`).
     Kernels take one 16-bit type for queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through
     casts, and masks of another type than the queries are cast to it.
 
@@ -39,7 +33,6 @@ def lower_to_plugin(
         refittable: weights keep their names, so norms and projections stay as they are.
         linear_profiles: where the GPU has a kernel for linear layers, the sizes of the dimensions that vary, for each
             optimisation profile; none elsewhere: these layers are left then.
-        channels_last: the GPU has the kernels for group norms of images whose channels lie last. Elsewhere they are left.
     Returns:
         How many nodes were lowered.
     Raises:
@@ -53,8 +46,6 @@ def lower_to_plugin(
         fold_transposes(model)
         pack_projections(model)
         share_projections(model)
-        if channels_last:
-            take_group_norms(model)  # before what looks at products, of which it makes some
         take_residual_norms(model)
         if linear_profiles:
             take_linear_layers(model, linear_profiles)
