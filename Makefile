@@ -32,7 +32,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/build.py
 
-# The TensorRT libraries that tests/test_plugin_registry.py loads, into third_party/. Needs Maven.
+# The TensorRT libraries that tests/plugins/test_plugin_registry.py loads, into third_party/. Needs Maven.
 tensorrt: $(STAMP)
 	$(BIN)/python tools/get_tensorrt.py
 

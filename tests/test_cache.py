@@ -8,7 +8,7 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
-from support import TESTS, contents, partials
+from support import REPOSITORY, contents, partials
 
 from trtconvert import cache as cache_module
 from trtconvert.cache import Cache, default_folder
@@ -140,7 +140,7 @@ NO_PART = {
 
 
 def test_every_library_that_a_stage_computes_with_is_part_of_its_key(monkeypatch):
-    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], *extras["evaluate"], *extras["diffusers"]]
     names = {re.split("[ <>=!~;[]", name)[0] for name in asked} - NO_PART

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from support import TESTS, WEIGHTS, contents, finish, handled, partials, refusal, reused, run, start, tiny_recipe
+from support import REPOSITORY, WEIGHTS, contents, finish, handled, partials, refusal, reused, run, start, tiny_recipe
 
 from trtconvert import __version__, bundle, cli, doctor, pipeline
 from trtconvert.bundle import MANIFEST, EngineRecord, check_files, read_manifest, write_manifest
@@ -33,7 +33,7 @@ from trtconvert.evaluate.report import tiles
 from trtconvert.files import sha256
 from trtconvert.progress import Reporter, say
 
-RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
+RECIPE = REPOSITORY / "recipes" / "digits-dit.yaml"
 HEAVY = {"torch", "numpy", "onnx", "onnxruntime"}
 
 
@@ -41,7 +41,7 @@ def imported_by(*arguments: object) -> set[str]:
     """The heavy packages that a run of the program imports."""
     code = "import sys\nfrom trtconvert.cli import main\nmain(sys.argv[1:], standalone_mode=False)\nprint(*sys.modules)"
     output = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=TESTS.parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     return HEAVY & set(output.stdout.splitlines()[-1].split())
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fetch the TensorRT libraries and Python bindings that tests/test_plugin_registry.py loads.
+"""Fetch the TensorRT libraries and Python bindings that tests/plugins/test_plugin_registry.py loads.
 
 NVIDIA's own wheels download their libraries from NVIDIA's index; where only the public registries are reached, the
 whole libraries still come from Maven Central (``org.bytedeco:tensorrt``) and the bindings from PyPI. Both are asked

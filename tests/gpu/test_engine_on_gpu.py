@@ -15,7 +15,7 @@ import torch
 from onnx import ModelProto
 from rich.console import Console
 from support import handled, run, tiny_recipe
-from test_group_norms import unet
+from tiny_unets import unet
 from tolerances import HALF_DENOISER
 
 from trtconvert import runtime

@@ -2,8 +2,8 @@
 
 Kernel and reference compute the same quantised arithmetic: they differ by the output's rounding, by the 16-bit rounding of P
 in modes 0 and 1, by the tensor cores' own sums in mode 4, and by single values that fall on the other side of a rounding
-edge. On a Hopper GPU these tests run its own kernel, and the portable one where there is a mask; tests/test_kernel_mma.py
-runs the portable one everywhere.
+edge. On a Hopper GPU these tests run its own kernel, and the portable one where there is a mask;
+tests/attention/test_kernel_mma.py runs the portable one everywhere.
 """
 
 from __future__ import annotations

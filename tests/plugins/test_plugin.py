@@ -1,6 +1,6 @@
-"""The TensorRT plugin without TensorRT: tests/plugin_driver.cpp calls it the way TensorRT does. No GPU is needed.
+"""The TensorRT plugin without TensorRT: tests/helpers/plugin_driver.cpp calls it the way TensorRT does. No GPU is needed.
 
-tests/test_plugin_registry.py loads the same library into the real TensorRT versions.
+test_plugin_registry.py loads the same library into the real TensorRT versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`torch.ops.trtconvert.int8_attention`: the operator on a CPU, where it runs the reference, and on a GPU.
 
-The kernels' own numerics are tests/test_kernels.py's; here, what torch does with the operator: schema, shape inference,
-gradients, compilation, graphs, errors.
+The kernels' own numerics are tests/gpu/test_int8_attention.py's; here, what torch does with the operator: schema, shape
+inference, gradients, compilation, graphs, errors.
 """
 
 from __future__ import annotations

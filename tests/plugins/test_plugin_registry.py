@@ -1,7 +1,7 @@
 """The plugin library in the real TensorRT versions, on a machine without a GPU. `make tensorrt` fetches them.
 
 One binary must register, create plugins and refuse bad ones in each. What the plugin does with shapes needs a network and
-therefore a GPU in TensorRT itself; tests/test_plugin.py calls it without.
+therefore a GPU in TensorRT itself; test_plugin.py calls it without.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support import REPOSITORY
 
 from trtconvert.library import library_path
 
-ROOT = Path(__file__).parents[1]
 VERSIONS = ("10.6", "10.15", "11.2")
 
 # Runs in a process of its own: one process holds one TensorRT. Prints what it found as JSON.
@@ -90,7 +89,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module", params=VERSIONS)
 def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
     """(version, findings, what the plugin logged) of one TensorRT version."""
-    folder = ROOT / "third_party" / "tensorrt" / request.param
+    folder = REPOSITORY / "third_party" / "tensorrt" / request.param
     if not folder.exists():
         pytest.skip(f"TensorRT {request.param} is not here; 'make tensorrt' fetches it")
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder / "lib"), "PYTHONPATH": str(folder / "python")}

@@ -1,4 +1,4 @@
-// Calls a plugin the way TensorRT does, for tests/plugin_driver.py: C functions around the virtual ones, and a logger that
+// Calls a plugin the way TensorRT does, for plugin_driver.py: C functions around the virtual ones, and a logger that
 // remembers. Compiled with -DTENSORRT_MAJOR=10 or 11, it stands for that TensorRT: the plugin asks the library that the
 // logger finder comes from for its version.
 #include <dlfcn.h>

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import REPOSITORY
 from torch.nn import functional as F
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
@@ -25,7 +26,7 @@ from trtconvert.models.digits_dit import (
     sinusoids,
 )
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = REPOSITORY / "recipes"
 MODEL, CLASSIFIER = RECIPES / "digits-dit.safetensors", RECIPES / "digits-classifier.safetensors"
 
 

@@ -12,9 +12,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support import REPOSITORY
 
 HERE = Path(__file__).parent
-OWN_HEADERS = HERE.parents[1] / "plugins"
+OWN_HEADERS = REPOSITORY / "plugins"
 
 
 def official_headers() -> list[Path]:

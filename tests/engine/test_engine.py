@@ -21,6 +21,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper
+from support import REPOSITORY
 from torch.overrides import TorchFunctionMode
 
 from trtconvert.attention import reference
@@ -55,7 +56,6 @@ from trtconvert.library import library_version
 from trtconvert.models.base import intercepted
 from trtconvert.recipe import EngineSection
 
-ROOT = Path(__file__).parents[1]
 trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra 'rtx'")
 
 
@@ -580,12 +580,12 @@ VERSIONS = ("10.6", "10.15", "11.2")
 
 def with_tensorrt(code, bindings, library=None, first=""):
     """What a process with real TensorRT libraries and a GPU that is not there prints."""
-    folder, library = ROOT / "third_party" / "tensorrt", library or bindings
+    folder, library = REPOSITORY / "third_party" / "tensorrt", library or bindings
     if not (folder / bindings).exists() or not (folder / library).exists():
         pytest.skip("TensorRT is not here; 'make tensorrt' fetches it")
     environment = os.environ | {
         "LD_LIBRARY_PATH": str(folder / library / "lib"),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder / bindings / 'python'}",
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder / bindings / 'python'}",
     }
     begin = (
         f"from trtconvert.engine import tensorrt; tensorrt.driver_problem = lambda: None\n{first}"

@@ -13,7 +13,7 @@ import tiny_models
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support import TESTS, Quiet, finish, refusal, run, start, tiny_recipe
+from support import REPOSITORY, Quiet, environment, finish, refusal, run, start, tiny_recipe
 
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.calibration import Calibration
@@ -24,7 +24,7 @@ from trtconvert.models.base import InputSpec
 from trtconvert.models.digits_dit import NULL_LABEL
 from trtconvert.recipe import AttentionSection, CalibrationSection, load_recipe
 
-RECIPE = TESTS.parent / "recipes" / "digits-dit.yaml"
+RECIPE = REPOSITORY / "recipes" / "digits-dit.yaml"
 
 
 def inputs_of(model, data, skip=False, **fields):
@@ -628,7 +628,7 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path):
     limited = subprocess.run(
         ["bash", "-c", 'ulimit -f 20; trap "" XFSZ; exec "$0" -m trtconvert.cli "$@"', sys.executable, "calibrate",
          str(recipe), "-o", str(tmp_path / "c.safetensors"), "--cache", str(tmp_path / "cache")],
-        capture_output=True, text=True, timeout=120, env=start_environment(),
+        capture_output=True, text=True, timeout=120, env=environment(),
     )  # fmt: skip
     assert limited.returncode == 2, limited.stderr
     for part in ("the disk is full", "remedy: ", "4 batches finished and kept in"):
@@ -647,12 +647,6 @@ def test_two_calibrations_of_the_same_take_turns(tmp_path):
     assert len({output.read_bytes() for output in outputs}) == 1
     assert sum(Calibration.load(outputs[0]).provenance.observed) == 24 * 20
     assert not list((tmp_path / "cache").iterdir())
-
-
-def start_environment():
-    import os
-
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
 
 
 def test_options_of_the_command_line_replace_the_recipe_s(tmp_path):

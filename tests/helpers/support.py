@@ -20,8 +20,9 @@ from click.testing import CliRunner
 
 from trtconvert.cli import main
 
-TESTS = Path(__file__).parent
-WEIGHTS = TESTS.parent / "recipes" / "digits-dit.safetensors"
+HELPERS = Path(__file__).parent
+REPOSITORY = HELPERS.parents[1]
+WEIGHTS = REPOSITORY / "recipes" / "digits-dit.safetensors"
 PARTIAL = ".partial-"
 
 
@@ -57,7 +58,7 @@ def run(*arguments: object) -> Outcome:
 
 def environment() -> dict[str, str]:
     """Of the program in processes of its own, where it finds the tests' models. One thread: several share the machine."""
-    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(REPOSITORY), str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 

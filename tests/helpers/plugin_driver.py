@@ -1,4 +1,4 @@
-"""The plugins as tests/plugin_driver.cpp calls them, the way TensorRT does, without TensorRT and without a GPU."""
+"""The plugins as plugin_driver.cpp calls them, the way TensorRT does, without TensorRT and without a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from support import REPOSITORY
 
 from trtconvert.library import library_path
 
@@ -195,7 +196,7 @@ def compiled_driver(folder: Path, major: int, plugin: str) -> Driver:
     """The driver that stands for one major version of TensorRT, for a plugin by its name."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    headers = Path(__file__).parents[1] / "plugins"
+    headers = REPOSITORY / "plugins"
     source = Path(__file__).with_name("plugin_driver.cpp")
     target = folder / f"libdriver{major}.so"
     # fmt: off
