@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trtconvert.attention.sites import InterceptedDenoiser, find_sites, select_sites
+from trtconvert.attention.sites import Handler, attention_hooks, find_sites, select_sites
 from trtconvert.errors import UserError
+from trtconvert.interception import InterceptedDenoiser
 
 
 class Attention(nn.Module):
@@ -38,6 +39,10 @@ class Model(nn.Module):
 INPUTS = {"x": torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)), "timestep": torch.tensor([0.25, 0.5])}
 
 
+def intercept(model: nn.Module, handler: Handler) -> InterceptedDenoiser:
+    return InterceptedDenoiser(model, INPUTS, "timestep", attention_hooks(handler))
+
+
 def test_sites_are_named_by_module_and_call():
     sites = find_sites(Model(Attention(), Attention(calls=2)), INPUTS, "timestep")
     assert [site.name for site in sites] == ["blocks.0", "blocks.1", "blocks.1#2"]
@@ -47,7 +52,9 @@ def test_sites_are_named_by_module_and_call():
 def test_names_do_not_drift_over_forwards():
     model = Model(Attention(calls=2))
     names = []
-    denoiser = InterceptedDenoiser(model, INPUTS, "timestep", lambda call: (names.append(call.name), call.exact())[1])
+    denoiser = InterceptedDenoiser(
+        model, INPUTS, "timestep", attention_hooks(lambda call: (names.append(call.name), call.exact())[1])
+    )
     for _ in range(2):
         denoiser(**INPUTS)
     assert names == ["blocks.0", "blocks.0#2"] * 2
@@ -55,7 +62,7 @@ def test_names_do_not_drift_over_forwards():
 
 def test_the_handlers_result_takes_the_place_of_the_call():
     model = Model(Attention())
-    doubled = InterceptedDenoiser(model, INPUTS, "timestep", lambda call: 2 * call.exact())(**INPUTS)
+    doubled = intercept(model, lambda call: 2 * call.exact())(**INPUTS)
     plain = model(**INPUTS)[0]
     torch.testing.assert_close(doubled - INPUTS["x"], 2 * (plain - INPUTS["x"]))
 
@@ -68,9 +75,9 @@ def test_a_scalar_timestep_reaches_every_element():
             return self.blocks[0](x)
 
     inputs = INPUTS | {"timestep": torch.tensor(7)}
-    InterceptedDenoiser(Scalar(Attention()), inputs, "timestep", lambda c: (seen.append(c.timestep), c.exact())[1])(
-        **inputs
-    )
+    InterceptedDenoiser(
+        Scalar(Attention()), inputs, "timestep", attention_hooks(lambda c: (seen.append(c.timestep), c.exact())[1])
+    )(**inputs)
     assert seen[0].tolist() == [7.0, 7.0]
 
 
@@ -79,7 +86,7 @@ def test_a_failure_leaves_the_model_and_the_names_as_they_were():
         raise RuntimeError("in the handler")
 
     model = Model(Attention())
-    failing = InterceptedDenoiser(model, INPUTS, "timestep", fail)
+    failing = intercept(model, fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="in the handler"):
             failing(**INPUTS)
@@ -115,7 +122,7 @@ def test_forwards_of_one_model_run_side_by_side():
             names[number].append(call.name)
             return call.exact()
 
-        InterceptedDenoiser(model, INPUTS, "timestep", handler)(**INPUTS)
+        intercept(model, handler)(**INPUTS)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(forward, names))
@@ -178,9 +185,9 @@ def test_windows_take_the_timestep_of_their_sample():
     chosen, left = select_sites(find_sites(model, INPUTS, "timestep"), ["*"], [])
     assert [(site.name, site.folds, site.query_tokens) for site in chosen] == [("blocks.0", 1, 6), ("blocks.1", 2, 3)]
     assert not left
-    InterceptedDenoiser(model, INPUTS, "timestep", lambda c: (seen.append((c.timestep, c.folds)), c.exact())[1])(
-        **INPUTS
-    )
+    InterceptedDenoiser(
+        model, INPUTS, "timestep", attention_hooks(lambda c: (seen.append((c.timestep, c.folds)), c.exact())[1])
+    )(**INPUTS)
     assert [(timestep.tolist(), folds) for timestep, folds in seen] == [([0.25, 0.5], 1), ([0.25, 0.25, 0.5, 0.5], 2)]
 
 

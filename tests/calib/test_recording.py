@@ -19,11 +19,11 @@ pytest.importorskip("diffusers", reason="needs diffusers")
 pytest.importorskip("transformers", reason="needs transformers")
 from tiny_pipelines import PIPELINES, TOKENS
 
-from trtconvert.attention.sites import first_tensor
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.data import BadSamples, open_data
 from trtconvert.calib.record import PREVIOUS, record
 from trtconvert.errors import UserError
+from trtconvert.interception import first_tensor
 from trtconvert.models.base import DiffusionModel, InputSpec
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.recipe import CalibrationSection

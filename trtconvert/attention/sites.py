@@ -1,14 +1,11 @@
 """Attention sites: every call of `scaled_dot_product_attention` in a model, named by the module that makes it.
 
-A `TorchFunctionMode` around the forward sees the calls whatever the model's classes are. One handler then decides what
-happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
+One handler decides what happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from trtconvert.errors import UserError
+from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
 
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
@@ -73,109 +70,38 @@ class Site:
 Handler = Callable[[SiteCall], Tensor]
 
 
-class InterceptedDenoiser(nn.Module):
-    """A denoiser whose attention calls go through a handler.
+def attention_hooks(handler: Handler) -> Hooks:
+    """Hooks that pass calls of attention to a handler, which returns their output."""
 
-    Takes the denoiser's inputs by position, in the order of `input_names`, or by name, and returns its first output
-    tensor, so that it can be exported as it is and driven by a sampler.
+    def attend(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        return handler(_call(caller, *args, **named))
 
-    Args:
-        denoiser: any module; only its calls of `torch.nn.functional.scaled_dot_product_attention` are seen.
-        input_names: names of forward's parameters.
-        timestep_input: which of them is the timestep; a scalar or [B].
-        handler: gets each call and returns its output.
-    """
-
-    def __init__(self, denoiser: nn.Module, input_names: Iterable[str], timestep_input: str, handler: Handler) -> None:
-        super().__init__()
-        self.denoiser = denoiser
-        self.input_names = tuple(input_names)
-        self.timestep_input = timestep_input
-        self.handler = handler
-
-    def forward(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
-        named = dict(zip(self.input_names, inputs, strict=False)) | by_name
-        batch = _samples(named, self.timestep_input)
-        timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
-        with _Interception(self.denoiser, self.handler, timestep):
-            return first_tensor(self.denoiser(**named))
+    return {scaled_dot_product_attention: attend}
 
 
-class _Interception(TorchFunctionMode):
-    """One forward, on one thread: leaves nothing on the model, so that forwards may run side by side and may fail."""
+def _call(
+    caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> SiteCall:
+    timestep, batch = caller.timestep, caller.timestep.shape[0]
+    folds = _folds(query, key, value, batch)
 
-    def __init__(self, model: nn.Module, handler: Handler, timestep: Tensor) -> None:
-        super().__init__()
-        self._model, self._handler, self._timestep = model, handler, timestep
-        self._names: dict[nn.Module, str] = {}
-        self._calls: Counter[str] = Counter()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._handler(self._call(*args, **(kwargs or {})))
-
-    def _call(
-        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ) -> SiteCall:
-        module = self._calling_module()
-        self._calls[module] += 1
-        name = module or "denoiser"
-        if self._calls[module] > 1:
-            name += f"#{self._calls[module]}"
-
-        batch = self._timestep.shape[0]
-        folds = _folds(query, key, value, batch)
-        timestep = self._timestep if folds <= 1 else self._timestep[:, None].expand(batch, folds).reshape(-1)
-
-        def exact() -> Tensor:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-
-        return SiteCall(
-            name,
-            query,
-            key,
-            value,
-            attn_mask,
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            timestep,
-            _obstacle(query, key, value, dropout_p, is_causal, folds),
-            exact,
-            max(folds, 1),
+    def exact() -> Tensor:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    def _calling_module(self) -> str:
-        """Path of the module whose forward is running; "" is the model itself.
-
-        Read from the stack at each attention call. Hooks on all modules, which would keep the path up to date, cost a tenth of
-        a small model's time, and run for every thread that uses the model.
-        """
-        if not self._names:
-            self._names = {module: name for name, module in self._model.named_modules()}
-        frame = sys._getframe()
-        while frame is not None:
-            if frame.f_code is _MODULE_CALL and (module := frame.f_locals["self"]) in self._names:
-                return self._names[module]
-            frame = frame.f_back
-        return ""
-
-
-_MODULE_CALL = nn.Module._call_impl.__code__
-"""The function that every call of a module goes through."""
-
-
-def _samples(inputs: Mapping[str, Tensor], timestep_input: str) -> int:
-    """How many samples a call of a denoiser is for: as many as its first input has, but the timestep."""
-    return next(x for name, x in inputs.items() if name != timestep_input).shape[0]
-
-
-def first_tensor(output: Any) -> Tensor:
-    """The tensor in what a denoiser returns: itself, the first of a tuple, or diffusers' `.sample`."""
-    if isinstance(output, Tensor):
-        return output
-    return output[0] if isinstance(output, (tuple, list)) else output.sample
+    return SiteCall(
+        caller.name("attention"),
+        query,
+        key,
+        value,
+        attn_mask,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
+        _obstacle(query, key, value, dropout_p, is_causal, folds),
+        exact,
+        max(folds, 1),
+    )
 
 
 def _folds(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
@@ -207,7 +133,9 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, fol
     return ""
 
 
-def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input: str) -> list[Site]:
+def find_sites(
+    denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input: str, also: Hooks | None = None
+) -> list[Site]:
     """All attention sites of one forward, in the order of their calls.
 
     Where a sample has several elements of an attention's batch, a second forward with another last sample tells whether they lie
@@ -216,6 +144,7 @@ def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input
     Args:
         inputs: example inputs by name.
         timestep_input: the name of the timestep among them.
+        also: hooks of other functions, for the first forward.
     Raises:
         UserError: a site has unequal numbers of keys and values.
     """
@@ -257,10 +186,12 @@ def find_sites(denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input
         return call.exact()
 
     with torch.no_grad():
-        InterceptedDenoiser(denoiser, inputs, timestep_input, handler)(*inputs.values())
-        if seen and _samples(inputs, timestep_input) > 1:
+        InterceptedDenoiser(denoiser, inputs, timestep_input, attention_hooks(handler) | dict(also or {}))(
+            *inputs.values()
+        )
+        if seen and samples_of(inputs, timestep_input) > 1:
             others = _with_another_last_sample(inputs, timestep_input)
-            InterceptedDenoiser(denoiser, inputs, timestep_input, compare)(*others.values())
+            InterceptedDenoiser(denoiser, inputs, timestep_input, attention_hooks(compare))(*others.values())
     return list(found.values())
 
 
@@ -274,7 +205,7 @@ def _signature(call: SiteCall) -> Tensor:
 
 
 def _with_another_last_sample(inputs: Mapping[str, Tensor], timestep_input: str) -> dict[str, Tensor]:
-    batch, others = _samples(inputs, timestep_input), {}
+    batch, others = samples_of(inputs, timestep_input), {}
     for name, x in inputs.items():
         of_samples = name != timestep_input and x.is_floating_point() and x.dim() > 0 and x.shape[0] == batch
         others[name] = torch.cat([x[:-1], 1 - x[-1:]]) if of_samples else x

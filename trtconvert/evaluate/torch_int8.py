@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention import kernel
-from trtconvert.attention.sites import InterceptedDenoiser, SiteCall
+from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import Manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.interception import InterceptedDenoiser
 from trtconvert.models.base import DiffusionModel
 
 
@@ -39,7 +40,7 @@ class TorchInt8:
         self._names = [spec.name for spec in model.inputs]
         self._nonfinite: dict[str, Tensor] = {}
         denoiser = copy.deepcopy(model.denoiser).to(self._dtype)
-        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, self._attend)
+        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, attention_hooks(self._attend))
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         given = dict(zip(self._names, inputs, strict=False)) | named

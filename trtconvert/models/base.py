@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trtconvert.attention.sites import Handler, InterceptedDenoiser
+from trtconvert.attention.sites import Handler, attention_hooks
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.interception import InterceptedDenoiser
+from trtconvert.linear.sites import LayerHandler, layer_hooks
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -276,6 +278,11 @@ def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
     return replace(model, denoiser=model.denoiser.to(device), sample=sample)
 
 
-def intercepted(model: DiffusionModel, handler: Handler) -> InterceptedDenoiser:
-    """The model's denoiser with its attention calls going through a handler."""
-    return InterceptedDenoiser(model.denoiser, [spec.name for spec in model.inputs], model.timestep_input, handler)
+def intercepted(
+    model: DiffusionModel, handler: Handler | None = None, layers: LayerHandler | None = None
+) -> InterceptedDenoiser:
+    """The model's denoiser with its attention calls, or those of layers, or both, going through handlers."""
+    hooks = dict(attention_hooks(handler)) if handler is not None else {}
+    if layers is not None:
+        hooks |= layer_hooks(layers)
+    return InterceptedDenoiser(model.denoiser, [spec.name for spec in model.inputs], model.timestep_input, hooks)

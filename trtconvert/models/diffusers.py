@@ -12,10 +12,10 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from trtconvert.attention.schedules import ddpm_sigmas
-from trtconvert.attention.sites import first_tensor
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import UserError
 from trtconvert.images import read_picture
+from trtconvert.interception import first_tensor
 from trtconvert.models.base import Denoiser, DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.models.components import PipelineComponents
 from trtconvert.models.pipelines import (

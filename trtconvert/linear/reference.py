@@ -1,0 +1,181 @@
+"""INT8 linear layers and convolutions in plain torch: the specification that kernels and ONNX function bodies follow.
+
+    x̂ = (x − x_offset) · x_factor                         per input channel
+    q = clip(round(x̂ / s), −127, 127)                     s per token (`DYNAMIC`) or of the timestep bin (`STATIC`)
+    y = (q · Wᵀ) · s · weight_scale + bias                 the product exact in integers
+
+Channels are equalised by `x_factor` (SmoothQuant, Xiao et al. 2023, arXiv:2211.10438, equation 3), whose inverse is in the
+weights, and moved by `x_offset`, whose product with the weights is in the bias: both are exact but for what rounding does to x̂.
+What a GELU gives lies on one side of zero: an offset in the middle of the range saves one bit of symmetric quantisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
+
+LEVELS = 127
+"""INT8 steps on either side of zero."""
+
+TINY_SCALE = 2.0**-100
+"""Scale of a token of zeros, which quantises to zeros whatever the scale is."""
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """An INT8 layer. N output channels, K input channels, T timestep bins.
+
+    Attributes:
+        weight: INT8 [N, K], of a convolution [N, K, *kernel]; the layer's own divided by `x_factor` and by its scales.
+        weight_scale: [N] FP32.
+        bias: [N] FP32, with the product of the INT8 weights and `x_offset`: of these, so that their error is that of x alone.
+        x_factor: [K] FP32, positive. x_offset: [K] FP32; zeros for a convolution, whose padding is zero.
+        x_scale: [T] FP32, range of x̂ / 127.
+        modes: [T] INT32 `LayerMode`, none of them `EXACT`.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor
+    x_factor: Tensor
+    x_offset: Tensor
+    x_scale: Tensor
+    modes: Tensor
+
+    def with_modes(self, mode: LayerMode | Tensor) -> LayerTables:
+        """The same layer with another mode for every bin, or another [T] table of modes."""
+        modes = mode if isinstance(mode, Tensor) else torch.full_like(self.modes, int(mode))
+        return LayerTables(**{f.name: getattr(self, f.name) for f in fields(self)} | {"modes": modes})
+
+    def to(self, device: torch.device | str) -> LayerTables:
+        return LayerTables(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def dequantised(self) -> Tensor:
+        """FP32 weight [N, K, …] of x̂."""
+        return self.weight.float() * _per_output(self.weight_scale, self.weight)
+
+
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight in INT8 with a scale per output channel; a channel of zeros has the smallest scale.
+
+    Scales are rounded up to eight significant bits, so that FP16 and BF16 hold them too and all lowerings have the same.
+
+    Args:
+        weight: [N, …], finite.
+    Returns:
+        INT8 [N, …] and FP32 [N].
+    """
+    scale = short_scale(weight.float().flatten(1).abs().amax(1) / LEVELS)
+    stored = (weight.float() / _per_output(scale, weight)).round().clamp(-LEVELS, LEVELS)
+    return stored.to(torch.int8), scale
+
+
+def short_scale(scale: Tensor) -> Tensor:
+    """FP32 scales rounded up to eight significant bits, at least 2⁻²⁰: FP16 holds such a number without loss down to 2⁻¹⁷."""
+    mantissa, exponent = torch.frexp(scale.float().clamp_min(2.0**-20))
+    return torch.ldexp((mantissa * 256).ceil() / 256, exponent)
+
+
+def linear(
+    x: Tensor,
+    timestep: Tensor | None,
+    tables: LayerTables,
+    *,
+    timestep_max: float = 1000.0,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A linear layer in the mode that the timestep selects.
+
+    A call computes in one mode, the most careful (smallest) of those that its samples' timesteps select: the samples of a step
+    have one timestep, and a kernel then has one product to compute.
+
+    Args:
+        x: [B · n, …, K], the rows of each sample beside each other; any floating-point type.
+        timestep: [B], what the denoiser is given; None where there is one bin.
+        tables: of the layer.
+        timestep_max: the timestep at which the last bin ends.
+        compute_dtype: type of all arithmetic. FP32 holds sums of up to 1,040 products exactly, larger ones to 6e-8.
+    Returns:
+        [B · n, …, N] in x's type. NaN for samples whose timestep is NaN, everywhere for a mode that is not one of `LayerMode`'s
+        INT8 modes or a table entry that cannot be used.
+    """
+    mode, bad, step = _at(x, timestep, tables, timestep_max, compute_dtype)
+    moved = (x.to(compute_dtype) - tables.x_offset.to(x.device)) * tables.x_factor.to(x.device)
+    weight = tables.weight.to(x.device, compute_dtype)
+    if mode not in INT8_PRODUCTS:
+        products, step = moved.to(x.dtype).to(compute_dtype) @ weight.T, torch.ones_like(step)
+    else:
+        if mode == LayerMode.DYNAMIC:
+            step = (moved.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY_SCALE)
+        products = _int8(moved, step) @ weight.T
+    scales = step * tables.weight_scale.to(x.device, compute_dtype)
+    return (products * scales + tables.bias.to(x.device, compute_dtype)).masked_fill(bad, math.nan).to(x.dtype)
+
+
+def conv(
+    x: Tensor,
+    timestep: Tensor | None,
+    tables: LayerTables,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    timestep_max: float = 1000.0,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A convolution without groups or dilation, as `linear`; padding is zero.
+
+    Args:
+        x: [B · n, K, *sizes], of one to three sizes.
+        stride, padding: of each size, the same on both sides.
+    Returns:
+        [B · n, N, *sizes]; NaN as `linear`, and everywhere in mode `DYNAMIC`, which convolutions have not.
+    """
+    mode, bad, step = _at(x, timestep, tables, timestep_max, compute_dtype)
+    if mode == LayerMode.DYNAMIC:
+        bad = torch.ones_like(bad)
+    of_channels = (1, -1, *[1] * (x.dim() - 2))
+    scaled = x.to(compute_dtype) * tables.x_factor.to(x.device, compute_dtype).view(of_channels)
+    if mode == LayerMode.STATIC:
+        scaled = _int8(scaled, step)
+    else:
+        scaled, step = scaled.to(x.dtype).to(compute_dtype), torch.ones_like(step)
+    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[x.dim() - 3]
+    products = convolve(scaled, tables.weight.to(x.device, compute_dtype), None, list(stride), list(padding))
+    scales = step * tables.weight_scale.to(x.device, compute_dtype).view(of_channels)
+    bias = tables.bias.to(x.device, compute_dtype).view(of_channels)
+    return (products * scales + bias).masked_fill(bad, math.nan).to(x.dtype)
+
+
+def _at(
+    x: Tensor, timestep: Tensor | None, tables: LayerTables, timestep_max: float, compute_dtype: torch.dtype
+) -> tuple[int, Tensor, Tensor]:
+    """The mode of a call; where it gives NaN, [B · n, 1, …] bool; and the calibrated scale, of the same shape."""
+    bins = len(tables.modes)
+    index = torch.zeros(1, dtype=torch.long) if timestep is None else timestep_bin(timestep.cpu(), timestep_max, bins)
+    mode = int(tables.modes.cpu()[index].min())
+    unknown = timestep.cpu().isnan() if timestep is not None else torch.zeros(1, dtype=torch.bool)
+    step = tables.x_scale.cpu()[index]
+    bad = unknown | (mode not in (LayerMode.WEIGHT_ONLY, *INT8_PRODUCTS))
+    if mode == LayerMode.STATIC:
+        bad = bad | ~(step.isfinite() & (step > 0))
+
+    def of_rows(values: Tensor) -> Tensor:  # [B] -> [B · n, 1, …]
+        rows = values.repeat_interleave(x.shape[0] // len(values))
+        return rows.view(-1, *[1] * (x.dim() - 1)).to(x.device)
+
+    return mode, of_rows(bad), of_rows(step.to(compute_dtype))
+
+
+def _int8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).round().clamp(-LEVELS, LEVELS)
+
+
+def _per_output(scale: Tensor, weight: Tensor) -> Tensor:
+    return scale.view(-1, *[1] * (weight.dim() - 1))

@@ -1,0 +1,296 @@
+"""Layers: every call of a linear layer or a convolution in a model, named by the module that makes it.
+
+Found by what is called, as attention is: `linear`, `matmul` and `addmm` with a weight of the model, and convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trtconvert.errors import UserError
+from trtconvert.interception import Caller, Hook, Hooks
+
+IN_STEP, OUT_STEP = 16, 8
+"""Channels that kernels read and write at once: 16 bytes of INT8, and of 16 bits."""
+
+MOST_CHANNELS = 65_536
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of one layer.
+
+    Attributes:
+        name: the calling module's path, with `#2`, `#3`, … for further calls of the same module in one forward.
+        kind: of a layer.
+        x: [..., K], of a convolution [B, K, *sizes].
+        weight: [N, K], of a convolution [N, K / groups, *kernel].
+        bias: [N] or None.
+        timestep: [B] FP32, what the denoiser was given for each sample.
+        exact: computes the call as the model wrote it.
+        stride, padding: of a convolution's sizes.
+        obstacle: why such a call cannot become an INT8 layer, as far as its options tell; empty when it can.
+    """
+
+    name: str
+    kind: Literal["linear", "conv"]
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    timestep: Tensor
+    exact: Callable[[], Tensor]
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    obstacle: str = ""
+
+    @property
+    def channel_axis(self) -> int:
+        """Of x."""
+        return self.x.dim() - 1 if self.kind == "linear" else 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of a layer without running it.
+
+    Attributes:
+        name, kind, stride, padding, obstacle: as in `LayerCall`.
+        in_channels, out_channels: K and N.
+        kernel: sizes of a convolution's, else empty.
+        rows: of x, or pixels of the result, for each sample, of the sizes that it was found with.
+        source: the first layer that reads the same tensor, itself or another: they share scales, so that x is quantised once.
+        weight: its weight's name in the state dict, with `.T` where it is stored the other way round; empty where it is a part of
+            a parameter. Tied layers have one name.
+    """
+
+    name: str
+    kind: Literal["linear", "conv"]
+    in_channels: int
+    out_channels: int
+    rows: int
+    source: str
+    weight: str
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    obstacle: str = ""
+
+
+LayerHandler = Callable[[LayerCall], Tensor]
+
+
+def layer_hooks(handler: LayerHandler) -> Hooks:
+    """Hooks that pass calls of layers to a handler, which returns their output.
+
+    Products of two activations are no layers, but nothing at a call tells: a handler leaves what it does not know by name.
+    """
+
+    def matmul(caller: Caller, x: Tensor, weight: Tensor, bias: Tensor | None, exact: Callable[[], Tensor]) -> Tensor:
+        return handler(LayerCall(caller.name("layer"), "linear", x, weight.T, bias, caller.timestep, exact))
+
+    def of_linear(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        x, weight, bias = _taken(args, named, "input", "weight", "bias")
+        exact = _exact(functional.linear, args, named)
+        return handler(LayerCall(caller.name("layer"), "linear", x, weight, bias, caller.timestep, exact))
+
+    def of_matmul(function: Callable[..., Tensor]) -> Hook:
+        def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+            x, weight = (*args, *named.values())[:2]
+            if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor):
+                return function(*args, **named)
+            return matmul(caller, x, weight, None, _exact(function, args, named))
+
+        return hook
+
+    def of_addmm(function: Callable[..., Tensor]) -> Hook:
+        def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+            bias, x, weight = _taken(args, named, "input", "mat1", "mat2")
+            if bias.dim() != 1 or named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
+                return function(*args, **named)
+            return matmul(caller, x, weight, bias, _exact(function, args, named))
+
+        return hook
+
+    def of_conv(function: Callable[..., Tensor], sizes: int, transposed: bool = False) -> Hook:
+        def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+            names = ("input", "weight", "bias", "stride", "padding", *(("output_padding", "groups", "dilation")
+                     if transposed else ("dilation", "groups")))  # fmt: skip
+            given = dict(zip(names, args, strict=False)) | named
+            stride, dilation = (_each(given.get(name, 1), sizes) for name in ("stride", "dilation"))
+            padding = given.get("padding", 0)
+            obstacle = "it is a transposed convolution" if transposed else _obstacle_of_conv(given, dilation)
+            call = LayerCall(
+                caller.name("layer"),
+                "conv",
+                given["input"],
+                given["weight"],
+                given.get("bias"),
+                caller.timestep,
+                _exact(function, args, named),
+                stride,
+                (0,) * sizes if isinstance(padding, str) else _each(padding, sizes),
+                obstacle,
+            )
+            return handler(call)
+
+        return hook
+
+    hooks: dict[Callable[..., Any], Hook] = {functional.linear: of_linear}
+    for function in (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__):
+        hooks[function] = of_matmul(function)
+    for function in (torch.addmm, Tensor.addmm):
+        hooks[function] = of_addmm(function)
+    for sizes, function in enumerate((functional.conv1d, functional.conv2d, functional.conv3d), 1):
+        hooks[function] = of_conv(function, sizes)
+    for sizes, function in enumerate(
+        (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d), 1
+    ):
+        hooks[function] = of_conv(function, sizes, transposed=True)
+    return hooks
+
+
+def _taken(args: tuple[Any, ...], named: Mapping[str, Any], *names: str) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | dict(named)
+    return [given.get(name) for name in names]
+
+
+def _exact(function: Callable[..., Tensor], args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[], Tensor]:
+    return lambda: function(*args, **named)
+
+
+def _each(value: int | Sequence[int], sizes: int) -> tuple[int, ...]:
+    return (value,) * sizes if isinstance(value, int) else tuple(value) * (sizes if len(value) == 1 else 1)
+
+
+def _obstacle_of_conv(given: Mapping[str, Any], dilation: tuple[int, ...]) -> str:
+    if given.get("groups", 1) != 1:
+        return f"it has {given['groups']} groups"
+    if any(size != 1 for size in dilation):
+        return "it is dilated"
+    if given.get("padding") == "same" and any(size % 2 == 0 for size in given["weight"].shape[2:]):
+        return "its padding differs from side to side"
+    return ""
+
+
+class LayerFinder:
+    """A handler that notes the layers of one forward, in the order of their calls.
+
+    Args:
+        model: whose parameters and buffers are weights; products of other tensors are none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: dict[str, Layer] = {}
+        self._sources = WeakIdKeyDictionary()
+        self._names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+        self._storages = set[int]()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._storages.add(tensor.untyped_storage().data_ptr())
+            self._names.setdefault(_place(tensor), name)
+            if tensor.dim() == 2:
+                self._names.setdefault(_place(tensor.T), name + ".T")
+
+    def __call__(self, call: LayerCall) -> Tensor:
+        output = call.exact()
+        if call.weight.untyped_storage().data_ptr() in self._storages and call.x.dim() > 0:
+            source = self._sources.setdefault(call.x, call.name) if call.kind == "linear" else call.name
+            batch = len(call.timestep)
+            places = output.numel() // max(1, output.shape[call.channel_axis])
+            self.found[call.name] = Layer(
+                call.name,
+                call.kind,
+                call.x.shape[call.channel_axis],
+                call.weight.shape[0],
+                max(1, places // batch),
+                source,
+                self._names.get(_place(call.weight), ""),
+                tuple(call.weight.shape[2:]),
+                call.stride,
+                call.padding,
+                call.obstacle or _obstacle(call, batch),
+            )
+        return output
+
+    def layers(self) -> list[Layer]:
+        return list(self.found.values())
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _obstacle(call: LayerCall, batch: int) -> str:
+    if not call.x.is_floating_point():
+        return f"it reads {str(call.x.dtype).removeprefix('torch.')}"
+    if call.x.dim() < 2 or call.x.shape[0] % batch:  # whose scales follow which timestep?
+        return "the first axis of its input is not that of the samples or a multiple of it"
+    if call.kind == "conv" and call.x.dim() != call.weight.dim():
+        return "its images have no axis of samples"
+    for what, channels, step in (
+        ("input", call.x.shape[call.channel_axis], IN_STEP),
+        ("output", call.weight.shape[0], OUT_STEP),
+    ):
+        if channels % step or channels > MOST_CHANNELS:
+            return f"its {channels} {what} channels are not a multiple of {step} up to {MOST_CHANNELS:,}"
+    return ""
+
+
+def select_layers(
+    layers: Sequence[Layer], include: Sequence[str], exclude: Sequence[str], min_rows: int
+) -> tuple[list[Layer], list[Layer]]:
+    """Split layers into those to convert and those to leave, which carry the reason in `obstacle`.
+
+    The first and the last layer of many rows, which make tokens or features of what is denoised and the prediction of these, stay
+    unless a pattern other than `*` names them, and so do layers of few rows.
+
+    Args:
+        min_rows: for each sample.
+    Raises:
+        UserError: a pattern matches nothing.
+    """
+    names = [layer.name for layer in layers]
+    for pattern in [*include, *exclude]:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"the layer pattern '{pattern}' matches no layer",
+                expected="a pattern of one of: " + (", ".join(names) or "none: the model calls no linear layer"),
+                got=f"'{pattern}'",
+                remedy="correct layers.include or layers.exclude in the recipe",
+            )
+    chosen, left = [], []
+    many = [layer.name for layer in layers if layer.rows > 1]
+    ends = {many[0]: "it is the first layer", many[-1]: "it is the last layer"} if many else {}
+    for layer in layers:
+        named = any(fnmatchcase(layer.name, p) for p in include if p != "*")
+        reason = layer.obstacle
+        if not (named or "*" in include) or any(fnmatchcase(layer.name, p) for p in exclude):
+            reason = "the recipe excludes it"
+        elif not reason and not named and layer.name in ends:
+            reason = f"{ends[layer.name]}; name it in layers.include to convert it"
+        elif not reason and not named and layer.rows < min_rows:
+            reason = f"it has {layer.rows} rows for each sample, layers.min_rows asks for {min_rows}"
+        if reason:
+            left.append(replace(layer, obstacle=reason))
+        else:
+            chosen.append(layer)
+    return _with_sources_among(chosen), left
+
+
+def _with_sources_among(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers whose sources are among themselves: of those that read one tensor, the first that is here."""
+    first: dict[str, str] = {}
+    return [replace(layer, source=first.setdefault(layer.source, layer.name)) for layer in layers]
+
+
+def flops(layer: Layer, batch: int) -> float:
+    """Operations of a call with so many samples."""
+    return 2.0 * batch * layer.rows * layer.out_channels * layer.in_channels * math.prod(layer.kernel)
