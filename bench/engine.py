@@ -67,10 +67,10 @@ from trtconvert.engine.loading import load_engine
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
-from trtconvert.export.concats import promote_concats
 from trtconvert.export.lowering import has_group_norms
-from trtconvert.export.nodes import attention_nodes
-from trtconvert.export.scatters import leave_out_default_reductions
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.passes.concats import promote_concats
+from trtconvert.export.passes.scatters import leave_out_default_reductions
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import DiffusionModel, InputSpec, intercepted
 from trtconvert.recipe import EngineSection

@@ -47,10 +47,10 @@ from trtconvert.engine.signals import DeferredSignals
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import lowering, storage
-from trtconvert.export.function_body import DOMAIN
 from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import GROUP_NORM
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.library import library_version
 from trtconvert.models.base import intercepted

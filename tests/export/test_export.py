@@ -24,14 +24,15 @@ from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export import storage
-from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, Variant, function_body
 from trtconvert.export.lowering import (
     fold_transposes,
     lower_to_function,
     lower_to_native,
     lower_to_plugin,
 )
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.nodes.attention_body import INPUTS, MASK, OP, Variant, function_body
+from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.base import intercepted
 

@@ -32,7 +32,7 @@ from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_group_norm_kernel, has_linear_kernel
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection

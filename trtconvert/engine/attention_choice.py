@@ -17,8 +17,9 @@ import onnx_ir as ir
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import Dims, NativeSite, opt_sizes
-from trtconvert.export.function_body import DOMAIN, INPUTS, MASK, OP, OPSET, VERSION
-from trtconvert.export.nodes import SITE_METADATA, attention_nodes, mask_of
+from trtconvert.export.nodes.attention import attention_nodes, mask_of
+from trtconvert.export.nodes.attention_body import INPUTS, MASK, OP
+from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
 
 TIMESTEP_MAX = 1000.0
 TABLES = INPUTS[4:]

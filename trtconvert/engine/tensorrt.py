@@ -247,7 +247,7 @@ def build_engine(
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
     from trtconvert.export.lowering import has_group_norms
-    from trtconvert.export.nodes import require_attention_nodes
+    from trtconvert.export.nodes.attention import require_attention_nodes
 
     trt = load()
     profiles = component.profiles or [component.dims]
@@ -353,7 +353,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         split_products,
         take_group_norms,
     )
-    from trtconvert.export.nodes import attention_nodes
+    from trtconvert.export.nodes.attention import attention_nodes
 
     model = model.clone()
     # Of group norms and of linear layers there are kernels for some GPUs only.
@@ -397,7 +397,7 @@ def build_lowered(
         TrtconvertError, KeyboardInterrupt: see `build_plan`.
     """
     from trtconvert.export import storage
-    from trtconvert.export.nodes import has_own_nodes
+    from trtconvert.export.nodes.common import has_own_nodes
 
     def configure(config: Any) -> None:
         apply_options(trt, config, options)
@@ -455,7 +455,7 @@ def choose_alone(
     """
     from trtconvert.engine.attention_choice import AttentionCase, CaseTimes, choose, site_plans
     from trtconvert.engine.attention_timer import AttentionTimer
-    from trtconvert.export.nodes import attention_nodes
+    from trtconvert.export.nodes.attention import attention_nodes
 
     # An engine of one node has no weights to replace or to stream.
     speed = options.model_copy(update={"refittable": False, "weight_streaming": False})

@@ -22,18 +22,12 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
 from trtconvert.errors import UserError, first_line
-from trtconvert.export.booleans import choose_by_logic
-from trtconvert.export.complex_pairs import complex_as_pairs
-from trtconvert.export.concats import drop_rejoins, promote_concats
-from trtconvert.export.epsilons import keep_epsilons
-from trtconvert.export.function_body import DOMAIN, OP, OPSET, VERSION
-from trtconvert.export.interleaves import join_interleaves
 from trtconvert.export.lowering import fold_transposes, lower_to_function
-from trtconvert.export.nodes import SITE_METADATA, attention_nodes
-from trtconvert.export.overwrites import join_overwritten
-from trtconvert.export.scatters import leave_out_default_reductions
-from trtconvert.export.sizes import fold_sizes
-from trtconvert.export.squeezes import drop_idle_squeezes
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.nodes.attention_body import OP
+from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
+from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
+from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent, resized
 
@@ -218,19 +212,14 @@ def _exported(
             remedy=remedy,
         )
     weights = name_weights(program.model, prefix)
-    drop_idle_squeezes(program.model)
-    promote_concats(program.model)
-    choose_by_logic(program.model)
-    fold_sizes(program.model)
-    keep_epsilons(program.model)
+    for rewrite in BEFORE_OPTIMISATION:
+        rewrite(program.model)
     with warnings.catch_warnings(), weights_apart(program.model, weights):
         # Constants are folded with numpy, and T5's buckets of positions take the logarithm of 0 where they are not looked at.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
         program.optimize()
-    join_interleaves(program.model)
-    join_overwritten(program.model)
-    drop_rejoins(program.model)
-    leave_out_default_reductions(program.model)
+    for rewrite in AFTER_OPTIMISATION:
+        rewrite(program.model)
     return program.model
 
 

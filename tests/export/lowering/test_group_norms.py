@@ -23,7 +23,8 @@ from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, has_group_norms, take_group_norms
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.nodes import attention_nodes, has_own_nodes
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.nodes.common import has_own_nodes
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.recipe import EngineSection
 

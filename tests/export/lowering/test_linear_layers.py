@@ -21,7 +21,7 @@ from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin
 from trtconvert.export.lowering.linear_layers import LINEAR, take_linear_layers
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_linear_kernel
 from trtconvert.recipe import EngineSection
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.lowering import split_modulations
-from trtconvert.export.squeezes import drop_idle_squeezes
+from trtconvert.export.passes.squeezes import drop_idle_squeezes
 from trtconvert.recipe import EngineSection
 
 BLOCKS = 2

@@ -20,7 +20,7 @@ from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin, shared
 from trtconvert.export.lowering.packing import pack_projections
 from trtconvert.export.lowering.shared import share_projections
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.models.base import InputSpec
 
 

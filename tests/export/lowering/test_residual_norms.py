@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 
 WIDTH = 64
 

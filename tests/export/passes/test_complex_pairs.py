@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.complex_pairs import complex_as_pairs
 from trtconvert.export.lowering import lower_to_native
+from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.models.base import InputSpec
 
 ANGLES = torch.arange(12.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])

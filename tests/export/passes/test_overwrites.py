@@ -9,8 +9,8 @@ import torch
 from exports import run
 from torch import Tensor, nn
 
-from trtconvert.export.overwrites import join_overwritten
-from trtconvert.export.sizes import fold_sizes
+from trtconvert.export.passes.overwrites import join_overwritten
+from trtconvert.export.passes.sizes import fold_sizes
 
 
 class Overwrites(nn.Module):

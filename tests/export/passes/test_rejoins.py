@@ -8,7 +8,7 @@ import torch
 from exports import export, run
 from torch import nn
 
-from trtconvert.export.concats import drop_rejoins
+from trtconvert.export.passes.concats import drop_rejoins
 
 
 class Rejoins(nn.Module):

@@ -13,13 +13,13 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, NotI
 from torch import nn
 
 from trtconvert.bundle import TRANSPOSED
-from trtconvert.export.booleans import choose_by_logic
-from trtconvert.export.concats import promote_concats
-from trtconvert.export.epsilons import keep_epsilons
-from trtconvert.export.interleaves import join_interleaves
-from trtconvert.export.scatters import leave_out_default_reductions
-from trtconvert.export.sizes import fold_sizes
-from trtconvert.export.squeezes import drop_idle_squeezes
+from trtconvert.export.passes.booleans import choose_by_logic
+from trtconvert.export.passes.concats import promote_concats
+from trtconvert.export.passes.epsilons import keep_epsilons
+from trtconvert.export.passes.interleaves import join_interleaves
+from trtconvert.export.passes.scatters import leave_out_default_reductions
+from trtconvert.export.passes.sizes import fold_sizes
+from trtconvert.export.passes.squeezes import drop_idle_squeezes
 from trtconvert.export.weights import name_weights, weights_apart
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from trtconvert.export.function_body import DOMAIN, OP, VERSION, function_body
-from trtconvert.export.nodes import require_attention_nodes, variant_of
+from trtconvert.export.nodes.attention import require_attention_nodes, variant_of
+from trtconvert.export.nodes.attention_body import OP, function_body
+from trtconvert.export.nodes.common import DOMAIN, VERSION
 
 OVERLOADS_SINCE = 10
 """First IR version in which functions have overloads."""

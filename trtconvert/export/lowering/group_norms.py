@@ -18,11 +18,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.function_body import DOMAIN, VERSION
 from trtconvert.export.lowering.initializers import changed_initializer, columns_of
 from trtconvert.export.lowering.patches import is_of_patches
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, perm_of, producer_of
-from trtconvert.export.nodes import HALF
+from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
 
 GROUP_NORM = "GroupNorm"
 """Operator of the plugin: x [B, C, H, W], weight, bias [C], and perhaps shift [B, C] → the group norm of x + shift, which is

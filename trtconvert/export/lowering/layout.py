@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import perm_of
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 
 PERMUTATION = [0, 2, 1, 3]
 

@@ -18,12 +18,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.function_body import DOMAIN, VERSION
 from trtconvert.export.lowering.initializers import changed_initializer
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import only_reader
-from trtconvert.export.nodes import HALF, is_attention
+from trtconvert.export.nodes.attention import is_attention
+from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
 
 LINEAR = "Linear"
 """Operator of the plugin: x [..., K], weight [N, K], and perhaps bias [N] → x @ weightᵀ + bias. With the attribute `geglu` weight

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
-from trtconvert.export.nodes import mask_of, require_attention_nodes
+from trtconvert.export.nodes.attention import mask_of, require_attention_nodes
 
 
 def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> int:

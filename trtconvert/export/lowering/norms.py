@@ -31,7 +31,8 @@ from trtconvert.export.matching import (
     producer_of,
     without_casts,
 )
-from trtconvert.export.nodes import HALF, append_input, attention_nodes
+from trtconvert.export.nodes.attention import append_input, attention_nodes
+from trtconvert.export.nodes.common import HALF
 
 
 def take_norms(model: ir.Model) -> int:

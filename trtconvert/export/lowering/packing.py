@@ -16,7 +16,7 @@ from trtconvert.export.lowering.parts import take_in_parts
 from trtconvert.export.lowering.projections import Projection, join, projection
 from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import element_of, perm_of, producer_of
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 
 PARTS = 3
 

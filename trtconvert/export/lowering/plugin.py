@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from trtconvert.export.function_body import DOMAIN, INPUTS, OP, VERSION
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.linear_layers import take_linear_layers
 from trtconvert.export.lowering.norms import take_norms
@@ -14,7 +13,9 @@ from trtconvert.export.lowering.packing import pack_projections
 from trtconvert.export.lowering.residual_norms import take_residual_norms
 from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.lowering.shared import share_projections
-from trtconvert.export.nodes import HALF, mask_of, require_attention_nodes
+from trtconvert.export.nodes.attention import mask_of, require_attention_nodes
+from trtconvert.export.nodes.attention_body import INPUTS, OP
+from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
 
 
 def lower_to_plugin(

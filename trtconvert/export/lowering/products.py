@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.initializers import rows_of
 from trtconvert.export.matching import is_read_once, producer_of
-from trtconvert.export.nodes import HALF
+from trtconvert.export.nodes.common import HALF
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from trtconvert.export.function_body import DOMAIN, VERSION
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.matching import is_same_shape, producer_of
-from trtconvert.export.nodes import HALF, is_attention
+from trtconvert.export.nodes.attention import is_attention
+from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
 
 RESIDUAL_NORM = "ResidualNorm"
 """Operator of the plugin: x, residual [..., C], weight, bias [C] → x + residual, and its layer norm."""

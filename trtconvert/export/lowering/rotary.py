@@ -37,7 +37,8 @@ from trtconvert.export.matching import (
     producer_of,
     without_casts,
 )
-from trtconvert.export.nodes import HALF, append_input, attention_nodes
+from trtconvert.export.nodes.attention import append_input, attention_nodes
+from trtconvert.export.nodes.common import HALF
 
 
 def take_rotary(model: ir.Model) -> int:

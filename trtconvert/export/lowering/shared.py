@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.projections import Projection, join, projection
-from trtconvert.export.nodes import attention_nodes
+from trtconvert.export.nodes.attention import attention_nodes
 
 KV_HEADS, K_HEAD, V_HEAD = "kv_heads", "k_head", "v_head"
 """Attributes of a node whose k and v are one tensor: of how many heads its keys and its values are, and the first of each."""

@@ -7,12 +7,9 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from trtconvert.errors import UserError
-from trtconvert.export.function_body import DOMAIN, INPUTS, OP, Variant
+from trtconvert.export.nodes.attention_body import INPUTS, OP, Variant
+from trtconvert.export.nodes.common import DOMAIN, SITE_METADATA
 
-SITE_METADATA = "trtconvert.site"
-"""Metadata key of a node: the name of the attention site it stands for."""
-HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-"""Types that kernels take."""
 APPENDED = ("rotary", "norm")
 """Inputs that only the plugin knows, after the mask. Each is there where the node has an attribute of its name."""
 
@@ -24,11 +21,6 @@ def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
         for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))
         if is_attention(node)
     }
-
-
-def has_own_nodes(model: ir.Model) -> bool:
-    """Whether the graph has a node of our domain: attention, or another that is a plugin."""
-    return any(node.domain == DOMAIN for node in ir.traversal.RecursiveGraphIterator(model.graph))
 
 
 def is_attention(node: ir.Node | None) -> bool:

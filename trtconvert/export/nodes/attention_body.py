@@ -15,11 +15,9 @@ import onnx
 import onnx.parser
 
 from trtconvert.attention.reference import FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
+from trtconvert.export.nodes.common import DOMAIN, OPSET
 
-DOMAIN, OP, VERSION = "trtconvert", "Int8Attention", 1
-OPSET = 20
-"""Standard opset of the body and of exported models: the newest that TensorRT 10.6 reads."""
-
+OP = "Int8Attention"
 INPUTS = ("q", "k", "v", "timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
 MASK = "mask"
 ATTRIBUTES = ("layout", "softmax_scale", "timestep_max", "scaling", "smooth_k")
