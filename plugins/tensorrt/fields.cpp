@@ -1,6 +1,7 @@
 #include "tensorrt/fields.h"
 
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 
@@ -13,6 +14,7 @@ using nvinfer1::PluginFieldType;
 namespace {
 
 constexpr int32_t kTextLengthLimit = 64;
+constexpr size_t kListLength = 512;  // of attributes' names in a message
 
 // Attribute data need not be aligned for its type.
 template <typename T>
@@ -105,6 +107,17 @@ bool check_fields(PluginFieldCollection const* fields) noexcept {
     }
   }
   return true;
+}
+
+void refuse_attribute(char const* const* names, size_t count, char const* got) noexcept {
+  char listed[kListLength] = "";
+  size_t used = 0;
+  for (size_t i = 0; i < count && used < sizeof(listed); ++i) {
+    char const* const before = i == 0 ? "" : i + 1 < count ? ", " : " and ";
+    used += static_cast<size_t>(std::snprintf(listed + used, sizeof(listed) - used, "%s%s", before, names[i]));
+  }
+  char const* const expected = count == 0 ? "no attributes" : count == 1 ? "the attribute " : "one of the attributes ";
+  log(Severity::kERROR, "expected %s%s, got '%s'; remove it", expected, listed, got);
 }
 
 bool check_complete(PluginFieldCollection const* fields, unsigned seen, int32_t expected) noexcept {

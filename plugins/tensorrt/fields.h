@@ -1,6 +1,7 @@
 // Attributes of a network's node, or of an engine's plugin, as TensorRT passes them. Whoever returns false logged why.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -42,6 +43,9 @@ bool read_fields(nvinfer1::PluginFieldCollection const* fields, Read read, unsig
   }
   return true;
 }
+
+// Logs that a plugin has no attribute of the name that it got.
+void refuse_attribute(char const* const* names, size_t count, char const* got) noexcept;
 
 // Whether an engine has all fields that its plugin serialises, which have the lowest bits.
 bool check_complete(nvinfer1::PluginFieldCollection const* fields, unsigned seen, int32_t expected) noexcept;

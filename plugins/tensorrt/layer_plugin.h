@@ -5,24 +5,34 @@
 #include <iterator>
 #include <new>
 
+#include "tensorrt/attribute_list.h"
 #include "tensorrt/plugin_base.h"
 #include "tensorrt/shapes.h"
 
 namespace trtconvert::plugin {
 
-// `Plugin` derives from it and has, for it alone:
+// `Plugin` derives from it with its Attributes_ (attribute_list.h) and the C API's Params, takes its constructor, and has kName, its name
+// in a network. For this class alone it has:
 //   kInputNames, kFewestInputs (the last ones may be left out), kOutputs; kTensors and kShapesFrom, for messages;
-//   attributes(), from which a copy is made;
-//   describe(inputs, num_inputs, params): fills in what the C API wants but pointers. Where shapes or types do not belong together, or
-//     the kernel does not take them, it gives false and has logged why;
+//   fill(inputs, num_inputs, params): what the C API wants but pointers. Where shapes or types do not belong together it gives false
+//     and has logged why;
 //   place(inputs, num_inputs, outputs, params): fills in the pointers;
-//   kRun: the C API's function.
+//   kParamsVersion, kCheck and kRun: the C API's version and functions.
 // It has input_format(index) or output_format(index) of its own where a tensor's format is not linear, or an attribute decides.
-template <typename Plugin, typename Params>
+template <typename Plugin, typename Attributes_, typename Params>
 class LayerPlugin : public PluginBase {
  public:
+  // For its creator.
+  using Attributes = Attributes_;
+  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase, Attributes& attributes) noexcept {
+    return AttributeFields<Attributes>::parse(fields, phase, attributes);
+  }
+  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept { return AttributeFields<Attributes>::names(); }
+
+  explicit LayerPlugin(Attributes const& attributes) noexcept : fields_(attributes) {}
+
   nvinfer1::IPluginV3* clone() noexcept final {
-    auto* copy = new (std::nothrow) Plugin(self().attributes());
+    auto* copy = new (std::nothrow) Plugin(attributes());
     if (copy == nullptr) {
       log(Severity::kERROR, "expected %zu bytes of host memory for a copy of the plugin, got none", sizeof(*copy));
       return nullptr;
@@ -39,7 +49,7 @@ class LayerPlugin : public PluginBase {
       nvinfer1::PluginTensorDesc descs[std::size(Plugin::kInputNames)];
       at_bound(in, nbInputs, bound, descs);
       Params params;
-      if (!self().describe(descs, nbInputs, params)) return kFailed;
+      if (!describe(descs, nbInputs, params)) return kFailed;
     }
     return kOk;
   }
@@ -63,7 +73,7 @@ class LayerPlugin : public PluginBase {
   int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t nbInputs, nvinfer1::PluginTensorDesc const*,
                         int32_t nbOutputs) noexcept final {
     Params params;
-    if (!check_counts(nbInputs, nbOutputs) || !self().describe(in, nbInputs, params)) return kFailed;
+    if (!check_counts(nbInputs, nbOutputs) || !describe(in, nbInputs, params)) return kFailed;
     num_inputs_ = nbInputs;
     return kOk;
   }
@@ -71,14 +81,18 @@ class LayerPlugin : public PluginBase {
   int32_t enqueue(nvinfer1::PluginTensorDesc const* inputDesc, nvinfer1::PluginTensorDesc const*, void const* const* inputs,
                   void* const* outputs, void*, CUstream_st* stream) noexcept final {
     Params params;
-    if (!check_counts(num_inputs_, Plugin::kOutputs) || !self().describe(inputDesc, num_inputs_, params)) return kFailed;
+    if (!check_counts(num_inputs_, Plugin::kOutputs) || !describe(inputDesc, num_inputs_, params)) return kFailed;
     Plugin::place(inputs, num_inputs_, outputs, params);
     params.stream = stream;
     char message[kMessageSize];
     return report(Plugin::kRun(&params, message, sizeof(message)), message);
   }
 
+  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept final { return fields_.fields(); }
+
  protected:
+  Attributes const& attributes() const noexcept { return fields_.values(); }
+
   // Unless the plugin says others.
   nvinfer1::TensorFormat input_format(int32_t) const noexcept { return nvinfer1::TensorFormat::kLINEAR; }
   nvinfer1::TensorFormat output_format(int32_t) const noexcept { return nvinfer1::TensorFormat::kLINEAR; }
@@ -110,11 +124,29 @@ class LayerPlugin : public PluginBase {
     return true;
   }
 
+  // Whether an input has rows: a last dimension of channels, and any others in front of it.
+  static bool check_has_rows(int32_t input, nvinfer1::Dims const& dims) noexcept {
+    if (dims.nbDims >= 1) return true;
+    log(Severity::kERROR, "input '%s': expected one dimension or more, got shape %s", Plugin::kInputNames[input],
+        ShapeText(dims).text);
+    return false;
+  }
+
   static TrtConvertDataType data_type(nvinfer1::PluginTensorDesc const& tensor) noexcept {
     return tensor.type == nvinfer1::DataType::kBF16 ? TRTCONVERT_BFLOAT16 : TRTCONVERT_FLOAT16;
   }
 
  private:
+  // What the C API is told of tensors but where they lie; false, and a logged reason, where it does not take them.
+  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, Params& params) const noexcept {
+    params = {};
+    params.struct_size = sizeof(params);
+    params.version = Plugin::kParamsVersion;
+    if (!self().fill(inputs, num_inputs, params)) return false;
+    char message[kMessageSize];
+    return report(Plugin::kCheck(&params, message, sizeof(message)), message) == kOk;
+  }
+
   static bool is_as(nvinfer1::PluginTensorDesc const& tensor, nvinfer1::PluginTensorDesc const& first,
                     nvinfer1::TensorFormat format) noexcept {
     return tensor.format == format && is_16bit_float(tensor.type) && tensor.type == first.type;
@@ -126,6 +158,7 @@ class LayerPlugin : public PluginBase {
 
   Plugin const& self() const noexcept { return static_cast<Plugin const&>(*this); }
 
+  AttributeFields<Attributes> const fields_;
   int32_t num_inputs_ = 0;  // of the last shape change
 };
 

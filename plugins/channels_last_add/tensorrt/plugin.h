@@ -10,22 +10,20 @@
 
 namespace trtconvert::plugin {
 
-class ChannelsLastAddPlugin final : public LayerPlugin<ChannelsLastAddPlugin, TrtConvertChannelsLastAddParams> {
+struct ChannelsLastAddAttributes {
+  static constexpr int32_t kSerializationVersion = 1;
+  static constexpr auto list() { return std::tuple(); }
+};
+
+class ChannelsLastAddPlugin final
+    : public LayerPlugin<ChannelsLastAddPlugin, ChannelsLastAddAttributes, TrtConvertChannelsLastAddParams> {
  public:
-  struct Attributes {};
-
-  // For its creator.
   static constexpr char kName[] = "ChannelsLastAdd";
-  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
-                    Attributes& attributes) noexcept;
-  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
-
-  explicit ChannelsLastAddPlugin(Attributes const& attributes) noexcept;
+  using LayerPlugin::LayerPlugin;
 
   int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
                           int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
                           nvinfer1::IExprBuilder& exprBuilder) noexcept override;
-  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &collection_; }
 
  private:
   friend LayerPlugin;
@@ -44,19 +42,16 @@ class ChannelsLastAddPlugin final : public LayerPlugin<ChannelsLastAddPlugin, Tr
   static constexpr int32_t kFewestInputs = kInputs;
   static constexpr char kTensors[] = "2 inputs (x, y) and 1 output";
   static constexpr char kShapesFrom[] = "x";
+  static constexpr uint32_t kParamsVersion = TRTCONVERT_CHANNELS_LAST_ADD_VERSION;
+  static constexpr auto kCheck = trtconvert_channels_last_add_check;
   static constexpr auto kRun = trtconvert_channels_last_add_run;
 
-  Attributes attributes() const noexcept { return {}; }
   static nvinfer1::TensorFormat input_format(int32_t index) noexcept;
   static nvinfer1::TensorFormat output_format(int32_t) noexcept { return nvinfer1::TensorFormat::kHWC8; }
-  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
+  bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
                 TrtConvertChannelsLastAddParams& params) const noexcept;
   static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
                     TrtConvertChannelsLastAddParams& params) noexcept;
-
-  int32_t const version_;
-  nvinfer1::PluginField const field_;
-  nvinfer1::PluginFieldCollection const collection_;
 };
 
 }  // namespace trtconvert::plugin

@@ -10,27 +10,29 @@
 
 namespace trtconvert::plugin {
 
-class GroupNormPlugin final : public LayerPlugin<GroupNormPlugin, TrtConvertGroupNormParams> {
+struct GroupNormAttributes {
+  float epsilon = 1e-5f;
+  int32_t groups = 0;  // has to be given
+  int32_t silu = 0;
+  int32_t channels_last = 0;  // 1: the shape of the output has its channels last too
+
+  static constexpr int32_t kSerializationVersion = 1;
+  static constexpr auto list() {
+    return std::tuple(attribute("epsilon", &GroupNormAttributes::epsilon, read_epsilon),
+                      attribute("groups", &GroupNormAttributes::groups, read_positive, true),
+                      attribute("silu", &GroupNormAttributes::silu, read_flag),
+                      attribute("channels_last", &GroupNormAttributes::channels_last, read_flag));
+  }
+};
+
+class GroupNormPlugin final : public LayerPlugin<GroupNormPlugin, GroupNormAttributes, TrtConvertGroupNormParams> {
  public:
-  struct Attributes {
-    float epsilon = 1e-5f;
-    int32_t groups = 0;  // has to be given
-    int32_t silu = 0;
-    int32_t channels_last = 0;  // 1: the shape of the output has its channels last too
-  };
-
-  // For its creator.
   static constexpr char kName[] = "GroupNorm";
-  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
-                    Attributes& attributes) noexcept;
-  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
-
-  explicit GroupNormPlugin(Attributes const& attributes) noexcept;
+  using LayerPlugin::LayerPlugin;
 
   int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
                           int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
                           nvinfer1::IExprBuilder& exprBuilder) noexcept override;
-  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &collection_; }
 
  private:
   friend LayerPlugin;
@@ -50,19 +52,15 @@ class GroupNormPlugin final : public LayerPlugin<GroupNormPlugin, TrtConvertGrou
   static constexpr int32_t kFewestInputs = kShift;
   static constexpr char kTensors[] = "3 or 4 inputs (x, weight, bias, and perhaps shift) and 1 output";
   static constexpr char kShapesFrom[] = "x";
+  static constexpr uint32_t kParamsVersion = TRTCONVERT_GROUP_NORM_VERSION;
+  static constexpr auto kCheck = trtconvert_group_norm_check;
   static constexpr auto kRun = trtconvert_group_norm_run;
 
-  Attributes const& attributes() const noexcept { return attributes_; }
   static nvinfer1::TensorFormat input_format(int32_t index) noexcept;
   nvinfer1::TensorFormat output_format(int32_t index) const noexcept;
-  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertGroupNormParams& params) const noexcept;
+  bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertGroupNormParams& params) const noexcept;
   static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
                     TrtConvertGroupNormParams& params) noexcept;
-
-  Attributes const attributes_;
-  int32_t const version_;
-  nvinfer1::PluginField const fields_[5];
-  nvinfer1::PluginFieldCollection const collection_;
 };
 
 }  // namespace trtconvert::plugin

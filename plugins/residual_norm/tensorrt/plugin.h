@@ -8,25 +8,25 @@
 
 namespace trtconvert::plugin {
 
-class ResidualNormPlugin final : public LayerPlugin<ResidualNormPlugin, TrtConvertResidualNormParams> {
+struct ResidualNormAttributes {
+  float epsilon = 1e-5f;
+  int32_t starts_early = 0;
+
+  static constexpr int32_t kSerializationVersion = 2;
+  static constexpr auto list() {
+    return std::tuple(attribute("epsilon", &ResidualNormAttributes::epsilon, read_epsilon),
+                      attribute("starts_early", &ResidualNormAttributes::starts_early, read_flag));
+  }
+};
+
+class ResidualNormPlugin final : public LayerPlugin<ResidualNormPlugin, ResidualNormAttributes, TrtConvertResidualNormParams> {
  public:
-  struct Attributes {
-    float epsilon = 1e-5f;
-    int32_t starts_early = 0;
-  };
-
-  // For its creator.
   static constexpr char kName[] = "ResidualNorm";
-  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
-                    Attributes& attributes) noexcept;
-  static nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
-
-  explicit ResidualNormPlugin(Attributes const& attributes) noexcept;
+  using LayerPlugin::LayerPlugin;
 
   int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t nbInputs, nvinfer1::DimsExprs const* shapeInputs,
                           int32_t nbShapeInputs, nvinfer1::DimsExprs* outputs, int32_t nbOutputs,
                           nvinfer1::IExprBuilder& exprBuilder) noexcept override;
-  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &collection_; }
 
  private:
   friend LayerPlugin;
@@ -48,17 +48,13 @@ class ResidualNormPlugin final : public LayerPlugin<ResidualNormPlugin, TrtConve
   static constexpr int32_t kFewestInputs = kInputs;
   static constexpr char kTensors[] = "4 inputs (x, residual, weight, bias) and 2 outputs (sum, normed)";
   static constexpr char kShapesFrom[] = "x";
+  static constexpr uint32_t kParamsVersion = TRTCONVERT_RESIDUAL_NORM_VERSION;
+  static constexpr auto kCheck = trtconvert_residual_norm_check;
   static constexpr auto kRun = trtconvert_residual_norm_run;
 
-  Attributes const& attributes() const noexcept { return attributes_; }
-  bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertResidualNormParams& params) const noexcept;
+  bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertResidualNormParams& params) const noexcept;
   static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
                     TrtConvertResidualNormParams& params) noexcept;
-
-  Attributes const attributes_;
-  int32_t const version_;
-  nvinfer1::PluginField const fields_[3];
-  nvinfer1::PluginFieldCollection const collection_;
 };
 
 }  // namespace trtconvert::plugin

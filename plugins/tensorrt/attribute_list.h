@@ -1,0 +1,126 @@
+// Attributes of a plugin as one list: what a network's node may say, what an engine keeps, and what both are checked for.
+//
+// A plugin has a struct of them with defaults, whose values are int32_t or float, and which tells:
+//   kSerializationVersion: raised whenever an attribute is added or changes its meaning;
+//   list(): std::tuple of attribute(...), in the order in which an engine keeps them.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+
+#include "tensorrt/abi.h"
+#include "tensorrt/fields.h"
+#include "tensorrt/logger.h"
+
+namespace trtconvert::plugin {
+
+template <typename Attributes, typename Value>
+struct Attribute {
+  static_assert(std::is_same_v<Value, int32_t> || std::is_same_v<Value, float>);
+  static constexpr auto kType =
+      std::is_same_v<Value, float> ? nvinfer1::PluginFieldType::kFLOAT32 : nvinfer1::PluginFieldType::kINT32;
+
+  char const* name;
+  Value Attributes::*value;
+  bool (*read)(nvinfer1::PluginField const& field, Value& value) noexcept;  // false, and a logged reason, where it is refused
+  bool required;                                                            // of a network's node; an engine has all
+};
+
+template <typename Attributes, typename Value>
+constexpr Attribute<Attributes, Value> attribute(char const* name, Value Attributes::*value,
+                                                 bool (*read)(nvinfer1::PluginField const&, Value&) noexcept,
+                                                 bool required = false) noexcept {
+  return {name, value, read, required};
+}
+
+// Attributes with their fields, which point into the object: it outlives their use and is never copied.
+template <typename Attributes>
+class AttributeFields {
+ public:
+  explicit AttributeFields(Attributes const& values) noexcept : values_(values) {
+    fields_[0] = {kSerializationVersionField, &version_, nvinfer1::PluginFieldType::kINT32, 1};
+    for_each([&](size_t i, auto const& of) { fields_[1 + i] = {of.name, &(values_.*of.value), of.kType, 1}; });
+  }
+  AttributeFields(AttributeFields const&) = delete;
+  AttributeFields& operator=(AttributeFields const&) = delete;
+
+  Attributes const& values() const noexcept { return values_; }
+  // What an engine keeps.
+  nvinfer1::PluginFieldCollection const* fields() const noexcept { return &collection_; }
+
+  // What a network's node may say: names and types.
+  static nvinfer1::PluginFieldCollection const* names() noexcept {
+    static constexpr std::array<nvinfer1::PluginField, kCount> kFields = named_fields();
+    static constexpr nvinfer1::PluginFieldCollection kCollection{static_cast<int32_t>(kCount), kFields.data()};
+    return &kCollection;
+  }
+
+  // Reads fields over the defaults. In the build phase they are a network's attributes, of which those that are not required may be
+  // absent; in the runtime phase they come from an engine and are exactly those that this version keeps. False, and a logged reason,
+  // where a field is unknown, malformed, out of range or missing.
+  static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase, Attributes& values) noexcept {
+    constexpr unsigned kVersionBit = 1, kFirstBit = 2;
+    bool const of_engine = phase == nvinfer1::TensorRTPhase::kRUNTIME;
+    unsigned seen = 0;
+    auto const read = [&](nvinfer1::PluginField const& field) noexcept -> unsigned {
+      std::string_view const name = field.name;
+      if (name == kSerializationVersionField && of_engine)
+        return read_version(field, Attributes::kSerializationVersion) ? kVersionBit : 0;
+      unsigned bit = 0;
+      bool known = false;
+      for_each([&](size_t i, auto const& of) {
+        if (known || name != of.name) return;
+        known = true;
+        if (of.read(field, values.*of.value)) bit = kFirstBit << i;
+      });
+      if (!known) refuse(field.name);
+      return bit;
+    };
+    if (!read_fields(fields, read, seen)) return false;
+    if (of_engine) return check_complete(fields, seen, 1 + static_cast<int32_t>(kCount));
+    bool complete = true;
+    for_each([&](size_t i, auto const& of) {
+      if (!complete || !of.required || seen & kFirstBit << i) return;
+      log(Severity::kERROR, "expected the attribute %s, got none", of.name);
+      complete = false;
+    });
+    return complete;
+  }
+
+ private:
+  static constexpr size_t kCount = std::tuple_size_v<decltype(Attributes::list())>;
+  static_assert(kCount < 31);  // bits that tell which were seen
+
+  template <typename Action>
+  static constexpr void for_each(Action action) noexcept {
+    std::apply(
+        [&](auto const&... of) {
+          [[maybe_unused]] size_t i = 0;
+          (action(i++, of), ...);
+        },
+        Attributes::list());
+  }
+
+  static constexpr std::array<nvinfer1::PluginField, kCount> named_fields() noexcept {
+    return std::apply(
+        [](auto const&... of) {
+          return std::array<nvinfer1::PluginField, kCount>{nvinfer1::PluginField{of.name, nullptr, of.kType, 1}...};
+        },
+        Attributes::list());
+  }
+
+  static void refuse(char const* got) noexcept {
+    std::array<char const*, kCount> names{};
+    for_each([&](size_t i, auto const& of) { names[i] = of.name; });
+    refuse_attribute(names.data(), kCount, got);
+  }
+
+  Attributes const values_;
+  int32_t const version_ = Attributes::kSerializationVersion;
+  std::array<nvinfer1::PluginField, 1 + kCount> fields_;
+  nvinfer1::PluginFieldCollection const collection_{static_cast<int32_t>(1 + kCount), fields_.data()};
+};
+
+}  // namespace trtconvert::plugin
