@@ -27,7 +27,8 @@ from trtconvert.calib.calibration import offsets, scales
 from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.observer import RangeObserver
 from trtconvert.calib.shards import Shards
-from trtconvert.models.base import Denoiser, intercepted
+from trtconvert.diffusion_model import Denoiser
+from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
 
 ROOT = Path(__file__).parents[1]

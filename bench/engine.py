@@ -58,6 +58,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
 from trtconvert.engine.builder import build_plan
@@ -72,7 +73,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions
 from trtconvert.export.trace import SiteOptions, trace
-from trtconvert.models.base import DiffusionModel, InputSpec, intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection
 
 ROUNDS, REPEATS = 3, 30

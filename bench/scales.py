@@ -28,7 +28,7 @@ from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.sensitivity import INT8_MODES, Int8Sites
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.verify import psnr, site_sqnr
-from trtconvert.models.base import intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
 from trtconvert.recipe import AttentionSection, CalibrationSection
 

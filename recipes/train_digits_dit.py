@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.evaluate.classifier import DigitsClassifier, accuracy, digits_data
 from trtconvert.evaluate.grid import save_sheet
-from trtconvert.evaluate.samplers import initial_noise, sample
 from trtconvert.models.checkpoint import save_weights
 from trtconvert.models.digits_dit import (
     BETA_SCHEDULE,
@@ -32,6 +31,7 @@ from trtconvert.models.digits_dit import (
     TIMESTEPS,
     DigitsDiT,
 )
+from trtconvert.models.samplers import initial_noise, sample
 
 EMA_DECAY = 0.999
 LABEL_DROPOUT = 0.1

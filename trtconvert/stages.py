@@ -363,7 +363,7 @@ def verify_stage(
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.trace import in_type
-        from trtconvert.models.base import intercepted
+        from trtconvert.models.denoiser import intercepted
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
         source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
@@ -500,7 +500,7 @@ def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
     Raises:
         UserError: a section asks for steps that the model's sampler does not take.
     """
-    from trtconvert.models.base import refuse_steps
+    from trtconvert.models.denoiser import refuse_steps
 
     asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
     if recipe.calibration.data != "denoise":

@@ -28,7 +28,7 @@ from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
-from trtconvert.models.base import intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import AttentionSection
 
 SITE = "blocks.3.attn"

@@ -18,9 +18,9 @@ from support import REPOSITORY, Quiet, environment, finish, refusal, run, start,
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.data import BadSamples, open_data
+from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.images import read_image
-from trtconvert.models.base import InputSpec
 from trtconvert.models.digits_dit import NULL_LABEL
 from trtconvert.recipe import AttentionSection, CalibrationSection, load_recipe
 

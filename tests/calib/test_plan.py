@@ -21,7 +21,7 @@ from trtconvert.calib.plan import fastest_plan, search_plan
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import feature_distance
-from trtconvert.models.base import intercepted
+from trtconvert.models.denoiser import intercepted
 
 SITES = ["a", "b"]
 BINS = 2

@@ -22,9 +22,9 @@ from tiny_pipelines import PIPELINES, TOKENS
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.data import BadSamples, open_data
 from trtconvert.calib.record import PREVIOUS, record
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.errors import UserError
 from trtconvert.interception import first_tensor
-from trtconvert.models.base import DiffusionModel, InputSpec
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.recipe import CalibrationSection
 

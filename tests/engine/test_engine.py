@@ -53,7 +53,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.library import library_version
-from trtconvert.models.base import intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection
 
 trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra 'rtx'")

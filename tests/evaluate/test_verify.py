@@ -12,7 +12,7 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import QualityRecord
 from trtconvert.errors import GateError
 from trtconvert.evaluate.verify import Int8Sites, check_gates, draw, psnr, relative_error, site_sqnr
-from trtconvert.models.base import intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import VerifySection
 
 BINS = 2

@@ -34,7 +34,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import INPUTS, MASK, OP, Variant, function_body
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.trace import SiteOptions, trace
-from trtconvert.models.base import intercepted
+from trtconvert.models.denoiser import intercepted
 
 VARIANTS = [
     Variant(*parts)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.histogram import Histogram
 from trtconvert.calib.observer import RangeObserver
 from trtconvert.evaluate.metrics import psnr
-from trtconvert.models.base import on_device
+from trtconvert.models.denoiser import on_device
 from trtconvert.models.digits import digits_model
 from trtconvert.recipe import AttentionSection, CalibrationSection
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
-from trtconvert.evaluate.samplers import initial_noise, sample
+from trtconvert.diffusion_model import InputSpec
 from trtconvert.models import DiffusionModel
-from trtconvert.models.base import InputSpec, intercepted
+from trtconvert.models.denoiser import intercepted
+from trtconvert.models.samplers import initial_noise, sample
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -11,7 +11,7 @@ import tiny_pipelines
 import torch
 from torch import Tensor, nn
 
-from trtconvert.models.base import InputSpec
+from trtconvert.diffusion_model import InputSpec
 
 
 class UNet(nn.Module):

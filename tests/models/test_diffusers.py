@@ -30,10 +30,11 @@ from trtconvert.cache import Cache  # noqa: E402
 from trtconvert.calib.calibrate import sites_to_convert  # noqa: E402
 from trtconvert.calib.calibration import Calibration  # noqa: E402
 from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
+from trtconvert.diffusion_model import DiffusionModel, InputSpec  # noqa: E402
 from trtconvert.errors import BackendUnavailable, UserError  # noqa: E402
 from trtconvert.evaluate.verify import psnr  # noqa: E402
 from trtconvert.images import read_picture  # noqa: E402
-from trtconvert.models.base import DiffusionModel, InputSpec, intercepted  # noqa: E402
+from trtconvert.models.denoiser import intercepted  # noqa: E402
 from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
 from trtconvert.models.identity import identity  # noqa: E402
 from trtconvert.models.pipelines import PROMPTS, PipelineCaller  # noqa: E402

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.errors import UserError
 from trtconvert.evaluate.classifier import accuracy, digits_data, load_digits_classifier
-from trtconvert.evaluate.samplers import initial_noise, sample
 from trtconvert.models.checkpoint import save_weights
 from trtconvert.models.digits_dit import (
     BETA_SCHEDULE,
@@ -25,6 +24,7 @@ from trtconvert.models.digits_dit import (
     load_digits_dit,
     sinusoids,
 )
+from trtconvert.models.samplers import initial_noise, sample
 
 RECIPES = REPOSITORY / "recipes"
 MODEL, CLASSIFIER = RECIPES / "digits-dit.safetensors", RECIPES / "digits-classifier.safetensors"

@@ -24,8 +24,9 @@ from trtconvert.calib.identity import data_identity, data_name
 from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
 from trtconvert.calib.provenance import Provenance
 from trtconvert.calib.shards import Shards
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
-from trtconvert.models.base import DiffusionModel, intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
 COVERAGE_SHARE = 16

@@ -16,7 +16,7 @@ from trtconvert.calib.identity import calibration_reads, observations_folder
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
-from trtconvert.models.base import on_device
+from trtconvert.models.denoiser import on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe

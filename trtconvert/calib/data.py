@@ -18,9 +18,9 @@ from trtconvert.calib.examples import Example, Examples, dataset_folder, image_f
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
 from trtconvert.calib.recorded import is_shared, open_inputs, read_inputs, whole
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
-from trtconvert.models.base import Denoiser, DiffusionModel
 from trtconvert.recipe import CalibrationSection
 
 Progress = Callable[[], None]

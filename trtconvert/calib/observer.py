@@ -15,8 +15,9 @@ from torch import Tensor
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
+from trtconvert.models.denoiser import intercepted
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
-from trtconvert.models.base import DiffusionModel, intercepted
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.models.denoiser import intercepted
 from trtconvert.progress import Bar
 from trtconvert.recipe import AttentionSection, PlanSection
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from trtconvert.calib.data import BadSamples, batches_of, open_data
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.recorded import is_shared
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.models.base import DiffusionModel
 from trtconvert.progress import Bar
 from trtconvert.recipe import CalibrationSection
 

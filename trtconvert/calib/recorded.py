@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.errors import UserError, first_line
-from trtconvert.models.base import DiffusionModel, InputSpec
 
 
 class RowReader(Protocol):

@@ -19,7 +19,8 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.models.base import Denoiser, DiffusionModel, intercepted
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.models.denoiser import intercepted
 
 INT8_MODES = tuple(mode for mode in Mode if mode != Mode.FP16)
 """Modes that quantise something; FP16 is exact here."""

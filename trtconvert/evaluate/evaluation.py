@@ -25,6 +25,7 @@ from trtconvert.bundle import Manifest, model_section
 from trtconvert.cache import versions
 from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.errors import UserError, first_line
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.features import Extractor, load_extractor
@@ -33,7 +34,7 @@ from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
 from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import sha256
-from trtconvert.models.base import Denoiser, DiffusionModel, Sampler, intercepted, on_device
+from trtconvert.models.denoiser import intercepted, on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 

@@ -13,8 +13,8 @@ from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import Manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.interception import InterceptedDenoiser
-from trtconvert.models.base import DiffusionModel
 
 
 class TorchInt8:

@@ -16,9 +16,10 @@ from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.data import Progress, batches_of
 from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
 from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
-from trtconvert.models.base import Denoiser, DiffusionModel, ModelComponent, intercepted
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import VerifySection
 
 BATCH = 16

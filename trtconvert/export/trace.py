@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
+from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, resized
 from trtconvert.errors import UserError, first_line
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes.attention import attention_nodes
@@ -29,7 +30,6 @@ from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
-from trtconvert.models.base import DiffusionModel, InputSpec, ModelComponent, resized
 
 
 @dataclass(frozen=True)

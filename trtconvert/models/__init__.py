@@ -11,7 +11,7 @@ from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError
 
 if TYPE_CHECKING:
-    from trtconvert.models.base import DiffusionModel, Sampler
+    from trtconvert.diffusion_model import DiffusionModel, Sampler
     from trtconvert.recipe import ModelSection
     from trtconvert.runtime import LoadedBundle
 
@@ -24,7 +24,7 @@ DIFFUSERS, _DIFFUSERS_FUNCTION = "diffusers", "trtconvert.models.diffusers:diffu
 def __getattr__(name: str) -> Any:
     # Imported when it is asked for: it needs torch, and a build that the cache answers does without.
     if name == "DiffusionModel":
-        from trtconvert.models.base import DiffusionModel
+        from trtconvert.diffusion_model import DiffusionModel
 
         return DiffusionModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -109,7 +109,7 @@ def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:
 def _from_function(section: ModelSection) -> DiffusionModel:
     import torch
 
-    from trtconvert.models.base import DiffusionModel
+    from trtconvert.diffusion_model import DiffusionModel
 
     if not section.source.partition(":")[2]:
         raise UserError(

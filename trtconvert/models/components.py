@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trtconvert.bundle import DiffusersRecord
+from trtconvert.diffusion_model import InputSpec, ModelComponent
 from trtconvert.errors import UserError
-from trtconvert.models.base import InputSpec, ModelComponent
 from trtconvert.models.pipelines import (
     Observe,
     Observed,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from trtconvert.attention.schedules import ddpm_sigmas
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
-from trtconvert.models.base import Denoiser, DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.models.components import PipelineComponents
 from trtconvert.models.pipelines import (
     BATCH,
@@ -187,7 +187,7 @@ class FlatDenoiser(nn.Module):
 
 @dataclass(frozen=True)
 class PipelineSampler:
-    """The pipeline's own denoising with any denoiser, see `trtconvert.models.base.Sampler`.
+    """The pipeline's own denoising with any denoiser, see `trtconvert.diffusion_model.Sampler`.
 
     Args:
         caller: calls the pipeline; record, timestep_input: see `DiffusersDenoiser`.

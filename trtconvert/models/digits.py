@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
-from trtconvert.evaluate.samplers import initial_noise, sample
-from trtconvert.models.base import Denoiser, DiffusionModel, ImageEncoder, InputSpec
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.models.digits_dit import (
     BETA_SCHEDULE,
     CLASSES,
@@ -20,6 +19,7 @@ from trtconvert.models.digits_dit import (
     TIMESTEPS,
     load_digits_dit,
 )
+from trtconvert.models.samplers import initial_noise, sample
 
 _SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
 

@@ -16,12 +16,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trtconvert.diffusion_model import InputSpec
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin, shared
 from trtconvert.export.lowering.packing import pack_projections
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes.attention import attention_nodes
-from trtconvert.models.base import InputSpec
 
 
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:

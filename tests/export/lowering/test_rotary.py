@@ -25,12 +25,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trtconvert.diffusion_model import InputSpec
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.lowering import lower_to_plugin
 from trtconvert.export.lowering.norms import take_norms
 from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.nodes.attention import attention_nodes
-from trtconvert.models.base import InputSpec
 
 HEADS, CHANNELS, TOKENS = 2, 16, 6
 WIDTH = HEADS * CHANNELS

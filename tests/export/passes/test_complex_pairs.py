@@ -13,11 +13,11 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
+from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.lowering import lower_to_native
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
-from trtconvert.models.base import InputSpec
 
 ANGLES = torch.arange(12.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trtconvert.attention.sites import Handler, attention_hooks
 from trtconvert.bundle import DiffusersRecord
-from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.interception import InterceptedDenoiser
-from trtconvert.linear.sites import LayerHandler, layer_hooks
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -213,76 +209,3 @@ def resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:
         if isinstance(dim, str):
             x = x.index_select(axis, torch.arange(sizes[dim]) % x.shape[axis])
     return x
-
-
-class _Reached(BaseException):
-    """The denoiser was called: the sampler took what it was asked for. No `Exception`: nothing that samplers handle."""
-
-
-def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> None:
-    """Ask the sampler whether it takes so many steps, without running one.
-
-    Args:
-        field: of the recipe that asks for them.
-    Raises:
-        UserError: it does not.
-    """
-
-    def denoiser(*_: Tensor, **__: Tensor) -> Tensor:
-        raise _Reached
-
-    try:
-        model.sample(denoiser, [0], steps=steps, solver=solver)
-    except _Reached:
-        pass
-    except UserError as error:
-        raise UserError(
-            f"{field}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
-        ) from error
-
-
-class _Moved:
-    """A denoiser on another device than its sampler."""
-
-    def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
-        self._denoiser, self._device = denoiser, device
-
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        home = (inputs or tuple(named.values()))[0].device
-        there = (x.to(self._device) for x in inputs)
-        return self._denoiser(*there, **{name: x.to(self._device) for name, x in named.items()}).to(home)
-
-
-def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
-    """The model with its denoiser on a device, whatever device its sampler works on. Moves the denoiser itself.
-
-    Args:
-        name: "cpu" or "cuda", which is this process's own GPU under torchrun.
-    Raises:
-        BackendUnavailable: torch sees no such device.
-    """
-    if name == "cpu":
-        return model
-    if not torch.cuda.is_available():
-        raise BackendUnavailable(
-            "there is no GPU to run the model on",
-            expected="an NVIDIA GPU, and a torch that sees it",
-            got="none",
-            remedy="leave --device cuda out, or install a torch with CUDA",
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
-
-    def sample(denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
-        return model.sample(_Moved(denoiser, device), seeds, **options)
-
-    return replace(model, denoiser=model.denoiser.to(device), sample=sample)
-
-
-def intercepted(
-    model: DiffusionModel, handler: Handler | None = None, layers: LayerHandler | None = None
-) -> InterceptedDenoiser:
-    """The model's denoiser with its attention calls, or those of layers, or both, going through handlers."""
-    hooks = dict(attention_hooks(handler)) if handler is not None else {}
-    if layers is not None:
-        hooks |= layer_hooks(layers)
-    return InterceptedDenoiser(model.denoiser, [spec.name for spec in model.inputs], model.timestep_input, hooks)

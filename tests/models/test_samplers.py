@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas, karras_sigmas
 from trtconvert.errors import UserError
-from trtconvert.evaluate.samplers import PREDICTIONS, SOLVERS, initial_noise, sample, solve_ode, solver_sigmas
+from trtconvert.models.samplers import PREDICTIONS, SOLVERS, initial_noise, sample, solve_ode, solver_sigmas
 
 SHAPE = (1, 8, 8)
 

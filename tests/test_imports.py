@@ -1,0 +1,106 @@
+"""Nothing imports upwards: every module of the package has its place in an order, and asks only for what lies beside or below."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+LAYERS: tuple[set[str], ...] = (
+    {"cli"},
+    {"pipeline", "compile", "summary", "doctor"},
+    {"stages"},
+    {"evaluate"},
+    {"calib"},
+    {"models"},
+    {"runtime"},
+    {"engine"},
+    {"export"},
+    {"attention", "linear", "weights"},
+    {
+        "bundle",
+        "cache",
+        "diffusion_model",
+        "entry_point",
+        "errors",
+        "files",
+        "images",
+        "interception",
+        "library",
+        "progress",
+        "recipe",
+    },
+)
+"""From the top: modules and folders of the package. Those of one layer may import each other."""
+LEVEL = {name: -row for row, names in enumerate(LAYERS) for name in names}
+APART = {("calib", "export")}
+"""What does not import each other although the order would allow one way."""
+
+PACKAGE = REPOSITORY / "trtconvert"
+SOURCES = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def place_of(module: str) -> str:
+    """The module or folder of the package that a dotted name lies in; empty for the package itself, which has its version."""
+    return module.partition("trtconvert.")[2].partition(".")[0]
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Each line that imports something of ours, wherever it stands, and the place of what it imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno} imports by a relative name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith("trtconvert.") and name != "trtconvert.__version__":
+                yield node.lineno, place_of(name)
+
+
+def upwards(place: str, source: str) -> list[str]:
+    """The imports of a module that lies in a place which it may not have."""
+    return [
+        f"line {line} imports {other}, which lies above {place}"
+        if LEVEL[other] > LEVEL[place]
+        else f"line {line} imports {other}, which {place} has to do without"
+        for line, other in imported(source)
+        if LEVEL[other] > LEVEL[place] or {(place, other), (other, place)} & APART
+    ]
+
+
+def test_every_module_has_one_place():
+    places = {path.parts[0].removesuffix(".py") for path in SOURCES} - {"__init__"}
+    assert places - LEVEL.keys() == set(), "these are missing in LAYERS"
+    assert len(LEVEL) == sum(map(len, LAYERS))
+
+
+def test_nothing_imports_upwards():
+    found = []
+    for path, source in SOURCES.items():
+        if path == Path("__init__.py"):  # every import of ours runs it first
+            found += [f"{path}: line {line} imports {other}" for line, other in imported(source)]
+        else:
+            found += [f"{path}: {one}" for one in upwards(path.parts[0].removesuffix(".py"), source)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("export", "from trtconvert.models.denoiser import intercepted"),
+        ("models", "from trtconvert import evaluate"),
+        ("models", "import trtconvert.evaluate.metrics as metrics"),
+        ("runtime", "def load():\n    from trtconvert.calib.plan import Plan"),
+        ("recipe", "if TYPE_CHECKING:\n    from trtconvert.attention.modes import Mode"),
+        ("calib", "from trtconvert.export.trace import trace"),
+    ],
+)
+def test_what_goes_against_the_order_is_found(place: str, source: str):
+    assert len(upwards(place, source)) == 1
+    assert upwards("cli", source) == []
