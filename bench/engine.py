@@ -1,7 +1,7 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
-    python bench/engine.py [--models sd15 sdxl flux video video-81]
-                           [--peers torch plain native group-norms plugin channels-first auto]
+    python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
+                           [--peers torch plain native group-norms plugin channels-first auto layers layers-qdq native-layers]
                            [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
@@ -40,17 +40,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
-from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from torch import Tensor, nn
+from architectures import ARCHITECTURES, TIMESTEP_MAX, describe
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -58,7 +56,9 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
-from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.calib.layer_observer import LayerObserver
+from trtconvert.calib.layer_scales import choose_scales, layer_tables
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
 from trtconvert.engine.builder import build_plan
@@ -73,14 +73,15 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions
 from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
-from trtconvert.recipe import EngineSection
+from trtconvert.recipe import EngineSection, LayersSection
 
 ROUNDS, REPEATS = 3, 30
 WARM_UP_SECONDS = 0.5
 STEPS = 50
 """Of an image."""
-TIMESTEP_MAX = 1000.0
 TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0, Mode.FP8: 875.0}
 """One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
 MODES = tuple(TIMESTEPS)
@@ -89,147 +90,25 @@ PLUGIN = "TensorRT, our plugin"
 GROUP_NORMS = f"{NATIVE}, our group norms"
 CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
 PLAIN = "TensorRT of torch.onnx.export"
-PEERS = ("torch", "plain", "native", "group-norms", "plugin", "channels-first", "auto")
-
-
-# Architectures ----------------------------------------------------------------------------------------------------------
-
-
-class UNet(nn.Module):
-    """A U-Net as Stable Diffusion calls it; SDXL's also takes the pooled prompt, and the image's sizes."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__()
-        self.unet = UNet2DConditionModel(**config)
-
-    def forward(
-        self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor | None = None, sizes: Tensor | None = None
-    ) -> Tensor:
-        """x [B, 4, H, W], timestep [B], text [B, 77, C], pooled [B, 1280], sizes [B, 6] → [B, 4, H, W]."""
-        added = None if pooled is None else {"text_embeds": pooled, "time_ids": sizes}
-        return self.unet(x, timestep, text, added_cond_kwargs=added, return_dict=False)[0]
-
-
-class Flux(nn.Module):
-    """Flux as its pipeline calls it, for square images. The positions of the tokens and the guidance are constants."""
-
-    def __init__(self, side: int, text_tokens: int, **config: Any) -> None:
-        super().__init__()
-        self.transformer = FluxTransformer2DModel(guidance_embeds=True, **config)
-        rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-        positions = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3)
-        self.register_buffer("image_positions", positions.float(), persistent=False)
-        self.register_buffer("text_positions", torch.zeros(text_tokens, 3), persistent=False)
-        self.register_buffer("guidance", torch.full((1,), 3.5), persistent=False)
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
-        """x [1, side², 64], timestep [1], text [1, M, 4096], pooled [1, 768] → [1, side², 64]."""
-        return self.transformer(
-            x, text, pooled, timestep / TIMESTEP_MAX, self.image_positions, self.text_positions, self.guidance,
-            return_dict=False,
-        )[0]  # fmt: skip
-
-
-class Wan(nn.Module):
-    """Wan 2.1 as its pipeline calls it."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__()
-        self.transformer = WanTransformer3DModel(**config)
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """x [B, 16, F, H, W], timestep [B], text [B, 512, 4096] → [B, 16, F, H, W]."""
-        return self.transformer(x, timestep, text, return_dict=False)[0]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What is run: what makes the denoiser, and the shapes of its inputs. The output has that of the first, x."""
-
-    what: str
-    make: Callable[[], nn.Module]
-    shapes: dict[str, tuple[int, ...]]
-
-
-SDXL = {
-    "sample_size": 128,
-    "block_out_channels": (320, 640, 1280),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
+LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = {
+    "layers": (f"{PLUGIN}, INT8 layers", False, "auto"),
+    "layers-qdq": (f"{PLUGIN}, INT8 layers by Q/DQ alone", False, "native"),
+    "native-layers": (f"{NATIVE}, INT8 layers by Q/DQ", True, "native"),
 }
-"""stabilityai/stable-diffusion-xl-base-1.0, beside the class's defaults, which are those of SD 1.x."""
-
-WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
-"""Wan-AI/Wan2.1-T2V-1.3B, beside the class's defaults, which are those of the 14B model."""
-
-
-def wan(frames: int) -> Architecture:
-    """A video of 480 × 832: latents are 8 times smaller, and 4 times fewer frames after the first."""
-    latent_frames = (frames - 1) // 4 + 1
-    tokens = latent_frames * 30 * 52
-    return Architecture(
-        f"Wan 2.1 1.3B, {frames} frames of 480 × 832, all of it, {tokens:,} tokens",
-        partial(Wan, **WAN),
-        {"x": (1, 16, latent_frames, 60, 104), "timestep": (1,), "text": (1, 512, 4096)},
-    )
+"""What each is called, whether attention is TensorRT's own, and how layers are computed."""
+PEERS = ("torch", "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS)
+LAYER_CALLS, LAYER_ROWS = 2, 16
+"""Calls at the timestep of each mode on which layers are calibrated, and whole rows that are kept of each."""
 
 
-# Batches of 2 are the two halves of guidance. Flux is distilled to do without, a video's come one after the other.
-ARCHITECTURES = {
-    "sd15": Architecture(
-        "SD 1.5 at 512², the whole U-Net",
-        partial(UNet, cross_attention_dim=768),
-        {"x": (2, 4, 64, 64), "timestep": (2,), "text": (2, 77, 768)},
-    ),
-    "sdxl": Architecture(
-        "SDXL at 1024², the whole U-Net",
-        partial(UNet, **SDXL),
-        {"x": (2, 4, 128, 128), "timestep": (2,), "text": (2, 77, 2048), "pooled": (2, 1280), "sizes": (2, 6)},
-    ),
-    "flux": Architecture(
-        "Flux at 1024²: 3 of 19 double and 6 of 38 single blocks, 4096 + 512 tokens",
-        partial(Flux, side=64, text_tokens=512, num_layers=3, num_single_layers=6),
-        {"x": (1, 4096, 64), "timestep": (1,), "text": (1, 512, 4096), "pooled": (1, 768)},
-    ),
-    "video": wan(frames=41),
-    "video-81": wan(frames=81),
-}
-
-
-def describe(name: str, device: str) -> DiffusionModel:
-    """The denoiser of an architecture, in FP32 on a device.
-
-    Its weights are random and pass signals on: of what the classes initialise with zeros no attention would be seen.
-    """
-    torch.manual_seed(0)
-    with torch.device(device):
-        denoiser = ARCHITECTURES[name].make()
-    for parameter in denoiser.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    inputs = tuple(InputSpec(what, "float32", shape) for what, shape in ARCHITECTURES[name].shapes.items())
-    return DiffusionModel(
-        name, denoiser.eval().requires_grad_(False), inputs, replace(inputs[0], name="out"), "timestep", TIMESTEP_MAX,
-        torch.linspace(0.01, 100, int(TIMESTEP_MAX)), {}, no_sampler,
-    )  # fmt: skip
-
-
-def no_sampler(*_args: object, **_named: object) -> Tensor:
-    raise NotImplementedError("random weights draw nothing")
-
-
-def export(model: DiffusionModel, tables: dict[str, AttentionTables], path: Path) -> None:
+def export(
+    model: DiffusionModel, tables: dict[str, AttentionTables], layers: dict[str, ConvertedLayer], path: Path
+) -> None:
     """Write the ONNX model in FP16. The denoiser has to be on the CPU."""
-    unfinished = path.with_suffix(".partial")
     options = SiteOptions(TIMESTEP_MAX, "calibrated", True)
-    storage.save(trace(model, tables, options, dims={}, dtype=torch.float16), unfinished)
+    exported = trace(model, tables, options, layers=layers, dims={}, dtype=torch.float16)
+    unfinished = path.with_suffix(".partial")
+    storage.save(exported, unfinished)
     unfinished.rename(path)
 
 
@@ -453,7 +332,7 @@ def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Atte
 class Bench:
     """One architecture: its figures, as they are measured."""
 
-    def __init__(self, name: str, kernels: Path | None = None) -> None:
+    def __init__(self, name: str, kernels: Path | None = None, with_layers: bool = True) -> None:
         """Args: name: of the architecture; kernels: the folder for profiles of engines, if they are wanted."""
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
@@ -462,12 +341,16 @@ class Bench:
             self.model = describe(name, "cuda")
         with Phase(f"{name}: run in FP32"):
             self._run_in_full_precision()
+        if with_layers:
+            with Phase(f"{name}: layers calibrated"):
+                self.calibrate_layers()
         self.model.denoiser.half()
 
     def _run_in_full_precision(self) -> None:
         shapes = ARCHITECTURES[self.model.name].shapes
         half = [{name: torch.randn(shape, device="cuda").half() for name, shape in shapes.items()} for _ in range(3)]
 
+        finder = LayerFinder(self.model.denoiser)
         bins: dict[str, list[AttentionTables]] = {}  # as calibration makes them: each of its own timesteps
         self.expected: dict[Mode, Tensor] = {}
         for mode in MODES:
@@ -478,12 +361,40 @@ class Bench:
 
             feed = {name: x.float() for name, x in half[0].items()}
             feed["timestep"].fill_(TIMESTEPS[mode])
-            self.expected[mode] = intercepted(self.model, observe)(**feed)
+            self.expected[mode] = intercepted(self.model, observe, finder if mode == MODES[0] else None)(**feed)
+        self.layers, _ = select_layers(finder.layers(), ["*"], [], LayersSection().min_rows)
         self.tables = {
             site: AttentionTables(**{field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])})
             for site, found in bins.items()
         }
         self.inputs = [feed | {"timestep": feed["timestep"].float()} for feed in half]
+
+    def calibrate_layers(self) -> None:
+        """Scales of the layers' inputs, from inputs of their own at the timestep of each mode. The denoiser is in FP32."""
+        observer = LayerObserver({layer.source for layer in self.layers}, TIMESTEP_MAX, len(MODES), rows=LAYER_ROWS)
+        observed = intercepted(self.model, layers=observer)
+        for mode in MODES:
+            for _ in range(LAYER_CALLS):
+                feed = {
+                    n: torch.randn(shape, device="cuda") for n, shape in ARCHITECTURES[self.model.name].shapes.items()
+                }
+                feed["timestep"].fill_(TIMESTEPS[mode])
+                observed(**feed)
+        rows, tensors = observer.finish(), model_tensors(self.model.denoiser)
+        readers: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            readers.setdefault(layer.source, []).append(layer)
+        section = LayersSection()
+        scales = {
+            source: choose_scales(
+                layers, rows[source].to("cuda"), tensors, len(MODES), statistic=section.scales, percentile=99.0,
+                equalise=section.equalise,
+            )
+            for source, layers in readers.items()
+        }  # fmt: skip
+        modes = torch.full((len(MODES),), int(LayerMode.STATIC), dtype=torch.int32)
+        tables = layer_tables(self.model.denoiser, self.layers, scales, {layer.name: modes for layer in self.layers})
+        self.converted = {layer.name: ConvertedLayer(layer.source, tables[layer.name]) for layer in self.layers}
 
     def _at(self, mode: Mode) -> None:
         for feed in self.inputs:
@@ -537,13 +448,27 @@ class Bench:
         self.model.denoiser.cpu()
         torch.cuda.empty_cache()
 
-    def export(self, folder: Path) -> Path:
-        """The ONNX model in a folder, made unless it is there."""
-        path = folder / f"{self.model.name}.onnx"
+    def export(self, folder: Path, *, layers: bool) -> Path:
+        """The ONNX model, with INT8 layers or without, in a folder, made unless it is there."""
+        path = folder / f"{self.model.name}{'-int8' if layers else ''}.onnx"
         if not path.exists():
-            with Phase(f"{self.model.name}: exported"):
-                export(self.model, self.tables, path)
+            with Phase(f"{path.stem}: exported"):
+                export(self.model, self.tables, self.converted if layers else {}, path)
         return path
+
+    def build_layers(self, path: Path, peers: Collection[str]) -> None:
+        """Engines with INT8 layers, between our attention or TensorRT's."""
+        trt = tensorrt.load()
+        exported = ir.load(path)
+        sites, inputs = attention_nodes(exported), self._records()
+        for peer, (what, native, layers) in LAYER_PEERS.items():
+            if peer not in peers:
+                continue
+            options = EngineSection(layers=layers)
+            with Phase(f"{self.model.name}: built, {what}") as building:
+                model = tensorrt.lowered(exported, list(sites) if native else [], options, [{}])
+                plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())
+            self._load(trt, what, plan, not native, building.seconds)
 
     def build_plain(self, folder: Path) -> None:
         """The engine of what torch.onnx.export writes, where TensorRT takes it."""
@@ -711,15 +636,17 @@ def main() -> None:
         if arguments.kernels:
             arguments.kernels.mkdir(parents=True, exist_ok=True)
         for name in arguments.models:
-            bench = Bench(name, arguments.kernels)
+            bench = Bench(name, arguments.kernels, bool(LAYER_PEERS.keys() & set(arguments.peers)))
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            engines = set(arguments.peers) - {"torch", "plain"}
+            engines = set(arguments.peers) - {"torch", "plain", *LAYER_PEERS}
             bench.to_cpu()
             if arguments.exports or engines:
-                path = bench.export(exports)
+                path = bench.export(exports, layers=False)
                 if engines:
                     bench.build_engines(path, engines)
+            if with_layers := LAYER_PEERS.keys() & set(arguments.peers):
+                bench.build_layers(bench.export(exports, layers=True), with_layers)
             if "plain" in arguments.peers:
                 bench.build_plain(exports)
             bench.engine_rows()

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,6 +166,28 @@ class SiteRecord(_Record):
         return any(self.modes)
 
 
+class LayerRecord(_Record):
+    """One linear layer or convolution. `modes` (`LayerMode`) per timestep bin, from low noise up; empty when the layer was
+    left as it is, for `reason`, or by the plan where there is none.
+
+    Attributes:
+        kind: "linear" or "conv".
+        in_channels, out_channels, kernel: of its weight.
+        rows: tokens or pixels for each sample, at the opt sizes.
+        weight: the name of its weight in the state dict.
+    """
+
+    name: str
+    kind: Literal["linear", "conv"]
+    in_channels: int
+    out_channels: int
+    kernel: list[int] = Field(default_factory=list)
+    rows: int
+    weight: str
+    modes: list[int] = Field(default_factory=list)
+    reason: str = ""
+
+
 class DiffusersRecord(_Record):
     """How a diffusers pipeline calls one of its models.
 
@@ -205,12 +227,13 @@ class ComponentRecord(_Record):
     """One model of the bundle.
 
     Attributes:
-        onnx: path of the ONNX file with `Int8Attention` nodes and their function bodies.
+        onnx: path of the ONNX file with `Int8Attention`, `Int8Linear` and `Int8Conv` nodes and their function bodies.
         inputs, outputs: signature of the ONNX model and of the engines.
         timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends. Empty and 0 for what is no
             denoiser: it has no `Int8Attention` nodes, and its attention stays in its own precision.
         dims: symbolic dimension: [min, opt, max], over all profiles.
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
+        layers: of the model, in the order of their calls; empty where the recipe has them off, and in bundles of before.
         diffusers: how pipelines call it, where it comes from one.
     """
 
@@ -222,6 +245,7 @@ class ComponentRecord(_Record):
     dims: Dims
     profiles: list[Dims] = Field(default_factory=list)
     sites: list[SiteRecord] = Field(default_factory=list)
+    layers: list[LayerRecord] = Field(default_factory=list)
     engines: list[EngineRecord]
     diffusers: DiffusersRecord | None = None
 
@@ -238,6 +262,7 @@ class QualityRecord(_Record):
         samples, steps, sampler: how the images were drawn.
         psnr: dB over all samples against the full-precision model; psnr_worst: of the worst sample, seed psnr_worst_seed.
         site_sqnr: site: dB per timestep bin against exact attention; NaN-free once the gates have passed, absent bins are null.
+        layer_sqnr: layer: likewise against the layer in full precision.
         error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic.
         lowering_difference: mean absolute difference of the outputs of the function and the native lowering.
         lowering_limit: the most that the gate allows it.
@@ -251,6 +276,7 @@ class QualityRecord(_Record):
     psnr_worst: float
     psnr_worst_seed: int
     site_sqnr: dict[str, list[float | None]]
+    layer_sqnr: dict[str, list[float | None]] = Field(default_factory=dict)
     error: float
     lowering_difference: float
     lowering_limit: float
@@ -258,10 +284,16 @@ class QualityRecord(_Record):
 
     def worst_site(self) -> tuple[float, str, int]:
         """Signal to quantisation noise in dB, site and timestep bin where it is smallest; NaN is smaller than any."""
-        seen = [
-            (db, site, index) for site, row in self.site_sqnr.items() for index, db in enumerate(row) if db is not None
-        ]
-        return min(seen, key=lambda found: (not math.isnan(found[0]), *found))
+        return _worst(self.site_sqnr)
+
+    def worst_layer(self) -> tuple[float, str, int] | None:
+        """The same of layers, where there are any."""
+        return _worst(self.layer_sqnr) if self.layer_sqnr else None
+
+
+def _worst(sqnr: Mapping[str, Sequence[float | None]]) -> tuple[float, str, int]:
+    seen = [(db, name, index) for name, row in sqnr.items() for index, db in enumerate(row) if db is not None]
+    return min(seen, key=lambda found: (not math.isnan(found[0]), *found))
 
 
 class Manifest(_Record):

@@ -27,6 +27,7 @@ from pydantic import (
 from trtconvert.errors import UserError, first_line
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
+LayerModeName = Literal["weight_only", "dynamic", "static"]
 EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
 
@@ -111,6 +112,42 @@ class AttentionSection(_Section):
     smooth_k: bool = Field(
         default=True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
     )
+
+
+class LayersSection(_Section):
+    """Which linear layers and convolutions run in INT8, and how."""
+
+    include: list[str] = Field(
+        default=["*"],
+        min_length=1,
+        description="Patterns (fnmatch) of layer names to convert. `*` leaves the first and the last layer out, which "
+        "patterns of their own names take in.",
+    )
+    exclude: list[str] = Field(default=[], description="Patterns of layer names to leave as they are.")
+    min_rows: Count = Field(
+        default=2,
+        description="Rows (tokens, pixels) for each sample below which a layer stays as it is. 1 takes in modulations and "
+        "embeddings of the timestep, whose errors meet every token.",
+    )
+    modes: Literal["auto", "off"] | LayerModeName | list[LayerModeName] = Field(
+        default="auto",
+        description="One mode for every timestep, or one per timestep bin from low noise up. `static`: INT8 weights and "
+        "activations, calibrated scales. `dynamic`: scales of activations measured per token. `weight_only`: "
+        "INT8 weights, activations in 16 bits. `off`: no layer. `auto`: what the plan's search decides together "
+        "with attention where attention.modes is auto, else static.",
+    )
+    equalise: bool = Field(
+        default=True,
+        description="SmoothQuant: channels of activations are scaled, and weights the other way, where that lowers the error.",
+    )
+    scales: Literal["least-error", "maxima"] = Field(
+        default="least-error",
+        description="Scales of activations: those of least squared error, or the calibration's percentile of the calls' maxima.",
+    )
+
+    @property
+    def off(self) -> bool:
+        return self.modes == "off"
 
 
 class CalibrationSection(_Section):
@@ -272,6 +309,12 @@ class EngineSection(_Section):
         "attention at further ones and at every one, and without any plugin, and keeps the fastest. `plugin` and `native` take "
         "one at every site and time nothing.",
     )
+    layers: Literal["auto", "plugin", "native", "exact"] = Field(
+        default="auto",
+        description="tensorrt: how INT8 layers are computed. `native`: by TensorRT's own kernels (Q/DQ). `plugin`: by ours "
+        "where there is one. `exact`: in 16 bits, with the weights that INT8 holds. `auto` takes what is the "
+        "faster, by rules that were measured for each size, and by whole engines where attention is auto too.",
+    )
     workspace_mb: Annotated[Count, Field(le=2**20)] | None = Field(
         default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."
     )
@@ -343,6 +386,11 @@ class ComponentSection(_Section):
         default=None,
         description="Type of the engine's weights and inputs; model.dtype for text encoders and float32 for the VAE by default.",
     )
+    layers: Literal["int8", "exact"] | None = Field(
+        default=None,
+        description="`int8`: its linear layers and convolutions run in INT8, as `layers` says for the denoiser, calibrated "
+        "on what the pipeline passes; as they are by default.",
+    )
 
 
 class OutputSection(_Section):
@@ -356,6 +404,7 @@ class Recipe(_Section):
 
     model: ModelSection
     attention: AttentionSection = AttentionSection()
+    layers: LayersSection = LayersSection()
     calibration: CalibrationSection = CalibrationSection()
     plan: PlanSection = PlanSection()
     components: dict[ComponentName, ComponentSection] = Field(
@@ -370,11 +419,12 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _a_mode_per_bin(self) -> Recipe:
-        modes, bins = self.attention.modes, self.calibration.bins
-        if isinstance(modes, list) and len(modes) != bins:
-            raise ValueError(
-                f"one entry of attention.modes per timestep bin: calibration.bins is {bins}, the modes are {len(modes)}"
-            )
+        bins = self.calibration.bins
+        for name, modes in (("attention", self.attention.modes), ("layers", self.layers.modes)):
+            if isinstance(modes, list) and len(modes) != bins:
+                raise ValueError(
+                    f"one entry of {name}.modes per timestep bin: calibration.bins is {bins}, the modes are {len(modes)}"
+                )
         return self
 
 

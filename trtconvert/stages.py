@@ -14,6 +14,7 @@ from trtconvert.bundle import (
     ComponentRecord,
     Dims,
     EngineRecord,
+    LayerRecord,
     QualityRecord,
     SiteRecord,
     TensorRecord,
@@ -32,10 +33,11 @@ from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
     from trtconvert.attention.sites import Site
+    from trtconvert.linear.sites import ConvertedLayer, Layer
     from trtconvert.models import DiffusionModel
 
 COMPONENT = "denoiser"
-CALIBRATION, SITES = "calibration.safetensors", "sites.json"
+CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
 ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
 NAMES, ERROR = "names.json", "error.json"
 PLAN, FRONTIER = "plan.json", "frontier.json"
@@ -147,11 +149,11 @@ def calibrate_stage(
     report: Reporter,
     skip_bad: bool = False,
 ) -> Stage:
-    """Find the attention sites and observe their ranges. Leaves the calibration and the sites."""
+    """Find the attention sites and layers and observe their ranges. Leaves the calibration, the sites and the layers."""
     reads = calibration_reads(recipe, weights)
 
     def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.calib.calibrate import calibrate, sites_to_convert, taken
+        from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
 
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
@@ -161,17 +163,21 @@ def calibrate_stage(
             from trtconvert.calib.plan import kernel_cost
 
             kernel_cost(recipe.plan)
-        chosen, left = sites_to_convert(source, recipe.attention)
+        parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.calibration.from_ is not None:
-            made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, chosen)
+            made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers)
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
             work = observations_folder(cache, reads | {"device": "cpu"})
             with one_at_a_time(work):
-                made = calibrate(source, recipe.calibration, weights, chosen, work, bar, skip_bad=skip_bad)
+                made = calibrate(
+                    source, recipe.calibration, weights, parts.sites, work, bar, skip_bad=skip_bad,
+                    layers=parts.layers, of_layers=recipe.layers,
+                )  # fmt: skip
                 shutil.rmtree(work)
         made.save(folder / CALIBRATION)
-        (folder / SITES).write_text(json.dumps([asdict(site) for site in (*chosen, *left)], indent=1))
+        for file, found in ((SITES, (*parts.sites, *parts.left_sites)), (LAYERS, (*parts.layers, *parts.left_layers))):
+            (folder / file).write_text(json.dumps([asdict(part) for part in found], indent=1))
 
     # A calibration that bad samples are missing from is another one than a build without --skip-bad asks for.
     return _run("calibrate", reads | {"skip_bad": skip_bad}, make, cache, report)
@@ -180,9 +186,10 @@ def calibrate_stage(
 def plan_stage(
     recipe: Recipe, calibration: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
 ) -> Stage:
-    """Give each site and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
+    """Give each site, layer and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
     attention, section = recipe.attention, recipe.plan
-    reads: dict[str, Any] = {"calibration": calibration.key, "attention": attention.model_dump(mode="json")}
+    sections = {"attention": attention.model_dump(mode="json"), "layers": recipe.layers.model_dump(mode="json")}
+    reads: dict[str, Any] = {"calibration": calibration.key} | sections
     searched = search_stage(recipe, calibration, model, cache, report) if attention.modes == "auto" else None
     if searched is not None:
         reads |= {"search": searched.key, "point": section.point}
@@ -193,14 +200,19 @@ def plan_stage(
             point = frontier.choose(section.point)
             chosen = frontier.model_copy(update={"chosen": point.name})
             (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
-            modes = point.modes
+            modes, layers = point.modes, point.layers
         else:
-            from trtconvert.calib.plan import make_plan
+            from trtconvert.calib.plan import layer_modes, make_plan
 
             sites = [site.name for site in _sites(calibration) if not site.obstacle]
-            plan = make_plan(attention, sites, model().sigmas, recipe.calibration.bins)
+            bins = recipe.calibration.bins
+            plan = make_plan(attention, sites, model().sigmas, bins)
             modes = {site: row.tolist() for site, row in plan.items()}
-        (folder / PLAN).write_text(json.dumps(modes, indent=1))
+            layers = {
+                name: row.tolist()
+                for name, row in layer_modes(recipe.layers, _chosen_layers(calibration), bins).items()
+            }
+        (folder / PLAN).write_text(json.dumps({"sites": modes, "layers": layers}, indent=1))
 
     return _run("plan", reads, make, cache, report)
 
@@ -251,7 +263,7 @@ def export_stage(
         import torch
 
         from trtconvert.export import storage
-        from trtconvert.export.lowering import lower_to_native
+        from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products
         from trtconvert.export.trace import SiteOptions, trace
 
         source = model()
@@ -259,11 +271,14 @@ def export_stage(
         dims = covering(profiles)
         options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
-        exported = trace(source, _tables(calibration, plan), options, dims=dims, dtype=dtype)
+        layers = _converted_layers(source, calibration, plan)
+        exported = trace(source, _tables(calibration, plan), options, layers=layers, dims=dims, dtype=dtype)
         storage.save(exported, folder / ONNX)
         onnx.checker.check_model(folder / ONNX, full_check=True)
         native = ir.load(folder / ONNX)
         lower_to_native(native)
+        expand_layers(native)
+        quantise_products(native)
         storage.save(native, folder / NATIVE)
         onnx.checker.check_model(folder / NATIVE, full_check=True)
         component = ComponentRecord(
@@ -278,6 +293,7 @@ def export_stage(
             dims=dims,
             profiles=profiles,
             sites=_site_records(calibration, plan),
+            layers=_layer_records(calibration, plan),
             engines=[],
             diffusers=source.diffusers,
         )
@@ -359,7 +375,7 @@ def verify_stage(
         import torch
 
         from trtconvert.calib.data import batches_of
-        from trtconvert.calib.sensitivity import Int8Sites
+        from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.trace import in_type
@@ -370,13 +386,15 @@ def verify_stage(
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
         attention = recipe.attention
         sites = Int8Sites(_tables(calibration, plan), source.timestep_max, attention.scaling, attention.smooth_k)
+        tables = {name: layer.tables for name, layer in _converted_layers(source, calibration, plan).items()}
+        layers = Int8Layers(tables, source.timestep_max)
         batches = len(batches_of(section.samples, verify.BATCH))
         bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
 
         # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
         inputs = source.example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
         typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
-        reference = in_type(intercepted(source, sites.handler()), dtype)
+        reference = in_type(intercepted(source, sites.handler(), layers.handler() if tables else None), dtype)
         with torch.no_grad():
             error = verify.relative_error(denoiser(**typed), reference(**typed))
         bar.step()
@@ -384,7 +402,7 @@ def verify_stage(
             exported.folder / ONNX, exported.folder / NATIVE, typed, section.min_site_sqnr
         )
         bar.step()
-        sqnr = verify.site_sqnr(source, sites, recipe.calibration.bins, section.seed, bar.step)
+        of_sites, of_layers = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, bar.step)
         full = verify.draw(source, source.denoiser, section, bar.step)
         int8 = verify.draw(source, denoiser, section, bar.step)
         per_sample = verify.psnr(int8, full)
@@ -395,12 +413,14 @@ def verify_stage(
             psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
             psnr_worst=float(per_sample.min()),
             psnr_worst_seed=section.seed + int(per_sample.argmin()),
-            site_sqnr=sqnr,
+            site_sqnr=of_sites,
+            layer_sqnr=of_layers,
             error=error,
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        verify.check_gates(quality, {site: t.modes.tolist() for site, t in sites.tables.items()}, section)
+        modes = _plan(plan)
+        verify.check_gates(quality, modes["sites"], section, modes["layers"])
         (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         shown = min(recipe.output.grid, section.samples)
         save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
@@ -429,7 +449,18 @@ def _sites(calibration: Stage) -> list[Site]:
     return [Site(**site) for site in json.loads((calibration.folder / SITES).read_text())]
 
 
-def _modes(plan: Stage) -> dict[str, list[int]]:
+def _layers(calibration: Stage) -> list[Layer]:
+    from trtconvert.linear.sites import layer_from_json
+
+    return [layer_from_json(layer) for layer in json.loads((calibration.folder / LAYERS).read_text())]
+
+
+def _chosen_layers(calibration: Stage) -> list[Layer]:
+    return [layer for layer in _layers(calibration) if not layer.obstacle]
+
+
+def _plan(plan: Stage) -> dict[str, dict[str, list[int]]]:
+    """Modes of `sites` and of `layers`, by name; of a layer that the plan leaves as it is they are 0, `LayerMode.EXACT`."""
     return json.loads((plan.folder / PLAN).read_text())
 
 
@@ -438,12 +469,46 @@ def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
 
     from trtconvert.calib.calibration import Calibration
 
-    modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in _modes(plan).items()}
+    modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in _plan(plan)["sites"].items()}
     return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
 
 
+def _converted_layers(model: DiffusionModel, calibration: Stage, plan: Stage) -> dict[str, ConvertedLayer]:
+    """The layers that the plan converts, with their tables."""
+    import torch
+
+    from trtconvert.calib.calibration import Calibration
+    from trtconvert.calib.layer_scales import layer_tables
+    from trtconvert.linear.sites import ConvertedLayer, with_sources_among
+
+    rows = {name: row for name, row in _plan(plan)["layers"].items() if any(row)}
+    modes = {name: torch.tensor(row, dtype=torch.int32) for name, row in rows.items()}
+    layers = [layer for layer in _layers(calibration) if layer.name in modes]
+    scales = Calibration.load(calibration.folder / CALIBRATION).layers
+    tables = layer_tables(model.denoiser, layers, scales, modes)
+    return {layer.name: ConvertedLayer(layer.source, tables[layer.name]) for layer in with_sources_among(layers)}
+
+
+def _layer_records(calibration: Stage, plan: Stage) -> list[LayerRecord]:
+    modes = _plan(plan)["layers"]
+    return [
+        LayerRecord(
+            name=layer.name,
+            kind=layer.kind,
+            in_channels=layer.in_channels,
+            out_channels=layer.out_channels,
+            kernel=list(layer.kernel),
+            rows=layer.rows,
+            weight=layer.weight.name,
+            modes=row if any(row := modes.get(layer.name, [])) else [],
+            reason=layer.obstacle,
+        )
+        for layer in _layers(calibration)
+    ]
+
+
 def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:
-    modes = _modes(plan)
+    modes = _plan(plan)["sites"]
     return [
         SiteRecord(name=s.name, heads=s.heads, head_dim=s.head_dim, modes=modes.get(s.name, []), reason=s.obstacle)
         for s in _sites(calibration)

@@ -186,7 +186,7 @@ def find_sites(
         return call.exact()
 
     with torch.no_grad():
-        InterceptedDenoiser(denoiser, inputs, timestep_input, attention_hooks(handler) | dict(also or {}))(
+        InterceptedDenoiser(denoiser, inputs, timestep_input, {**attention_hooks(handler), **(also or {})})(
             *inputs.values()
         )
         if seen and samples_of(inputs, timestep_input) > 1:

@@ -7,6 +7,7 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +22,17 @@ from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import data_identity, data_name
+from trtconvert.calib.layer_observer import LayerObserver
+from trtconvert.calib.layer_scales import LayerScales, choose_scales
 from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
 from trtconvert.calib.provenance import Provenance
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
+from trtconvert.interception import Hooks
+from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
-from trtconvert.recipe import AttentionSection, CalibrationSection
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 COVERAGE_SHARE = 16
 """One in so many samples, the first ones, is run again to see how well the scales cover it."""
@@ -41,11 +46,40 @@ class Steps(Protocol):
     def step(self) -> None: ...
 
 
-def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
-    """The model's attention sites, split as a recipe asks; see `select_sites`.
+@dataclass(frozen=True)
+class Parts:
+    """What a conversion takes of a model, and what it leaves, with the reason in `obstacle`."""
+
+    sites: list[Site]
+    left_sites: list[Site]
+    layers: list[Layer]
+    left_layers: list[Layer]
+
+
+def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers: LayersSection) -> Parts:
+    """The model's attention sites and layers, split as a recipe asks; see `select_sites` and `select_layers`.
 
     Raises:
-        UserError: the model fails on its own inputs; and see `find_sites` and `select_sites`.
+        UserError: the model fails on its own inputs; and see `find_sites`, `select_sites` and `select_layers`.
+    """
+    finder = LayerFinder(model.denoiser)
+    found = _found(model, {} if layers.off else layer_hooks(finder))
+    chosen, left = select_sites(found, attention.include, attention.exclude)
+    if layers.off:
+        return Parts(chosen, left, [], [])
+    return Parts(chosen, left, *select_layers(finder.layers(), layers.include, layers.exclude, layers.min_rows))
+
+
+def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
+    """The model's attention sites, split as a recipe asks; see `parts_to_convert`."""
+    return select_sites(_found(model, {}), section.include, section.exclude)
+
+
+def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
+    """The model's attention sites; on the way the hooks see other calls.
+
+    Raises:
+        UserError: the model fails on its own inputs; and see `find_sites`.
     """
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     device = next(model.denoiser.parameters()).device
@@ -53,7 +87,7 @@ def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[
     def find() -> list[Site]:
         inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
         try:
-            return find_sites(model.denoiser, inputs, model.timestep_input)
+            return find_sites(model.denoiser, inputs, model.timestep_input, also)
         except TrtconvertError:
             raise
         except Exception as error:  # whatever the model raises
@@ -69,7 +103,7 @@ def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[
     if isinstance(batch, str) and sizes[batch] == 1 < model.dims[batch][2] and any(site.folds > 1 for site in found):
         sizes[batch] = 2  # of one sample it cannot be told which elements of an attention's batch belong to a sample
         found = find()
-    return select_sites(found, section.include, section.exclude)
+    return found
 
 
 def calibrate(
@@ -82,8 +116,10 @@ def calibrate(
     ranks: Ranks = ALONE,
     *,
     skip_bad: bool = False,
+    layers: Sequence[Layer] = (),
+    of_layers: LayersSection | None = None,
 ) -> Calibration:
-    """Scales of the given sites.
+    """Scales of the given sites and layers.
 
     Args:
         weights: SHA-256 of the model, see `trtconvert.models.identity`.
@@ -92,6 +128,7 @@ def calibrate(
             to this very calibration; the caller names it by a hash and removes it in the end.
         ranks: processes that share the work; all call this alike.
         skip_bad: leave bad samples out and list them in the provenance.
+        layers: to observe as well; of_layers: how their scales are made.
     Returns:
         The calibration, the same on all ranks.
     Raises:
@@ -105,12 +142,13 @@ def calibrate(
         bar.total(data.count * (2 if with_elements else 1))
 
     observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
-    observed = intercepted(model, observer)
+    layer_observer = LayerObserver({layer.source for layer in layers}, model.timestep_max, section.bins)
+    observed = intercepted(model, observer, layer_observer if layers else None)
     # What an earlier run left out is met again, and refused, by one that leaves nothing out.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
         _run(batch, observed)
-        shards.write(index, observer.finish(), bad.take())
+        shards.write(index, observer.finish(), bad.take(), layer_observer.finish())
     ranks.collect(shards.folder, shards.names())
     if ranks.rank == 0 and not len(shards):
         raise nothing_observed(shards.skipped())
@@ -134,11 +172,41 @@ def calibrate(
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
         seen = _coverage(model, section, tables)
         provenance = _provenance(model, section, weights, shards)
-        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes())
+        of_inputs = _layer_scales(model, layers, of_layers or LayersSection(), section, shards)
+        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes(), of_inputs)
 
     made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
     assert made_by_first is not None
     return made_by_first
+
+
+def _layer_scales(
+    model: DiffusionModel,
+    layers: Sequence[Layer],
+    section: LayersSection,
+    calibration: CalibrationSection,
+    shards: Shards,
+) -> dict[str, LayerScales]:
+    """Scales of the layers' inputs, by their sources. Tied layers have no factors, which would be another weight for each."""
+    readers: dict[str, list[Layer]] = {}
+    for layer in layers:
+        readers.setdefault(layer.source, []).append(layer)
+    tensors = model_tensors(model.denoiser)
+    users: dict[TensorRef, set[str]] = {}
+    for layer in layers:
+        users.setdefault(layer.weight, set()).add(layer.source)
+    return {
+        source: choose_scales(
+            of_source,
+            shards.layer(source),
+            tensors,
+            calibration.bins,
+            statistic=section.scales,
+            percentile=calibration.percentile,
+            equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_source),
+        )
+        for source, of_source in readers.items()
+    }
 
 
 def _coverage(
@@ -191,12 +259,14 @@ def _provenance(model: DiffusionModel, section: CalibrationSection, weights: str
     )
 
 
-def taken(path: Path, model: DiffusionModel, weights: str, bins: int, sites: Sequence[Site]) -> Calibration:
-    """A calibration from a file, for the given sites.
+def taken(
+    path: Path, model: DiffusionModel, weights: str, bins: int, sites: Sequence[Site], layers: Sequence[Layer] = ()
+) -> Calibration:
+    """A calibration from a file, for the given sites and layers.
 
     Raises:
-        UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site, or tables
-            of one.
+        UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site or
+            a layer, or tables of one.
     """
     loaded = Calibration.load(path)
     made = loaded.provenance
@@ -230,9 +300,27 @@ def taken(path: Path, model: DiffusionModel, weights: str, bins: int, sites: Seq
                 got=f"tables of {name} {found}",
                 remedy="calibrate again",
             )
+    channels = {layer.source: layer.in_channels for layer in layers}
+    if missing := [source for source in channels if source not in loaded.layers]:
+        raise UserError(
+            f"{path} lacks the ranges of layers",
+            expected=", ".join(missing),
+            got=", ".join(loaded.layers)
+            or "attention alone: it was made before there were INT8 layers, or with layers.modes: off",
+            remedy="calibrate again, set layers.modes to off in the recipe, or exclude them with layers.exclude",
+        )
+    for source, count in channels.items():
+        if found := loaded.layers[source].flaw(count, bins):
+            raise UserError(
+                f"{path} holds scales that cannot be used",
+                expected="finite scales of every kind for the input of each layer, positive but for offsets",
+                got=f"{source}: {found}",
+                remedy="calibrate again",
+            )
     return Calibration(
         {name: loaded.tables[name] for name in names},
         made,
         {name: loaded.outliers[name] for name in names if name in loaded.outliers},
         {name: loaded.magnitudes[name] for name in names if name in loaded.magnitudes},
+        {source: loaded.layers[source] for source in channels},
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.calib.histogram import LEVELS, Histograms, SiteHistograms
+from trtconvert.calib.layer_scales import LayerScales
 from trtconvert.calib.observer import Records, Rows
 from trtconvert.calib.provenance import Provenance
 from trtconvert.errors import UserError, first_line
@@ -29,6 +30,9 @@ OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
 """Names of what `CoverageObserver` gives."""
 
+OF_LAYERS = tuple(f.name for f in fields(LayerScales))
+"""Names of what `choose_scales` gives."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -37,6 +41,7 @@ class Calibration:
     Attributes:
         tables: site: the tensors of `AttentionTables` but its modes, by name.
         provenance: how they were made.
+        layers: of the inputs of INT8 layers, by the first layer that reads each.
         outliers: share of elements that the scales clip; magnitudes: how large elements are relative to their ranges. Both as
             `CoverageObserver` gives them, of a part of the data, see `calibrate`.
     """
@@ -45,6 +50,7 @@ class Calibration:
     provenance: Provenance
     outliers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     magnitudes: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    layers: Mapping[str, LayerScales] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Tensor]) -> dict[str, AttentionTables]:
         """The op's tables for each site, given [T] modes for each."""
@@ -54,7 +60,7 @@ class Calibration:
         """One safetensors file with the provenance as JSON in its metadata."""
         tensors = {
             f"{site}/{name}": t.contiguous()
-            for group in (self.tables, self.outliers, self.magnitudes)
+            for group in (self.tables, self.outliers, self.magnitudes, {n: vars(s) for n, s in self.layers.items()})
             for site, named in group.items()
             for name, t in named.items()
         }
@@ -82,11 +88,24 @@ class Calibration:
         tables: dict[str, dict[str, Tensor]] = {}
         shares: dict[str, dict[str, Tensor]] = {}
         counts: dict[str, dict[str, Tensor]] = {}
+        layers: dict[str, dict[str, Tensor]] = {}
+        groups = (
+            dict.fromkeys(OUTLIERS, shares) | dict.fromkeys(OCTAVE_COUNTS, counts) | dict.fromkeys(OF_LAYERS, layers)
+        )
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
-            group = shares if name in OUTLIERS else counts if name in OCTAVE_COUNTS else tables
-            group.setdefault(site, {})[name] = tensor
-        return Calibration(tables, provenance, shares, counts)
+            groups.get(name, tables).setdefault(site, {})[name] = tensor
+        if lacking := [
+            f"{name}: {', '.join(found)}" for name, found in layers.items() if found.keys() != set(OF_LAYERS)
+        ]:
+            raise UserError(
+                f"{path} is not a calibration",
+                expected=f"{', '.join(OF_LAYERS)} of every layer",
+                got=lacking[0],
+                remedy="build again; the calibration is made anew",
+            )
+        scales = {name: LayerScales(**found) for name, found in layers.items()}
+        return Calibration(tables, provenance, shares, counts, scales)
 
 
 def flaw(named: Mapping[str, Tensor], bins: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trtconvert import models
 from trtconvert.cache import Cache
-from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import Ranks
 from trtconvert.calib.identity import calibration_reads, observations_folder
@@ -52,8 +52,11 @@ def calibrate_recipe(
         with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
             model = on_device(models.load(recipe.model), device)
-            chosen, _ = sites_to_convert(model, recipe.attention)
-            made = calibrate(model, section, weights, chosen, work, bar, ranks, skip_bad=skip_bad)
+            parts = parts_to_convert(model, recipe.attention, recipe.layers)
+            made = calibrate(
+                model, section, weights, parts.sites, work, bar, ranks, skip_bad=skip_bad, layers=parts.layers,
+                of_layers=recipe.layers,
+            )  # fmt: skip
             if partial is not None:
                 made.save(partial)
         ranks.gather(None)  # rank 0 has written
@@ -81,6 +84,7 @@ def summary(made: Calibration) -> list[str]:
     p = made.provenance
     lines = [
         f"{len(made.tables)} sites of {p.model}, {p.bins} timestep bins, statistic {p.statistic}",
+        *([f"inputs of layers: {len(made.layers)}"] if made.layers else []),
         f"{sum(p.observed)} denoiser calls observed; per bin: {', '.join(map(str, p.observed))}",
     ]
     if made.outliers:

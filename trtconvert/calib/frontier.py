@@ -25,6 +25,7 @@ class PlanPoint(_Record):
         allowed: whether it has no other modes than the search may choose.
         int8_values: share of sites and denoising steps whose second product is INT8 too.
         modes: site: `Mode` per timestep bin.
+        layers: layer: `LayerMode` per timestep bin, where the search decided about layers.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PlanPoint(_Record):
     allowed: bool = True
     int8_values: float
     modes: dict[str, list[int]]
+    layers: dict[str, list[int]] = {}
 
     @property
     def psnr(self) -> float:

@@ -111,6 +111,7 @@ def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
         "data": data_identity(section.data) or "denoise",
         "from": sha256(section.from_) if section.from_ is not None and section.from_.is_file() else "",
         "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
+        "layers": {} if recipe.layers.off else recipe.layers.model_dump(mode="json", exclude={"modes"}),
     }
 
 

@@ -32,9 +32,11 @@ from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import Layer
 from trtconvert.models.denoiser import intercepted
 from trtconvert.progress import Bar
-from trtconvert.recipe import AttentionSection, PlanSection
+from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
 
 Plan = dict[str, Tensor]
 """Site: [T] INT32 `Mode` per timestep bin."""
@@ -62,6 +64,22 @@ def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, b
         names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
         modes = torch.tensor([Mode[name.upper()] for name in names], dtype=torch.int32)
     return {site: modes.clone() for site in sites}
+
+
+def layer_modes(section: LayersSection, layers: Iterable[Layer], bins: int) -> Plan:
+    """The modes of layers that a recipe states; `auto` is STATIC, where no search decides.
+
+    Args:
+        layers: that are converted.
+    """
+    names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
+    rows = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
+    plan = {}
+    for layer in layers:
+        # Convolutions have no scales per token.
+        of_layer = [LayerMode.STATIC if layer.kind == "conv" and mode == LayerMode.DYNAMIC else mode for mode in rows]
+        plan[layer.name] = torch.tensor(of_layer, dtype=torch.int32)
+    return plan
 
 
 def kernel_cost(section: PlanSection) -> tuple[KernelCost, set[Mode]]:

@@ -20,6 +20,9 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.linear import reference as linear
+from trtconvert.linear.reference import LayerTables
+from trtconvert.linear.sites import LayerCall, LayerHandler
 from trtconvert.models.denoiser import intercepted
 
 INT8_MODES = tuple(mode for mode in Mode if mode != Mode.FP16)
@@ -60,6 +63,32 @@ class Int8Sites:
     def handler(self) -> Callable[[SiteCall], Tensor]:
         """Runs INT8 attention at converted sites and the model's own elsewhere."""
         return lambda call: self.attention(call) if call.name in self.tables else call.exact()
+
+
+@dataclass(frozen=True)
+class Int8Layers:
+    """How converted layers compute, for running them in torch.
+
+    Attributes:
+        tables: per converted layer.
+        timestep_max: as the op's attribute.
+    """
+
+    tables: Mapping[str, LayerTables]
+    timestep_max: float
+
+    def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
+        """The call's output as its op defines it, with the layer's own tables or others."""
+        tables = tables or self.tables[call.name]
+        if call.kind == "linear":
+            return linear.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
+        return linear.conv(
+            call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
+        )
+
+    def handler(self) -> LayerHandler:
+        """Runs INT8 layers where they are converted and the model's own elsewhere."""
+        return lambda call: self.output(call) if call.name in self.tables else call.exact()
 
 
 @dataclass(frozen=True)

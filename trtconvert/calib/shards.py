@@ -7,7 +7,7 @@ replaced after each batch and names the batches in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.calib.histogram import Histograms
+from trtconvert.calib.layer_observer import LayerRows
 from trtconvert.calib.observer import Rows
 from trtconvert.files import whole_file
 
 _ROWS, _ELEMENTS = "rows-", "elements-"
+_LAYER = "layer:"
+"""In front of a layer's name: the module may be an attention site as well."""
 
 
 class Shards(Mapping[str, Rows]):
@@ -49,26 +52,38 @@ class Shards(Mapping[str, Rows]):
         """Of these, the ones from which nothing was left out."""
         return {batch for batch in self.batches() if not self._skipped_of(batch)}
 
-    def write(self, batch: int, rows: Mapping[str, Rows], skipped: list[str]) -> None:
-        """Keep the rows of a batch, and what was left out of it."""
-        tensors = {f"{site}/{name}": x for site, seen in rows.items() for name, x in seen.tensors().items()}
+    def write(
+        self, batch: int, rows: Mapping[str, Rows], skipped: list[str], layers: Mapping[str, LayerRows] | None = None
+    ) -> None:
+        """Keep the rows of a batch, those of layers, and what was left out of it."""
+        seen_by = {**rows, **{_LAYER + name: seen for name, seen in (layers or {}).items()}}
+        tensors = {f"{site}/{name}": x for site, seen in seen_by.items() for name, x in seen.tensors().items()}
         self._save(f"{_ROWS}{batch:06d}", tensors, {"skipped": json.dumps(skipped)})
 
     def __getitem__(self, site: str) -> Rows:
+        return Rows.cat([Rows(**part) for part in self._parts(site, [f.name for f in fields(Rows)])])
+
+    def layer(self, name: str) -> LayerRows:
+        """The rows of a layer in all finished batches, in the batches' order."""
+        parts = self._parts(_LAYER + name, [f.name for f in fields(LayerRows)])
+        return LayerRows.cat([LayerRows(**part) for part in parts])
+
+    def _parts(self, site: str, names: Sequence[str]) -> list[dict[str, Tensor]]:
         parts = []
         for batch in sorted(self.batches()):
             with safe_open(self._path(f"{_ROWS}{batch:06d}"), framework="pt") as file:
                 if f"{site}/bin" in file.keys():  # noqa: SIM118 (not a dict)
-                    parts.append(Rows(**{f.name: file.get_tensor(f"{site}/{f.name}") for f in fields(Rows)}))
+                    parts.append({name: file.get_tensor(f"{site}/{name}") for name in names})
         if not parts:
             raise KeyError(site)
-        return Rows.cat(parts)
+        return parts
 
     def __iter__(self) -> Iterator[str]:
         sites: dict[str, None] = {}
         for batch in sorted(self.batches()):
             with safe_open(self._path(f"{_ROWS}{batch:06d}"), framework="pt") as file:
-                sites |= dict.fromkeys(sorted(key.rpartition("/")[0] for key in file.keys()))  # noqa: SIM118
+                keys = (key.rpartition("/")[0] for key in file.keys())  # noqa: SIM118
+                sites |= dict.fromkeys(sorted(key for key in keys if not key.startswith(_LAYER)))
         return iter(sites)
 
     def __len__(self) -> int:

@@ -346,9 +346,11 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         UserError: the model has no site of one of the names.
     """
     from trtconvert.export.lowering import (
+        expand_layers,
         lower_to_native,
         lower_to_plugin,
         multiply_patches,
+        quantise_products,
         split_modulations,
         split_products,
         take_group_norms,
@@ -356,6 +358,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     from trtconvert.export.nodes.attention import attention_nodes
 
     model = model.clone()
+    expand_layers(model, exact=options.layers == "exact")  # first: rewrites look for products
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
         take_group_norms(model)
@@ -372,6 +375,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         split_products(model)
         split_modulations(model)
         multiply_patches(model)
+    quantise_products(model)
     return model
 
 

@@ -15,10 +15,12 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.data import Progress, batches_of
-from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
 from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
+from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
+from trtconvert.linear.sites import LayerCall
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import VerifySection
 
@@ -44,39 +46,69 @@ def psnr(images: Tensor, expected: Tensor) -> Tensor:
     return decibels((images - expected).square().flatten(1).mean(1))
 
 
-def site_sqnr(
-    model: DiffusionModel, sites: Int8Sites, bins: int, seed: int, done: Progress
-) -> dict[str, list[float | None]]:
-    """Signal to quantisation noise of each site in dB, per timestep bin, on the full-precision model's own activations.
+Sqnr = dict[str, list[float | None]]
+"""Site or layer: dB per timestep bin."""
 
-    The error is the site's alone: every site sees exact inputs. None for bins that no step falls into; NaN where the site or
-    exact attention gave a NaN or Inf.
+
+def output_sqnr(
+    model: DiffusionModel, sites: Int8Sites, layers: Int8Layers, bins: int, seed: int, done: Progress
+) -> tuple[Sqnr, Sqnr]:
+    """Signal to quantisation noise of each site and of each layer in dB, per timestep bin, on the full-precision model's own
+    activations.
+
+    The error is that of the site or layer alone: each sees exact inputs. None for bins that no step falls into; NaN where it, or
+    the exact one, gave a NaN or Inf.
     """
-    signal = {name: torch.zeros(bins, dtype=torch.float64) for name in sites.tables}
-    noise = {name: torch.zeros(bins, dtype=torch.float64) for name in sites.tables}
+    of_sites, of_layers = _Noise(sites.tables, bins), _Noise(layers.tables, bins)
 
-    def handler(call: SiteCall) -> Tensor:
+    def attend(call: SiteCall) -> Tensor:
         exact = call.exact()
         if call.name in sites.tables:
             index = timestep_bin(call.timestep, sites.timestep_max, bins)
-            error = (sites.attention(call).double() - exact.double()).square().flatten(1).sum(1)
-            noise[call.name].index_add_(0, index, error)
-            signal[call.name].index_add_(0, index, exact.double().square().flatten(1).sum(1))
+            of_sites.add(call.name, index, sites.attention(call), exact)
+        return exact
+
+    def compute(call: LayerCall) -> Tensor:
+        exact = call.exact()
+        if call.name in layers.tables:
+            index = timestep_bin(call.timestep, layers.timestep_max, bins)
+            rows = (x.reshape(len(index), -1) for x in (layers.output(call), exact))
+            of_layers.add(call.name, index, *rows)
         return exact
 
     steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # a short schedule has no more
     with torch.no_grad():
         for batch in batches_of(SITE_SAMPLES, BATCH):
             seeds = [seed + i for i in batch]
-            model.sample(intercepted(model, handler), seeds, steps=steps, solver="ddim")
+            denoiser = intercepted(model, attend, compute if layers.tables else None)
+            model.sample(denoiser, seeds, steps=steps, solver="ddim")
             done()
-    return {
-        name: [
-            10 * math.log10(s / max(n, s * 1e-12)) if s else None  # NaN is no absence
-            for s, n in zip(signal[name].tolist(), noise[name].tolist(), strict=True)
-        ]
-        for name in sites.tables
-    }
+    return of_sites.decibels(), of_layers.decibels()
+
+
+class _Noise:
+    """Squares of outputs and of their errors, by name and timestep bin."""
+
+    def __init__(self, names: Iterable[str], bins: int) -> None:
+        self._signal = {name: torch.zeros(bins, dtype=torch.float64) for name in names}
+        self._noise = {name: torch.zeros(bins, dtype=torch.float64) for name in self._signal}
+
+    def add(self, name: str, index: Tensor, got: Tensor, exact: Tensor) -> None:
+        """
+        Args:
+            index: [B] bins; got, exact: [B, …].
+        """
+        self._noise[name].index_add_(0, index, (got.double() - exact.double()).square().flatten(1).sum(1))
+        self._signal[name].index_add_(0, index, exact.double().square().flatten(1).sum(1))
+
+    def decibels(self) -> Sqnr:
+        return {
+            name: [
+                10 * math.log10(s / max(n, s * 1e-12)) if s else None  # NaN is no absence
+                for s, n in zip(signal.tolist(), self._noise[name].tolist(), strict=True)
+            ]
+            for name, signal in self._signal.items()
+        }
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -145,35 +177,52 @@ def check_component(source: ModelComponent, converted: Callable[..., Any], limit
     return error
 
 
-def error_limit(section: VerifySection, modes: Iterable[Collection[int]]) -> float:
+def error_limit(
+    section: VerifySection, modes: Iterable[Collection[int]], layers: Iterable[Collection[int]] = ()
+) -> float:
     """What `QualityRecord.error` may be.
 
     Args:
-        modes: of each site, by timestep bin.
+        modes: of each site, by timestep bin; layers: of each layer.
     """
     if section.max_error is not None:
         return section.max_error
-    return 0.03 if any(Mode.FP8 in row for row in modes) else 0.01
+    coarse = any(Mode.FP8 in row for row in modes) or any(set(row) & {*INT8_PRODUCTS} for row in layers)
+    return 0.03 if coarse else 0.01
 
 
-def check_gates(quality: QualityRecord, modes: Mapping[str, list[int]], section: VerifySection) -> None:
+def check_gates(
+    quality: QualityRecord,
+    modes: Mapping[str, list[int]],
+    section: VerifySection,
+    layers: Mapping[str, list[int]] | None = None,
+) -> None:
     """
+    Args:
+        modes: of each site, by timestep bin; layers: of each layer.
     Raises:
         GateError: a gate is missed; names the worst site and timestep bin.
     """
+    layers = layers or {}
     db, site, index = quality.worst_site()
     worst = (
         f"the worst site is {site} in timestep bin {index}, mode {Mode(modes[site][index]).name.lower()}, {db:.1f} dB"
     )
     remedy = f"exclude {site}, give bin {index} a more careful mode in attention.modes, or use scaling: dynamic"
+    if (of_layer := quality.worst_layer()) is not None:
+        layer_db, layer, layer_bin = of_layer
+        mode = LayerMode(layers[layer][layer_bin]).name.lower()
+        worst += f"; the worst layer is {layer} in timestep bin {layer_bin}, mode {mode}, {layer_db:.1f} dB"
+        remedy += f"; of layers, exclude {layer} in layers.exclude, or set layers.modes to dynamic or off"
+        db = min((db, layer_db), key=lambda found: (not math.isnan(found), found))
     checks = (
         ("PSNR of the samples, dB", quality.psnr, ">=", section.min_psnr),
-        ("signal to quantisation noise of the worst site, dB", db, ">=", section.min_site_sqnr),
+        ("signal to quantisation noise of the worst site or layer, dB", db, ">=", section.min_site_sqnr),
         (
             "error of the exported denoiser against the torch reference",
             quality.error,
             "<=",
-            error_limit(section, modes.values()),
+            error_limit(section, modes.values(), layers.values()),
         ),
         (
             "difference between the function and the native lowering",

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -20,16 +21,28 @@ from torch.overrides import TorchFunctionMode
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.sites import Handler, InterceptedDenoiser, SiteCall
+from trtconvert.attention.sites import Handler, SiteCall, attention_hooks
 from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, resized
 from trtconvert.errors import UserError, first_line
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import OP
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
+from trtconvert.export.nodes.layers import (
+    CONV,
+    LAYER_METADATA,
+    LINEAR,
+    SOURCE_METADATA,
+    check_modes,
+    layer_nodes,
+    table_names,
+)
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
+from trtconvert.interception import InterceptedDenoiser
+from trtconvert.linear.reference import LayerTables
+from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
 
 
 @dataclass(frozen=True)
@@ -51,13 +64,14 @@ def trace(
     tables: Mapping[str, AttentionTables],
     options: SiteOptions,
     *,
+    layers: Mapping[str, ConvertedLayer] | None = None,
     dims: Mapping[str, tuple[int, int, int]],
     dtype: torch.dtype = torch.float32,
 ) -> ir.Model:
     """The denoiser as an ONNX model whose converted sites are `Int8Attention` nodes with their function bodies.
 
     Args:
-        tables: per site to convert; others stay what they are in the model.
+        tables: per attention site to convert, layers: per layer; others stay what they are in the model.
         dims: symbolic dimension: (min, opt, max). Dimensions with min < max are dynamic.
         dtype: type of weights and floating-point inputs; the timestep stays FP32.
     Raises:
@@ -65,7 +79,10 @@ def trace(
     """
     for site, site_tables in tables.items():
         _check_tables(site, site_tables)
-    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, options).eval()
+    layers = layers or {}
+    for name, layer in layers.items():
+        _check_layer(name, layer.tables)
+    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
@@ -89,6 +106,13 @@ def trace(
             expected=", ".join(sorted(tables)),
             got=", ".join(sorted(nodes)) or "no attention node",
             remedy="exclude the sites whose calls depend on the shape of the input, or whose results are not used",
+        )
+    if (found := layer_nodes(exported)).keys() != layers.keys():
+        raise UserError(
+            "the exported model does not hold the layers that were calibrated",
+            expected=", ".join(sorted(layers)),
+            got=", ".join(sorted(found)) or "no INT8 layer",
+            remedy="exclude the layers whose calls depend on the shape of the input, or whose results are not used",
         )
     fold_transposes(exported)
     lower_to_function(exported)
@@ -280,31 +304,33 @@ def _cause_of(error: BaseException) -> str:
 
 
 class _TracedDenoiser(nn.Module):
-    """Forward emits a node at each site. The tables are buffers, so that they become initialisers."""
+    """Forward emits a node at each site and layer. The tables are buffers, so that they become initialisers."""
 
     def __init__(
-        self, denoiser: nn.Module, model: DiffusionModel, tables: Mapping[str, AttentionTables], options: SiteOptions
+        self,
+        denoiser: nn.Module,
+        model: DiffusionModel,
+        tables: Mapping[str, AttentionTables],
+        layers: Mapping[str, ConvertedLayer],
+        options: SiteOptions,
     ) -> None:
         super().__init__()
-        self.buffers_of: dict[str, dict[str, str]] = {}
-        for site, site_tables in tables.items():
-            self.buffers_of[site] = {}
-            for field in fields(site_tables):
-                # Buffers have no dots in their names. With a slash no site is called as another one, nor as a weight.
-                buffer = f"{site.replace('.', '/')}:{field.name}"
-                self.register_buffer(buffer, getattr(site_tables, field.name).clone())
-                self.buffers_of[site][field.name] = buffer
+        self._buffers_of = {site: registered(self, site, of_site) for site, of_site in tables.items()}
+        hooks = dict(attention_hooks(self._attention(options)))
+        if layers:
+            hooks |= layer_hooks(LayerEmitter(self, layers, options.timestep_max))
         names = [spec.name for spec in model.inputs]
-        self.intercepted = InterceptedDenoiser(denoiser, names, model.timestep_input, self._handler(options))
+        self.intercepted = InterceptedDenoiser(denoiser, names, model.timestep_input, hooks)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.intercepted(*inputs)
 
-    def _handler(self, options: SiteOptions) -> Handler:
+    def _attention(self, options: SiteOptions) -> Handler:
         def handler(call: SiteCall) -> Tensor:
-            if call.name not in self.buffers_of:
+            if call.name not in self._buffers_of:
                 return call.exact()
-            buffers = [getattr(self, self.buffers_of[call.name][field.name]) for field in fields(AttentionTables)]
+            named = self._buffers_of[call.name]
+            buffers = [getattr(self, named[field.name]) for field in fields(AttentionTables)]
             mask = [] if call.mask is None else [call.mask]
             return torch.onnx.ops.symbolic(
                 f"{DOMAIN}::{OP}",
@@ -323,6 +349,73 @@ class _TracedDenoiser(nn.Module):
             )
 
         return handler
+
+
+class LayerEmitter:
+    """A handler that emits a node for each layer that is converted, and computes the others as they are.
+
+    Args:
+        module: gets the tables as buffers; what is exported.
+        layers: to convert.
+        timestep_max: see `DiffusionModel`.
+    """
+
+    def __init__(self, module: nn.Module, layers: Mapping[str, ConvertedLayer], timestep_max: float) -> None:
+        self._module, self._layers, self._timestep_max = module, layers, timestep_max
+        tied: dict[int, str] = {}
+        self._buffers = {name: registered(module, name, layer.tables, tied) for name, layer in layers.items()}
+
+    def __call__(self, call: LayerCall) -> Tensor:
+        layer = self._layers.get(call.name)
+        if layer is None:
+            return call.exact()
+        op = LINEAR if call.kind == "linear" else CONV
+        attributes: dict[str, Any] = {"timestep_max": float(self._timestep_max)}
+        outputs = len(layer.tables.bias)
+        shape = (*call.x.shape[:-1], outputs)
+        if call.kind == "conv":
+            attributes |= {"strides": list(call.stride), "pads": [*call.padding, *call.padding]}
+            sizes = zip(call.x.shape[2:], layer.tables.weight.shape[2:], call.stride, call.padding, strict=True)
+            shape = (
+                call.x.shape[0],
+                outputs,
+                *((size + 2 * pad - kernel) // step + 1 for size, kernel, step, pad in sizes),
+            )
+        named = self._buffers[call.name]
+        inputs = [getattr(self._module, named[name]) for name in table_names(op)]
+        timestep = [call.timestep] if len(layer.tables.modes) > 1 else []
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{op}",
+            (call.x, *inputs, *timestep),
+            attributes,
+            dtype=call.x.dtype,
+            shape=shape,
+            version=VERSION,
+            metadata_props={LAYER_METADATA: call.name, SOURCE_METADATA: layer.source},
+        )
+
+
+def registered(
+    module: nn.Module, name: str, tables: AttentionTables | LayerTables, there: dict[int, str] | None = None
+) -> dict[str, str]:
+    """Register tables as buffers of a module, for the site or layer of a name.
+
+    Args:
+        there: buffers of tensors that are registered already, by their id; they are not registered again.
+    Returns:
+        The buffer of each table.
+    """
+    buffers = {}
+    for field in fields(tables):
+        table = getattr(tables, field.name)
+        # Buffers have no dots in their names. With a slash none is called as another one, nor as a weight.
+        buffer = f"{name.replace('.', '/')}:{field.name}"
+        if there is not None and (first := there.setdefault(id(table), buffer)) != buffer:
+            buffer = first
+        else:
+            module.register_buffer(buffer, table.clone())
+        buffers[field.name] = buffer
+    return buffers
 
 
 def _trace_size(size: tuple[int, int, int]) -> int:
@@ -348,3 +441,20 @@ def _check_tables(site: str, tables: AttentionTables) -> None:
                 got=problem,
                 remedy="calibrate again",
             )
+
+
+def _check_layer(name: str, tables: LayerTables) -> None:
+    problem = check_modes(tables)
+    for field in ("weight_scale", "bias", "x_factor", "x_offset", "x_scale"):
+        table = getattr(tables, field)
+        if not problem and not torch.isfinite(table).all():
+            problem = f"NaN or Inf in {field}"
+        elif not problem and field not in ("bias", "x_offset") and not (table > 0).all():
+            problem = f"a {field} that is not positive"
+    if problem:
+        raise UserError(
+            f"the tables of the layer {name} cannot be used",
+            expected="finite numbers, positive scales and factors, INT8 modes",
+            got=problem,
+            remedy="check the layer's weights, and calibrate again",
+        )

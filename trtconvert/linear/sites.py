@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trtconvert.errors import UserError
 from trtconvert.interception import Caller, Hook, Hooks
+from trtconvert.linear.reference import LayerTables
 
 IN_STEP, OUT_STEP = 16, 8
 """Channels that kernels read and write at once: 16 bytes of INT8, and of 16 bits."""
@@ -59,6 +60,26 @@ class LayerCall:
 
 
 @dataclass(frozen=True)
+class TensorRef:
+    """A parameter or buffer of a model, or a view of it.
+
+    Attributes:
+        name: in the state dict; of one that several modules have, the first.
+        offset, shape, stride: of the view, in elements of the tensor.
+    """
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The view, of a model's parameters and buffers by name."""
+        whole = tensors[self.name]
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
 class Layer:
     """What is known of a layer without running it.
 
@@ -68,8 +89,7 @@ class Layer:
         kernel: sizes of a convolution's, else empty.
         rows: of x, or pixels of the result, for each sample, of the sizes that it was found with.
         source: the first layer that reads the same tensor, itself or another: they share scales, so that x is quantised once.
-        weight: its weight's name in the state dict, with `.T` where it is stored the other way round; empty where it is a part of
-            a parameter. Tied layers have one name.
+        weight: where it is in the model, [N, K, *kernel]; equal for tied layers. bias: likewise.
     """
 
     name: str
@@ -78,11 +98,25 @@ class Layer:
     out_channels: int
     rows: int
     source: str
-    weight: str
+    weight: TensorRef
+    bias: TensorRef | None = None
     kernel: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     obstacle: str = ""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A layer that becomes an INT8 one.
+
+    Attributes:
+        source: of the layer, among those that are converted.
+        tables: what it computes with.
+    """
+
+    source: str
+    tables: LayerTables
 
 
 LayerHandler = Callable[[LayerCall], Tensor]
@@ -191,20 +225,19 @@ class LayerFinder:
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[str, Layer] = {}
         self._sources = WeakIdKeyDictionary()
-        self._names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-        self._storages = set[int]()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self._storages.add(tensor.untyped_storage().data_ptr())
-            self._names.setdefault(_place(tensor), name)
-            if tensor.dim() == 2:
-                self._names.setdefault(_place(tensor.T), name + ".T")
+        self._storages: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in model_tensors(model).items():
+            self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
     def __call__(self, call: LayerCall) -> Tensor:
         output = call.exact()
-        if call.weight.untyped_storage().data_ptr() in self._storages and call.x.dim() > 0:
-            source = self._sources.setdefault(call.x, call.name) if call.kind == "linear" else call.name
+        weight = self._reference(call.weight)
+        if weight is not None and call.x.dim() > 0:
+            source = str(self._sources.setdefault(call.x, call.name)) if call.kind == "linear" else call.name
             batch = len(call.timestep)
             places = output.numel() // max(1, output.shape[call.channel_axis])
+            bias = None if call.bias is None else self._reference(call.bias)
+            computed = "its bias is computed" if call.bias is not None and bias is None else ""
             self.found[call.name] = Layer(
                 call.name,
                 call.kind,
@@ -212,20 +245,31 @@ class LayerFinder:
                 call.weight.shape[0],
                 max(1, places // batch),
                 source,
-                self._names.get(_place(call.weight), ""),
+                weight,
+                bias,
                 tuple(call.weight.shape[2:]),
                 call.stride,
                 call.padding,
-                call.obstacle or _obstacle(call, batch),
+                call.obstacle or computed or _obstacle(call, batch),
             )
         return output
+
+    def _reference(self, tensor: Tensor) -> TensorRef | None:
+        """Where a tensor is among the model's; None where it is none of them, nor a view of one."""
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        for name, whole in self._storages.get(tensor.untyped_storage().data_ptr(), ()):
+            offset = int(tensor.storage_offset()) - int(whole.storage_offset())
+            if 0 <= offset < max(1, whole.numel()) and tensor.dtype == whole.dtype:
+                return TensorRef(name, offset, shape, stride)
+        return None
 
     def layers(self) -> list[Layer]:
         return list(self.found.values())
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in the state dict, and those that it leaves out."""
+    return {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _obstacle(call: LayerCall, batch: int) -> str:
@@ -282,13 +326,26 @@ def select_layers(
             left.append(replace(layer, obstacle=reason))
         else:
             chosen.append(layer)
-    return _with_sources_among(chosen), left
+    return with_sources_among(chosen), left
 
 
-def _with_sources_among(layers: Sequence[Layer]) -> list[Layer]:
+def with_sources_among(layers: Sequence[Layer]) -> list[Layer]:
     """Layers whose sources are among themselves: of those that read one tensor, the first that is here."""
     first: dict[str, str] = {}
     return [replace(layer, source=first.setdefault(layer.source, layer.name)) for layer in layers]
+
+
+def layer_from_json(fields: dict[str, Any]) -> Layer:
+    """A layer as `dataclasses.asdict` wrote it to JSON."""
+    references: dict[str, Any] = {}
+    for name in ("weight", "bias"):
+        given = fields[name]
+        references[name] = None if given is None else TensorRef(**given | _tuples(given, "shape", "stride"))
+    return Layer(**fields | _tuples(fields, "kernel", "stride", "padding") | references)
+
+
+def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: tuple(fields[name]) for name in names}
 
 
 def flops(layer: Layer, batch: int) -> float:

@@ -3,6 +3,7 @@ node meets a runtime, the folding of transposes into its layout, and what Tensor
 
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
+from trtconvert.export.lowering.layers import expand_layers, quantise_products
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
@@ -11,12 +12,14 @@ from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.products import split_products
 
 __all__ = [
+    "expand_layers",
     "fold_transposes",
     "has_group_norms",
     "lower_to_function",
     "lower_to_native",
     "lower_to_plugin",
     "multiply_patches",
+    "quantise_products",
     "split_modulations",
     "split_products",
     "take_group_norms",

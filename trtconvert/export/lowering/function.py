@@ -1,26 +1,28 @@
-"""The `function` lowering: every node is computed by the op's own body. Exact INT8 numerics, slow on purpose."""
+"""The `function` lowering: every node is computed by its op's own body. Exact INT8 numerics, slow on purpose."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from trtconvert.export.nodes.attention import require_attention_nodes, variant_of
+from trtconvert.export.nodes.attention import attention_nodes, require_attention_nodes, variant_of
 from trtconvert.export.nodes.attention_body import OP, function_body
 from trtconvert.export.nodes.common import DOMAIN, VERSION
+from trtconvert.export.nodes.layers import layer_body, layer_nodes, variant_of_layer
 
 OVERLOADS_SINCE = 10
 """First IR version in which functions have overloads."""
 
 
 def lower_to_function(model: ir.Model) -> int:
-    """Attach to the model the bodies that its nodes need, and point each node at its own.
+    """Attach to the model the bodies that its nodes of attention and of layers need, and point each node at its own.
 
     Returns:
         How many nodes were lowered.
     Raises:
-        UserError: the model has no `Int8Attention` node.
+        UserError: the model has neither.
     """
-    nodes = require_attention_nodes(model)
+    layers = layer_nodes(model)
+    nodes = attention_nodes(model) if layers else require_attention_nodes(model)
     for node in nodes.values():
         variant = variant_of(node)
         node.overload = variant.overload
@@ -29,6 +31,12 @@ def lower_to_function(model: ir.Model) -> int:
         )
         for name in ("plugin_version", "plugin_namespace"):
             node.attributes.pop(name, None)
+    for node in layers.values():
+        of_layer = variant_of_layer(node)
+        node.overload = of_layer.overload
+        key = (DOMAIN, node.op_type, of_layer.overload)
+        if key not in model.functions:
+            model.functions[key] = ir.serde.deserialize_function(layer_body(of_layer))
     model.opset_imports[DOMAIN] = VERSION
     model.ir_version = max(model.ir_version or 0, OVERLOADS_SINCE)
-    return len(nodes)
+    return len(nodes) + len(layers)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from trtconvert.export.lowering.int8_weights import Int8Weight
+
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """A tensor as an initializer of its name, which no other may have."""
@@ -23,6 +25,8 @@ def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Val
     name = f"{weight.name}, {count} rows from {start}"
     if name in graph.initializers:  # a module that is called twice
         return graph.initializers[name]
+    if isinstance(tensor, Int8Weight):
+        return add_initializer(graph, tensor.part(name, 0, start, count))
     shape = ir.Shape([count, *tensor.shape[1:]])  # type: ignore[arg-type]
     if isinstance(tensor, ir.ExternalTensor):
         row = tensor.nbytes // tensor.shape.numpy()[0]

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.initializers import changed_initializer
+from trtconvert.export.lowering.int8_weights import int8_weight_of
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import only_reader
@@ -127,6 +128,8 @@ def _layer(matmul: ir.Node) -> _Layer | None:
         return None
     width = product.shape[-1] if product.shape is not None else None
     if not isinstance(width, int) or not is_weight(weight, 2, width) or not _is_border(x):
+        return None
+    if (in_int8 := int8_weight_of(weight)) is not None and in_int8.activation.is_int8:
         return None
     assert weight.const_value is not None
     depth = weight.const_value.shape[0]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.int8_weights import Int8Weight, all_of_one_activation
 from trtconvert.export.matching import is_same_shape, producer_of
 
 
@@ -135,4 +136,6 @@ def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
     while name in graph.initializers:
         count += 1
         name = f"{base}, {count}"
+    if (in_int8 := all_of_one_activation(tensors)) is not None:
+        return add_initializer(graph, Int8Weight.beside(name, in_int8))
     return add_initializer(graph, ir.LazyTensor(together, first.dtype, shape, name=name))

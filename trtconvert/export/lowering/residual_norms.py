@@ -122,7 +122,7 @@ def _source(node: ir.Node) -> ir.Value | None:
     if node.op_type in _VIEWS:
         return node.inputs[0]
     others = [value for value in node.inputs if value is not None and value.const_value is None]
-    return others[0] if node.op_type in ("MatMul", "Gemm", "Add") and len(others) == 1 else None
+    return others[0] if node.op_type in ("MatMul", "Gemm", "Add", "Sub", "Mul") and len(others) == 1 else None
 
 
 def _is_in_front(value: ir.Value) -> bool:

@@ -1,0 +1,141 @@
+"""Observation of layers: extremes of each input channel, and some rows, per denoiser call and timestep bin.
+
+One pass records what every choice of scale needs. Extremes bound what any row holds; a few whole rows tell how channels go
+together, and what rounding and clipping come to. Both merge by concatenation in the order of the batches, as the rows of
+attention do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.errors import UserError
+from trtconvert.linear.sites import LayerCall
+
+ROWS = 2
+"""Whole rows that are kept of each call and timestep bin."""
+
+_STRIDE = 7919
+"""A prime: rows of successive calls lie apart, and come from all over the image."""
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """What was seen at the input of one layer; an entry per denoiser call and timestep bin, in the order of the calls. On
+    the CPU.
+
+    Attributes:
+        bin: [R] INT64 timestep bin.
+        rows: [R] INT64 rows that the extremes are of.
+        low, high: [R, K] FP32 smallest and largest values of each input channel.
+        sample: [R, S, K] FP32 whole rows.
+    """
+
+    bin: Tensor
+    rows: Tensor
+    low: Tensor
+    high: Tensor
+    sample: Tensor
+
+    @staticmethod
+    def cat(parts: Sequence[LayerRows]) -> LayerRows:
+        """All entries, in the order of the parts."""
+        return LayerRows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(LayerRows)})
+
+    def to(self, device: torch.device | str) -> LayerRows:
+        return LayerRows(**{name: x.to(device) for name, x in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The attributes by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Of one call, per sample, still on the device: [B, K] each, and [B, S, K]."""
+
+    timestep: Tensor
+    rows: int
+    low: Tensor
+    high: Tensor
+    sample: Tensor
+
+
+class LayerObserver:
+    """A handler that records `LayerRows` at the named layers, and computes the model's own.
+
+    Args:
+        layers: to observe: one of those that read the same tensor.
+        timestep_max, bins: see `timestep_bin`.
+        rows: S, whole rows that are kept of each call and timestep bin.
+    """
+
+    def __init__(self, layers: Collection[str], timestep_max: float, bins: int, rows: int = ROWS) -> None:
+        self._layers, self._timestep_max, self._bins, self._rows = frozenset(layers), timestep_max, bins, rows
+        self._calls: dict[str, list[tuple[int, _Seen]]] = {}
+        self._count = 0
+
+    def __call__(self, call: LayerCall) -> Tensor:
+        if call.name in self._layers:
+            x = call.x.movedim(1, -1) if call.kind == "conv" else call.x
+            x = x.reshape(len(call.timestep), -1, x.shape[-1])  # [B, rows, K]
+            calls = self._calls.setdefault(call.name, [])
+            count = x.shape[1]
+            places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + len(calls) * _STRIDE) % count
+            sample = x.index_select(1, places).float()
+            calls.append((self._count, _Seen(call.timestep, count, x.amin(1).float(), x.amax(1).float(), sample)))
+            self._count += 1
+        return call.exact()
+
+    def finish(self) -> dict[str, LayerRows]:
+        """The entries of all calls since the last `finish`; of layers that were called.
+
+        Raises:
+            UserError: NaN or Inf at the input of a layer; the message names the first.
+        """
+        calls, self._calls, self._count = self._calls, {}, 0
+        found: dict[str, LayerRows] = {}
+        damaged: list[tuple[int, UserError]] = []
+        for layer, seen in calls.items():
+            entries = []
+            for order, one in seen:
+                low, high = one.low.cpu(), one.high.cpu()
+                finite = (low.isfinite() & high.isfinite()).all(1)
+                if not finite.all():
+                    sample = int((~finite).long().argmax())
+                    damaged.append((order, _non_finite(layer, one.timestep[sample].item())))
+                    break
+                entries.append(self._entries(one, low, high))
+            else:
+                found[layer] = LayerRows.cat(entries)
+        if damaged:
+            raise min(damaged, key=lambda item: item[0])[1]
+        return found
+
+    def _entries(self, seen: _Seen, low: Tensor, high: Tensor) -> LayerRows:
+        """One for each timestep bin of a call."""
+        index = timestep_bin(seen.timestep, self._timestep_max, self._bins).cpu()
+        bins, sample, each = index.unique(), seen.sample.cpu(), torch.arange(self._rows)
+        of_bins = [(index == b).nonzero().flatten() for b in bins]
+        return LayerRows(
+            bin=bins,
+            rows=torch.tensor([seen.rows * len(members) for members in of_bins]),
+            low=torch.stack([low[members].amin(0) for members in of_bins]),
+            high=torch.stack([high[members].amax(0) for members in of_bins]),
+            # One row of each of several samples, as far as there are so many.
+            sample=torch.stack([sample[members[each % len(members)], each] for members in of_bins]),
+        )
+
+
+def _non_finite(layer: str, timestep: float) -> UserError:
+    return UserError(
+        f"NaN or Inf at the input of {layer} at timestep {timestep:g}",
+        expected="finite activations",
+        got="NaN or Inf",
+        remedy="check the weights and the calibration data; FP16 models often need bfloat16 or float32 here",
+    )

@@ -1,0 +1,248 @@
+"""From what was observed of a layer to its INT8 tables: offsets and factors of channels, scales of activations, INT8 weights.
+
+Everything is chosen by one measure, the squared error that rounding and clipping add to the layer's output,
+
+    E = Σₖ ‖Wₖ‖² · E[eₖ²]  +  Σₖ E[x̂ₖ²] · ‖δWₖ‖²
+
+with e the error of x̂ and δW that of its weight, k an input channel. It takes rounding errors of different channels for
+independent, so that no product with the weights is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trtconvert.calib.layer_observer import LayerRows
+from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight, short_scale
+from trtconvert.linear.sites import Layer, model_tensors
+
+EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)
+"""Of SmoothQuant that are tried: x̂ = x · max|W|^(1−α) / max|x|^α; its authors take 0.5."""
+
+CLIPS = tuple(1 - step / 20 for step in range(11))
+"""Shares of the largest magnitude at which x̂ may be clipped."""
+
+FACTOR_GAIN, OFFSET_GAIN = 0.9, 0.9
+"""Of the error without them: what factors and offsets have to come to. In front of a fused product each is one more
+operation on every element, so that they have to pay."""
+
+WEIGHT_ROWS = 512
+"""Output channels on which the error of weights is estimated while factors are chosen."""
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """What calibration knows of the input of a layer: of all that read the same tensor. K input channels, T timestep bins.
+
+    Attributes:
+        x_factor, x_offset, x_scale: as in `LayerTables`.
+    """
+
+    x_factor: Tensor
+    x_offset: Tensor
+    x_scale: Tensor
+
+    def flaw(self, channels: int, bins: int) -> str:
+        """What keeps them from being used for an input of so many channels; empty if nothing."""
+        shapes = {"x_factor": (channels,), "x_offset": (channels,), "x_scale": (bins,)}
+        for name, shape in shapes.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+                return f"{name} of {list(tensor.shape)} {tensor.dtype}, where FP32 {list(shape)} is needed"
+            if not tensor.isfinite().all() or (name != "x_offset" and (tensor <= 0).any()):
+                return f"NaN, Inf, or numbers that are not positive in {name}"
+        return ""
+
+
+def layer_tables(
+    model: torch.nn.Module, layers: Sequence[Layer], scales: Mapping[str, LayerScales], modes: Mapping[str, Tensor]
+) -> dict[str, LayerTables]:
+    """The op's tables of layers by name. Tied layers with equal factors have one weight.
+
+    Args:
+        layers: to convert.
+        scales: by the layers' sources.
+        modes: [T] by layer.
+    """
+    tensors = model_tensors(model)
+    found: dict[str, LayerTables] = {}
+    stored: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+    for layer in layers:
+        of_input = scales[layer.source]
+        key = (layer.weight, of_input.x_factor.numpy().tobytes())
+        if key not in stored:
+            weight = layer.weight.of(tensors).float().cpu()
+            stored[key] = quantise_weight(weight / of_input.x_factor.view(1, -1, *[1] * (weight.dim() - 2)))
+        weight, scale = stored[key]
+        bias = torch.zeros(layer.out_channels) if layer.bias is None else layer.bias.of(tensors).float().cpu()
+        if of_input.x_offset.any():
+            # x = x̂ / factor + offset: of the INT8 weights, whose error then meets x and not x less the offset.
+            moved = (of_input.x_offset * of_input.x_factor).double()
+            bias = bias + ((weight.double() @ moved) * scale).float()
+        found[layer.name] = LayerTables(
+            weight,
+            scale,
+            bias,
+            of_input.x_factor,
+            of_input.x_offset,
+            of_input.x_scale,
+            modes[layer.name].to(torch.int32),
+        )
+    return found
+
+
+def choose_scales(
+    layers: Sequence[Layer],
+    rows: LayerRows,
+    tensors: Mapping[str, Tensor],
+    bins: int,
+    *,
+    statistic: str,
+    percentile: float,
+    equalise: bool,
+) -> LayerScales:
+    """Scales for the layers that read one tensor.
+
+    Args:
+        layers: all of them; of one kind.
+        rows: of their input.
+        tensors: the model's parameters and buffers by name.
+        bins: T.
+        statistic: "least-error": the scale of least squared error; "maxima": the percentile of the calls' maxima.
+        percentile: of "maxima".
+        equalise: whether factors may be used.
+    """
+    weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
+    seen = _Points(rows)
+    fitted, held = seen.halves()
+    nothing, ones = torch.zeros_like(weight[0]), torch.ones_like(weight[0])
+    best = _Candidate.of(fitted, held, weight, nothing, ones)
+    if layers[0].kind == "linear":
+        for offset in fitted.offsets():
+            moved = _Candidate.of(fitted, held, weight, offset, ones)
+            if moved.error < OFFSET_GAIN * best.error:
+                best = moved
+    if equalise:
+        of_x, of_weight = fitted.amax(best.offset), weight.abs().amax(0)
+        plain = best.error
+        for exponent in EXPONENTS:
+            factor = _factor(of_x, of_weight, exponent)
+            candidate = _Candidate.of(fitted, held, weight, best.offset, factor)
+            if candidate.error < min(best.error, FACTOR_GAIN * plain):
+                best = candidate
+    scale = torch.stack(
+        [_scale_of(seen.of_bin(index), best, statistic, percentile / 100) for index in seen.nearest(bins)]
+    )
+    return LayerScales(best.factor.cpu(), best.offset.cpu(), short_scale(scale).cpu())
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """[N', K] FP32 of all output channels, or of some of them, and of all places of a convolution's kernel."""
+    parts = []
+    for weight in weights:
+        step = max(1, len(weights) * weight.shape[0] // WEIGHT_ROWS)
+        part = weight[::step].float()
+        parts.append(part.movedim(1, -1).reshape(-1, part.shape[1]))
+    return torch.cat(parts)
+
+
+def _factor(of_x: Tensor, of_weight: Tensor, exponent: float) -> Tensor:
+    """[K] factors of activations, of eight significant bits, with a geometric mean of about one."""
+    floor_x, floor_weight = of_x.amax() * 1e-5 + 1e-12, of_weight.amax() * 1e-5 + 1e-12
+    factor = of_weight.clamp_min(floor_weight) ** (1 - exponent) / of_x.clamp_min(floor_x) ** exponent
+    factor = factor / factor.log().mean().exp()
+    return short_scale(factor.clamp(2.0**-10, 2.0**10))
+
+
+class _Points:
+    """Rows that were kept and, for what they miss, the extremes of every call, which count as little as they are seldom."""
+
+    def __init__(self, rows: LayerRows) -> None:
+        self._rows = rows
+        self.x = rows.sample.flatten(0, 1)
+
+    def of_bin(self, index: int) -> _Points:
+        return self._of(self._rows.bin == index)
+
+    def halves(self) -> tuple[_Points, _Points]:
+        """Every other call to fit offsets and factors, and the rest to see what they are worth: channels that were large
+        by chance in a few calls are so in half of them only. Of a single call, twice the same."""
+        if len(self._rows.bin) < 2:
+            return self, self
+        return self._of(slice(0, None, 2)), self._of(slice(1, None, 2))
+
+    def _of(self, chosen: Tensor | slice) -> _Points:
+        return _Points(LayerRows(**{name: x[chosen] for name, x in self._rows.tensors().items()}))
+
+    def nearest(self, bins: int) -> list[int]:
+        """For each bin the nearest one that was seen."""
+        seen = self._rows.bin.unique().tolist()
+        return [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(bins)]
+
+    def offsets(self) -> list[Tensor]:
+        """[K] each: the middle of the whole range, and that of each channel's."""
+        low, high = self._rows.low.amin(0), self._rows.high.amax(0)
+        return [torch.full_like(low, float(low.amin() + high.amax()) / 2), (low + high) / 2]
+
+    def amax(self, offset: Tensor) -> Tensor:
+        """[K] largest magnitude of x less an offset."""
+        return self.amax_of_calls(offset).amax(0)
+
+    def amax_of_calls(self, offset: Tensor) -> Tensor:
+        """[R, K] likewise, of each call and bin."""
+        return torch.maximum(self._rows.high - offset, offset - self._rows.low)
+
+    @property
+    def share_of_extremes(self) -> Tensor:
+        """[R, 1] how often an extreme occurs, of the rows that its call has."""
+        return 1 / self._rows.rows.double().unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An offset and factors.
+
+    Attributes:
+        squares: [K] squared norms of the weight of each channel of x̂.
+        error: that they come to.
+    """
+
+    offset: Tensor
+    factor: Tensor
+    squares: Tensor
+    error: float = 0.0
+
+    @staticmethod
+    def of(fitted: _Points, held: _Points, weight: Tensor, offset: Tensor, factor: Tensor) -> _Candidate:
+        """With the error on some points of the scale that is the best of others."""
+        scaled = weight / factor
+        stored, scale = quantise_weight(scaled)
+        difference = (stored.float() * scale[:, None] - scaled).double().square().sum(0)
+        candidate = _Candidate(offset, factor, scaled.double().square().sum(0))
+        # The weights' error meets x, not x̂: see `layer_tables`.
+        of_weight = float(((held.x * factor).double().square().mean(0) * difference).sum())
+        return replace(candidate, error=candidate.error_at(held, candidate.best_limit(fitted)) + of_weight)
+
+    def best_limit(self, seen: _Points) -> float:
+        """The range of least error."""
+        top = float((seen.amax_of_calls(self.offset) * self.factor).amax().clamp_min(1e-12))
+        return min((clip * top for clip in CLIPS), key=lambda limit: self.error_at(seen, limit))
+
+    def error_at(self, seen: _Points, limit: float) -> float:
+        """Of activations, where x̂ is clipped at a limit."""
+        x, step = (seen.x - self.offset) * self.factor, limit / LEVELS
+        error = (x - (x / step).round().clamp(-LEVELS, LEVELS) * step).double().square().mean(0)
+        extremes = seen.amax_of_calls(self.offset) * self.factor
+        beyond = (extremes - limit).clamp_min(0).double().square() * seen.share_of_extremes
+        return float(((error + beyond.mean(0)) * self.squares).sum())
+
+
+def _scale_of(seen: _Points, candidate: _Candidate, statistic: str, quantile: float) -> Tensor:
+    if statistic == "maxima":
+        maxima = (seen.amax_of_calls(candidate.offset) * candidate.factor).amax(1)
+        return torch.quantile(maxima, quantile) / LEVELS
+    return torch.tensor(candidate.best_limit(seen) / LEVELS, device=seen.x.device)

@@ -1,0 +1,136 @@
+"""Weights of INT8 layers in a graph of 16-bit products.
+
+`expand_layers` makes ordinary products of `Int8Linear` and `Int8Conv` nodes, so that every rewrite that looks for products, joins
+them or cuts them finds what it knows. Their weights remember the integers that they are made of. What becomes of them is said
+last: INT8 products (`quantise_products`), our plugin, or the 16-bit products that they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from trtconvert.linear.modes import LayerMode
+
+Integers = Callable[[], np.ndarray]
+"""Gives a weight's integers, read or joined when they are written: none of it stays in memory."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How the input of a layer is quantised: equal for all that read the same tensor.
+
+    Attributes:
+        source: the first layer that reads it.
+        scales: of each timestep bin.
+        modes: `LayerMode` of each bin.
+        timestep: [B] FP32; None where there is one bin.
+        timestep_max: at which the last bin ends.
+    """
+
+    source: str
+    scales: tuple[float, ...]
+    modes: tuple[LayerMode, ...]
+    timestep: ir.Value | None
+    timestep_max: float
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether activations are INT8 in some bin."""
+        return any(mode != LayerMode.WEIGHT_ONLY for mode in self.modes)
+
+
+class Int8Weight(ir.LazyTensor):
+    """A weight whose 16-bit numbers are computed when they are read, of its integers and their scales.
+
+    Args:
+        integers: INT8, of the weight's shape.
+        scale: [N] FP32.
+        axis: of the weight's output channels.
+        activation: of what it is multiplied with.
+        dtype: of the numbers.
+    """
+
+    __slots__ = ("activation", "axis", "integers", "scale")
+
+    def __init__(
+        self,
+        name: str,
+        integers: Integers,
+        shape: Sequence[int],
+        scale: np.ndarray,
+        axis: int,
+        activation: Activation,
+        dtype: ir.DataType,
+    ) -> None:
+        super().__init__(self._computed, dtype, ir.Shape(shape), name=name)
+        self.integers, self.scale, self.axis, self.activation = integers, scale, axis, activation
+
+    def numbers(self) -> ir.LazyTensor:
+        """The weight without its integers."""
+        return ir.LazyTensor(self._computed, self.dtype, self.shape, name=self.name)
+
+    def _computed(self) -> ir.Tensor:
+        shape = [1] * len(self.shape)
+        shape[self.axis] = -1
+        numbers = self.integers().astype(np.float32) * self.scale.reshape(shape)
+        return ir.Tensor(numbers.astype(self.dtype.numpy()), dtype=self.dtype)
+
+    def part(self, name: str, axis: int, start: int, count: int) -> Int8Weight:
+        """Neighbours along an axis."""
+        chosen = [slice(None)] * len(self.shape)
+        chosen[axis] = slice(start, start + count)
+        shape = list(self.shape.numpy())
+        shape[axis] = count
+        scale = self.scale[start : start + count] if axis == self.axis else self.scale
+        integers = self.integers
+
+        def of_part() -> np.ndarray:
+            return np.ascontiguousarray(integers()[tuple(chosen)])
+
+        return Int8Weight(name, of_part, shape, scale, self.axis, self.activation, self.dtype)
+
+    def changed(
+        self, name: str, change: Callable[[np.ndarray], np.ndarray], shape: Sequence[int], axis: int
+    ) -> Int8Weight:
+        """Its integers in another order.
+
+        Args:
+            axis: where the output channels are then.
+        """
+        integers = self.integers
+
+        def of_changed() -> np.ndarray:
+            return np.array(change(integers()), order="C").reshape(shape)
+
+        return Int8Weight(name, of_changed, shape, self.scale, axis, self.activation, self.dtype)
+
+    @staticmethod
+    def beside(name: str, weights: Sequence[Int8Weight]) -> Int8Weight:
+        """Weights beside each other along their output channels; all of one activation."""
+        first = weights[0]
+        shape = list(first.shape.numpy())
+        shape[first.axis] = sum(len(weight.scale) for weight in weights)
+        parts = [weight.integers for weight in weights]
+
+        def together() -> np.ndarray:
+            return np.concatenate([part() for part in parts], axis=first.axis)
+
+        scale = np.concatenate([weight.scale for weight in weights])
+        return Int8Weight(name, together, shape, scale, first.axis, first.activation, first.dtype)
+
+
+def int8_weight_of(value: ir.Value | None) -> Int8Weight | None:
+    """The weight that a value is, if it is one of an INT8 layer."""
+    tensor = value.const_value if value is not None else None
+    return tensor if isinstance(tensor, Int8Weight) else None
+
+
+def all_of_one_activation(tensors: Sequence[ir.TensorProtocol]) -> list[Int8Weight] | None:
+    """Tensors, if all are weights of INT8 layers that read one tensor; else nothing."""
+    weights = [tensor for tensor in tensors if isinstance(tensor, Int8Weight)]
+    alike = len(weights) == len(tensors) and len({(weight.activation, weight.axis) for weight in weights}) == 1
+    return weights if alike else None

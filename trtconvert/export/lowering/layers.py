@@ -1,0 +1,264 @@
+"""The lowerings of `Int8Linear` and `Int8Conv` nodes: to ordinary products, and of these to INT8 ones by Q/DQ.
+
+TensorRT, TensorRT-RTX and ONNX Runtime fuse a QuantizeLinear and a DequantizeLinear around a product's inputs into INT8 kernels:
+one scale for all activations of a tensor, one for each output channel of the weight. What is done with activations in
+front of it, offsets and factors, becomes a part of the kernel that computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
+from trtconvert.export.matching import is_read_once, producer_of
+from trtconvert.export.nodes.layers import (
+    CONV,
+    SOURCE_METADATA,
+    TIMESTEP,
+    inputs_of,
+    layer_nodes,
+    table_of,
+)
+from trtconvert.linear.modes import LayerMode
+
+_PRODUCTS = ("MatMul", "Gemm", "Conv")
+
+
+def expand_layers(model: ir.Model, *, exact: bool = False) -> int:
+    """Replace INT8 layers by offsets, factors and products in the type of their inputs, in place. Weights are `Int8Weight`.
+
+    Args:
+        exact: weights are their numbers alone: products stay as they are.
+    Returns:
+        How many nodes were replaced.
+    """
+    moved: dict[tuple[ir.Value, str], ir.Value] = {}
+    nodes = layer_nodes(model)
+    for name, node in nodes.items():
+        graph, x, old = node.graph, node.inputs[0], node.outputs[0]
+        assert isinstance(graph, ir.Graph) and x is not None
+        new = _New(graph, x, old, exact)
+        key = (x, node.metadata_props[SOURCE_METADATA])
+        if key not in moved:
+            moved[key] = _moved(new, node)
+        result = _product(new, node, name, moved[key])
+        result.name = old.name
+        ir.convenience.replace_nodes_and_values(graph, node, [node], new.nodes, [old], [result])
+    if nodes:
+        for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
+            clean(model)
+    return len(nodes)
+
+
+def quantise_products(model: ir.Model) -> int:
+    """Put Q/DQ in front of the products whose weights are `Int8Weight`, in place, where activations are INT8 in some
+    timestep bin.
+
+    One scale serves all bins and tokens: the largest of the calibrated ones, so that nothing more is clipped. The other products
+    stay in 16 bits, as they are.
+
+    Returns:
+        How many products are INT8 now.
+    """
+    count = 0
+    for node in list(model.graph):
+        weight = int8_weight_of(node.inputs[1]) if node.op_type in _PRODUCTS and not node.domain else None
+        if weight is None or not weight.activation.is_int8:
+            continue
+        graph, x, stored = node.graph, node.inputs[0], node.inputs[1]
+        assert isinstance(graph, ir.Graph) and x is not None and stored is not None
+        # Each product has a Q/DQ of its own. TensorRT computes equal ones once, but of a DQ with two readers it computes
+        # the 16-bit tensor, and leaves one of the products in 16 bits.
+        quantised = _quantised(graph, x, static_scale(weight.activation))
+        graph.insert_before(node, quantised)
+        dequantised = _dequantised(graph, weight)
+        graph.insert_before(node, dequantised)
+        node.replace_input_with(0, quantised[-1].outputs[0])
+        node.replace_input_with(1, dequantised.outputs[0])
+        if not stored.uses():
+            del graph.initializers[stored.name]  # type: ignore[arg-type]
+        count += 1
+    return count
+
+
+def static_scale(activation: Activation) -> float:
+    """The largest scale of the bins in which activations are INT8."""
+    pairs = zip(activation.scales, activation.modes, strict=True)
+    return max(scale for scale, mode in pairs if mode != LayerMode.WEIGHT_ONLY)
+
+
+def _quantised(graph: ir.Graph, x: ir.Value, scale: float) -> list[ir.Node]:
+    assert x.dtype is not None
+    of_scale = _constant(graph, f"scale {scale!r} {x.dtype}", np.array(scale, x.dtype.numpy()))
+    zero = _constant(graph, "zero point", np.array(0, np.int8))
+    q = ir.node("QuantizeLinear", [x, of_scale, zero])
+    q.outputs[0].type, q.outputs[0].shape = ir.TensorType(ir.DataType.INT8), x.shape
+    dq = ir.node("DequantizeLinear", [q.outputs[0], of_scale, zero])
+    dq.outputs[0].type, dq.outputs[0].shape = x.type, x.shape
+    return [q, dq]
+
+
+def _dequantised(graph: ir.Graph, weight: Int8Weight) -> ir.Node:
+    name = f"{weight.name}, INT8"
+    stored = graph.initializers.get(name)
+    if stored is None:  # else a layer that is called twice
+        lazily = ir.LazyTensor(
+            lambda: ir.Tensor(weight.integers(), dtype=ir.DataType.INT8), ir.DataType.INT8, weight.shape, name=name
+        )
+        stored = add_initializer(graph, lazily)
+    scale = _constant(graph, f"{weight.name}, scale", weight.scale.astype(weight.dtype.numpy()))
+    zero = _constant(graph, f"zero points {len(weight.scale)}", np.zeros(len(weight.scale), np.int8))
+    dq = ir.node("DequantizeLinear", [stored, scale, zero], {"axis": weight.axis})
+    dq.outputs[0].type, dq.outputs[0].shape = ir.TensorType(weight.dtype), weight.shape
+    return dq
+
+
+def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    name = f"trtconvert/{name}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, ir.Tensor(array, name=name))
+
+
+class _New:
+    """Nodes of the type of x that take the place of one."""
+
+    def __init__(self, graph: ir.Graph, x: ir.Value, result: ir.Value, exact: bool) -> None:
+        self.graph, self.nodes, self.exact = graph, list[ir.Node](), exact
+        self.x, self.result = x, result
+        assert x.dtype is not None
+        self.dtype = x.dtype
+
+    def op(
+        self, op_type: str, inputs: Sequence[ir.Value], like: ir.Value, attributes: Mapping[str, object] | None = None
+    ) -> ir.Value:
+        node = ir.node(op_type, list(inputs), attributes)  # type: ignore[arg-type]
+        node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+        if name in self.graph.initializers:
+            return self.graph.initializers[name]
+        return add_initializer(self.graph, ir.Tensor(array.astype(self.dtype.numpy()), dtype=self.dtype, name=name))
+
+
+def _moved(new: _New, node: ir.Node) -> ir.Value:
+    """x̂ of a node, of x or, where that is a concatenation of channels, of each of its parts, so that products can still
+    be split."""
+    inputs, source = inputs_of(node), node.metadata_props[SOURCE_METADATA]
+    factor = table_of(inputs["x_factor"])
+    offset = table_of(inputs["x_offset"]) if "x_offset" in inputs else np.zeros_like(factor)
+    x = new.x
+    concat = producer_of(x, "Concat")
+    widths = _widths(concat, x) if concat is not None and is_read_once(x) else None
+    if concat is None or widths is None:
+        return _moved_part(new, x, source, factor, offset, node.op_type == CONV)
+    parts, start = [], 0
+    for part, width in zip(concat.inputs, widths, strict=True):
+        assert part is not None
+        chosen = slice(start, start + width)
+        parts.append(_moved_part(new, part, f"{source}, {start}", factor[chosen], offset[chosen], False))
+        start += width
+    if all(part is before for part, before in zip(parts, concat.inputs, strict=True)):
+        return x
+    return new.op("Concat", parts, x, {"axis": -1})
+
+
+def _widths(concat: ir.Node, x: ir.Value) -> list[int] | None:
+    """Channels of the parts of a concatenation along them."""
+    if x.shape is None or concat.attributes.get_int("axis", 0) % len(x.shape) != len(x.shape) - 1:
+        return None
+    widths = [part.shape[-1] for part in concat.inputs if part is not None and part.shape is not None]
+    known = [width for width in widths if isinstance(width, int)]
+    return known if len(known) == len(concat.inputs) else None
+
+
+def _moved_part(
+    new: _New, x: ir.Value, source: str, factor: np.ndarray, offset: np.ndarray, is_image: bool
+) -> ir.Value:
+    if is_image:
+        rank = len(x.shape) if x.shape is not None else 4
+        factor = factor.reshape(1, -1, *[1] * (rank - 2))
+    value = x
+    if offset.any():
+        value = new.op("Sub", [value, new.constant(f"{source}:x_offset, {new.dtype}", offset)], x)
+    if (factor != 1).any():
+        value = new.op("Mul", [value, new.constant(f"{source}:x_factor, {new.dtype}", factor)], x)
+    return value
+
+
+def _product(new: _New, node: ir.Node, name: str, x: ir.Value) -> ir.Value:
+    inputs, result = inputs_of(node), node.outputs[0]
+    timed = inputs.get(TIMESTEP)
+    activation = Activation(
+        node.metadata_props[SOURCE_METADATA],
+        tuple(table_of(inputs["x_scale"]).tolist()),
+        tuple(LayerMode(mode) for mode in table_of(inputs["modes"]).tolist()),
+        timed,
+        node.attributes["timestep_max"].as_float(),
+    )
+    stored, scale, bias = inputs["weight"], table_of(inputs["weight_scale"]), table_of(inputs["bias"])
+    tensor = ir.convenience.get_const_tensor(stored)
+    assert tensor is not None
+    # One name for one weight: tied layers have one initialiser.
+    in_place = Int8Weight(
+        f"{stored.name}, expanded", _read(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
+    )  # type: ignore[union-attr]
+    if node.op_type == CONV:
+        attributes = {
+            "strides": list(node.attributes["strides"].as_ints()),
+            "pads": list(node.attributes["pads"].as_ints()),
+            "kernel_shape": list(in_place.shape.numpy()[2:]),
+        }
+        operands = [x, _weight(new, in_place)]
+        if bias.any():
+            operands.append(new.constant(f"{name}:bias, {new.dtype}", bias))
+        return new.op("Conv", operands, result, attributes)
+    if new.x.shape is not None and len(new.x.shape) == 2 and bias.any():
+        operands = [x, _weight(new, in_place), new.constant(f"{name}:bias, {new.dtype}", bias)]
+        return new.op("Gemm", operands, result, {"transB": 1})
+    outputs, channels = in_place.shape.numpy()
+    turned = in_place.changed(f"{in_place.name}.T", np.transpose, (channels, outputs), axis=1)
+    product = new.op("MatMul", [x, _weight(new, turned)], result)
+    if not bias.any():
+        return product
+    return new.op("Add", [product, new.constant(f"{name}:bias, {new.dtype}", bias)], result)
+
+
+def _read(tensor: ir.TensorProtocol):
+    """Reads a tensor's numbers, and lets the file go that it is in."""
+
+    def read() -> np.ndarray:
+        if not isinstance(tensor, ir.ExternalTensor):
+            return tensor.numpy()
+        numbers = np.array(tensor.numpy())
+        tensor.release()
+        return numbers
+
+    return read
+
+
+def _weight(new: _New, weight: Int8Weight) -> ir.Value:
+    graph = new.graph
+    assert weight.name is not None
+    if new.exact:
+        there = graph.initializers.get(weight.name)
+        return add_initializer(graph, weight.numbers()) if there is None else there
+    there = graph.initializers.get(weight.name)
+    if (
+        there is not None
+        and isinstance(there.const_value, Int8Weight)
+        and there.const_value.activation == weight.activation
+    ):
+        return there
+    name, count = weight.name, 1
+    while weight.name in graph.initializers:  # tied weights of inputs that are quantised differently
+        count += 1
+        weight.name = f"{name}, {count}"
+    return add_initializer(graph, weight)
