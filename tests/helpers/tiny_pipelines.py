@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
+import pytest
 import torch
-import transformers
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -19,6 +18,9 @@ from torch.utils._pytree import tree_map
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.models.diffusers import as_images
 from trtconvert.runtime.diffusers import DiffusersDenoiser
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 WIDTH = 32
 """Of prompt embeddings."""

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -16,35 +16,30 @@ import pytest
 import torch
 from rich.console import Console
 from support import refusal, run
+from tiny_pipelines import PIPELINES, STEPS, arguments, errors_beside, images
 from tolerances import FLIPPED_CALL, INT8_CALL, INT8_IMAGES_PSNR, WHOLE_DENOISER
 
-diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
-transformers = pytest.importorskip("transformers", reason="needs transformers")
-import tiny_models  # noqa: E402
-import tiny_pipelines  # noqa: E402
-from tiny_pipelines import PIPELINES, STEPS, arguments, errors_beside, images, picture  # noqa: E402
+from trtconvert import models, runtime
+from trtconvert.attention.sites import find_sites
+from trtconvert.cache import Cache
+from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.evaluate.verify import psnr
+from trtconvert.models.denoiser import intercepted
+from trtconvert.models.diffusers import diffusers_model, load_pipeline
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
+from trtconvert.runtime.diffusers import DiffusersDenoiser
 
-from trtconvert import models, runtime  # noqa: E402
-from trtconvert.attention.sites import find_sites  # noqa: E402
-from trtconvert.cache import Cache  # noqa: E402
-from trtconvert.calib.calibrate import sites_to_convert  # noqa: E402
-from trtconvert.calib.calibration import Calibration  # noqa: E402
-from trtconvert.calib.sensitivity import Int8Sites  # noqa: E402
-from trtconvert.diffusion_model import DiffusionModel, InputSpec  # noqa: E402
-from trtconvert.errors import BackendUnavailable, UserError  # noqa: E402
-from trtconvert.evaluate.verify import psnr  # noqa: E402
-from trtconvert.images import read_picture  # noqa: E402
-from trtconvert.models.denoiser import intercepted  # noqa: E402
-from trtconvert.models.diffusers import as_images, diffusers_model, load_pipeline  # noqa: E402
-from trtconvert.models.identity import identity  # noqa: E402
-from trtconvert.models.pipelines import PROMPTS, PipelineCaller  # noqa: E402
-from trtconvert.pipeline import build  # noqa: E402
-from trtconvert.progress import Reporter  # noqa: E402
-from trtconvert.recipe import AttentionSection, ModelSection, load_recipe  # noqa: E402
-from trtconvert.runtime.arguments import put_together, take_apart, tensors_of  # noqa: E402
-from trtconvert.runtime.diffusers import DiffusersDenoiser  # noqa: E402
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+
 
 QUICK = ("stable_diffusion_xl", "flux")
+
+
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
 
 
@@ -288,96 +283,6 @@ def test_the_command_line_samples_with_the_pipeline(flux, tmp_path, monkeypatch)
     assert outcome.exit_code == 0 and (tmp_path / "grid.png").is_file(), outcome.output
 
 
-# Finding out what a pipeline passes -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """Stable Diffusion with a text encoder."""
-    folder = tmp_path_factory.mktemp("saved")
-    tiny_pipelines.with_text("stable_diffusion").save_pretrained(folder)
-    return folder
-
-
-def test_captions_become_the_inputs_that_the_pipeline_makes_of_them(saved):
-    model = diffusers_model(saved, height=32, width=32, prompts=["a cat", "a dog"])
-    assert model.condition is not None
-    conditions = model.condition(["a dog", "a cat", ""])
-    assert {name: tuple(x.shape) for name, x in conditions.items()} == {"encoder_hidden_states": (3, 8, 32)}
-    by_prompt = model.sample(model.denoiser, [0, 1], steps=2, solver="ddim")
-    given = {name: x[[1, 0]] for name, x in conditions.items()}
-    assert psnr(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim", conditions=given), by_prompt).min() > 80
-    swapped = {name: x[:2] for name, x in conditions.items()}
-    assert psnr(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim", conditions=swapped), by_prompt).max() < 60
-
-
-def test_images_become_latents(saved):
-    model = diffusers_model(saved, height=32, width=32, prompts=["a cat"])
-    assert model.encoder is not None and model.encoder.shape == (3, 32, 32)
-    encoded = model.encoder.encode(torch.rand(2, 3, 32, 32))
-    assert encoded.shape == (2, 4, 8, 8)
-
-
-def test_latents_of_a_vae_that_centres_its_channels_are_those_that_its_decoder_takes(tmp_path):
-    pipe = tiny_pipelines.stable_diffusion_xl()
-    mean, std = [0.5, -1.0, 2.0, 0.0], [2.0, 3.0, 0.5, 1.0]
-    pipe.vae.register_to_config(latents_mean=mean, latents_std=std)
-    pipe.save_pretrained(tmp_path)
-    model, images = diffusers_model(tmp_path, tokens=8, height=32, width=32), torch.rand(2, 3, 32, 32)
-    assert model.encoder is not None
-    with torch.no_grad():
-        latents = pipe.vae.encode(images * 2 - 1).latent_dist.mode()
-    mean, std = (torch.tensor(numbers).view(1, 4, 1, 1) for numbers in (mean, std))
-    again = model.encoder.encode(images) * std / pipe.vae.config.scaling_factor + mean  # as the pipeline does to decode
-    torch.testing.assert_close(again, latents)
-
-
-def test_a_model_behind_a_link_counts_for_what_is_cached(tmp_path):
-    """A pipeline's folder, one of whose models is a link to another folder; and a link back, which leads in a circle."""
-    pipeline, finetuned = tmp_path / "pipeline", tmp_path / "finetuned"
-    for folder in (pipeline, finetuned):
-        folder.mkdir()
-    (pipeline / "unet").symlink_to(finetuned)
-    (finetuned / "pipeline").symlink_to(pipeline)
-    identities = []
-    for weights in (b"before", b"after"):
-        (finetuned / "model.safetensors").write_bytes(weights)
-        identities.append(identity(ModelSection(source="diffusers", weights=pipeline)))
-    assert identities[0] != identities[1]
-
-
-def test_a_sample_depends_on_its_seed_alone(saved):
-    model = diffusers_model(saved, height=32, width=32, batch=[1, 2, 2], prompts=["a cat", "a dog"])
-    together = model.sample(model.denoiser, [3, 4, 5], steps=3, solver="ddim")  # in two calls of the pipeline
-    (alone,) = model.sample(model.denoiser, [4], steps=3, solver="ddim")
-    assert torch.allclose(together[1], alone, atol=1e-4)
-    assert not torch.allclose(together[0], together[1], atol=1e-2)
-
-
-def test_symbolic_dimensions_follow_the_sizes(tmp_path):
-    tiny_pipelines.stable_diffusion_3().save_pretrained(tmp_path)
-    model = diffusers_model(tmp_path, height=[32, 48, 64], width=32, batch=[1, 2, 4], tokens=8)
-    assert {spec.name: spec.shape for spec in model.inputs} == {
-        "hidden_states": ("batch", 16, "height", 8),
-        "timestep": ("batch",),
-        "encoder_hidden_states": ("batch", 8, 32),
-        "pooled_projections": ("batch", 32),
-    }
-    # Guidance doubles the batch; without guidance the smallest is 1.
-    assert dict(model.dims) == {"batch": (1, 4, 8), "height": (8, 12, 16)}
-    assert model.output.shape == ("batch", 16, "height", 8)
-
-
-def test_the_smallest_sizes_of_what_is_repeated_for_each_frame_go_together(tmp_path):
-    """AnimateDiff passes a prompt for each of the 4 frames, and guidance doubles both."""
-    tiny_pipelines.animatediff().save_pretrained(tmp_path)
-    model = diffusers_model(tmp_path, height=32, width=32, frames=4, tokens=8, batch=[1, 1, 2])
-    assert [spec.shape[0] for spec in model.inputs] == ["batch", "batch", "batch_2"]
-    assert model.dims == {"batch": (1, 2, 4), "batch_2": (4, 8, 16)}
-    smallest = model.example(0, {name: low for name, (low, _, _) in model.dims.items()})
-    assert model.denoiser(**smallest).shape == (1, 4, 4, 8, 8)
-
-
 def test_what_is_given_for_all_samples_is_repeated(flux):
     """As torch's operators do with embeddings of one prompt beside latents of two images."""
     pipe = flux.torch_pipeline()
@@ -388,18 +293,6 @@ def test_what_is_given_for_all_samples_is_repeated(flux):
         drawn = pipe(**given | {"generator": torch.Generator().manual_seed(1)})[0]
     assert drawn.shape == expected.shape and len(drawn) == 2
     assert psnr(drawn, expected).min() >= INT8_IMAGES_PSNR
-
-
-def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path):
-    """QwenImage tells its model the shape of each image, and keeps rotations of one call for the next, which may be none that
-    was made to find out shapes alone."""
-    tiny_pipelines.qwen_image().save_pretrained(tmp_path)
-    sizes = {"tokens": 8, "height": 32, "width": 32}
-    with pytest.raises(UserError, match=r"(?s)'img_shapes' as a number.*give model\.options\.batch as one number"):
-        diffusers_model(tmp_path, **sizes)
-    model = diffusers_model(tmp_path, **sizes, batch=1)
-    assert model.dims == {"batch": (1, 1, 1)}
-    assert model.denoiser(**model.example(0, {"batch": 1})).isfinite().all()
 
 
 def test_sites_and_weights_are_called_as_in_the_pipeline(flux):
@@ -413,16 +306,6 @@ def test_sites_and_weights_are_called_as_in_the_pipeline(flux):
     assert all(name.startswith("transformer.") for name in model.denoiser.state_dict())
 
 
-def test_attention_of_frames_and_of_places_is_converted(tmp_path):
-    """AnimateDiff attends within each of the 4 frames, and at each place to the same place of all frames."""
-    tiny_pipelines.animatediff().save_pretrained(tmp_path)
-    model = diffusers_model(tmp_path, height=32, width=32, frames=4, tokens=8, batch=[1, 1, 2])
-    sites, left = sites_to_convert(model, AttentionSection())
-    assert not left
-    folds = {("motion" in site.name, site.folds, site.query_tokens) for site in sites}
-    assert folds == {(False, 4, 64), (True, 64, 4), (False, 4, 16), (True, 16, 4)}
-
-
 def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
     betas = diffusers.DDIMScheduler(beta_schedule="scaled_linear").betas.double()
     alpha_bar = (1 - betas).cumprod(0)
@@ -433,224 +316,3 @@ def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
     mixed = flow.noised(clean, noise, torch.tensor([250.0]))  # a quarter of it noise: (1 - σ)·x₀ + σ·n
     assert torch.allclose(mixed, 0.75 * clean + 0.25 * noise)
     assert bool((flow.sigmas.diff() >= 0).all()) and bool(flow.sigmas.isfinite().all())
-
-
-def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
-    """As Wan 2.2 has them, the second for what little noise is left in the last steps: two steps do not come to it."""
-    make, options = PIPELINES["wan"]
-    second = make().transformer
-    second.proj_out.weight.neg_()
-    pipe = diffusers.WanPipeline(**make().components | {"transformer_2": second}, boundary_ratio=0.3)
-    pipe.save_pretrained(tmp_path)
-
-    def drawn(name, timesteps):
-        model = diffusers_model(tmp_path, denoiser=name, tokens=8, batch=1, **options)
-        assert model.diffusers.component == name
-
-        def denoiser(**named):
-            timesteps.append(float(named["timestep"]))
-            return model.denoiser(**named)
-
-        return model.sample(denoiser, [3], steps=10, solver="ddim")
-
-    high, low = [], []
-    assert torch.equal(drawn("transformer", high), drawn("transformer_2", low))
-    assert high and low and min(high) >= 300 > max(low)
-    model = diffusers_model(tmp_path, denoiser="transformer_2", tokens=8, batch=1, **options)
-    with pytest.raises(UserError, match=r"(?s)does not call its transformer_2 in 2 steps.*remedy: take more steps"):
-        model.sample(model.denoiser, [3], steps=2, solver="ddim")
-    with pytest.raises(UserError, match=r"(?s)no denoiser 'unet'.*got: vae, transformer, .*model.options.denoiser"):
-        diffusers_model(tmp_path, denoiser="unet", tokens=8, **options)
-
-
-def test_timesteps_of_tokens_are_those_of_their_sample(tmp_path):
-    """Wan 2.2 of 5B has one for each, since it may be given a first frame without noise; where it is not, they are the same."""
-    make, options = PIPELINES["wan"]
-    diffusers.WanPipeline(**make().components, expand_timesteps=True).save_pretrained(tmp_path)
-    model = diffusers_model(tmp_path, tokens=8, **options)
-    record, timestep = model.diffusers, next(spec for spec in model.inputs if spec.name == "timestep")
-    assert timestep.shape == ("batch",) and record.timestep_sizes == [3 * 2 * 2]
-    expected = as_images(model.sample.caller([3, 4], 2, model.sample.sizes), decoded=True)
-    torch.testing.assert_close(model.sample(model.denoiser, [3, 4], steps=2, solver="ddim"), expected)
-
-    taken = []
-    dropped_in = DiffusersDenoiser(
-        lambda **named: taken.append(named["timestep"]) or named["hidden_states"],
-        record,
-        "timestep",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    named = model.example(0, {"batch": 2})
-    for timesteps in (torch.full((2, 12), 7.0), torch.tensor(7.0), torch.tensor([7.0, 7.0])):
-        dropped_in(**named | {"timestep": timesteps})
-        assert taken.pop().tolist() == [7.0, 7.0]
-    with pytest.raises(UserError, match=r"(?s)values of 'timestep'.*got: others within a sample.*shape \[2, 12\]"):
-        dropped_in(**named | {"timestep": torch.arange(24.0).reshape(2, 12)})
-    with pytest.raises(UserError, match=r"(?s)a timestep for each token.*expected: one size.*got: a range of height"):
-        diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
-
-
-def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):
-    pipe = diffusers.FluxKontextPipeline(**PIPELINES["flux"][0]().components)
-    pipe.save_pretrained(tmp_path / "pipeline")
-    options = {"tokens": 8, "height": 32, "width": 32, "call": {"_auto_resize": False, "max_area": 32 * 32}}
-    drawn = []
-    for seed in (0, 1):
-        files = {"image": picture(tmp_path / f"{seed}.png", seed)}
-        model = diffusers_model(tmp_path / "pipeline", images=files, **options)
-        assert model.inputs[0].shape[:2] == ("batch", 2 * 16)  # tokens of the latents, and of the image
-        drawn.append(model.sample(model.denoiser, [3, 4], steps=2, solver="ddim"))
-        alone = model.sample(model.denoiser, [4], steps=2, solver="ddim")
-        torch.testing.assert_close(drawn[-1][1:], alone, atol=1e-4, rtol=0)
-    assert (drawn[0] - drawn[1]).abs().max() > 0.01
-    for given, expected in (
-        ({"picture": tmp_path / "0.png"}, r"(?s)FluxKontextPipeline takes no picture.*expected: .*image.*model.images"),
-        ({"image": tmp_path / "2.png"}, r"(?s)cannot read the image .*2.png.*got: No such file.*model.images"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            diffusers_model(tmp_path / "pipeline", images=given, **options)
-
-
-def test_each_sample_gets_an_image_where_a_pipeline_wants_that(tmp_path):
-    """LTX takes one image for one sample only, and a list of them for several."""
-    pipe, options = diffusers.LTXImageToVideoPipeline(**PIPELINES["ltx"][0]().components), PIPELINES["ltx"][1]
-    image = read_picture(picture(tmp_path / "image.png", 0), "")
-    caller = PipelineCaller(pipe, "transformer", 8, PROMPTS, options["call"], {"image": image})
-    sizes = {name: options[name] for name in ("height", "width", "frames")}
-    with torch.no_grad():
-        both, alone = caller([3, 4], 2, sizes), caller([4], 2, sizes)
-        torch.testing.assert_close(both[1:], alone, atol=1e-4, rtol=0)
-        with pytest.raises(UserError, match="a call of LTXImageToVideoPipeline failed"):
-            caller([3, 4], 2, sizes | {"height": 33})
-
-
-def test_images_are_part_of_what_a_model_is(tmp_path):
-    (tmp_path / "recipe.yaml").write_text(
-        "model: {source: diffusers, weights: pipeline, images: {image: a.png}}\nverify: {min_psnr: 33}\n"
-    )
-    (tmp_path / "pipeline").mkdir()
-    section = load_recipe(tmp_path / "recipe.yaml").model
-    assert section.images == {"image": tmp_path / "a.png"}
-    with pytest.raises(UserError, match=r"(?s)cannot read the image .*a.png.*No such file.*model.images"):
-        identity(section)
-    found = {identity(section) for seed in (0, 1) if picture(tmp_path / "a.png", seed)}
-    assert len(found | {identity(section.model_copy(update={"images": {}}))}) == 3
-    with pytest.raises(UserError, match=r"(?s)digits-dit takes no images.*remove model.images"):
-        models.load(section.model_copy(update={"source": "digits-dit"}))
-
-
-def test_a_pipeline_without_a_vae_denoises_images(tmp_path):
-    """As DeepFloyd IF does, whose latents are pixels."""
-    unet = tiny_pipelines.unet(in_channels=3, out_channels=6)
-    scheduler = diffusers.DDPMScheduler(variance_type="learned_range")
-    nothing = dict.fromkeys(("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker"))
-    pipe = diffusers.IFPipeline(unet=unet, scheduler=scheduler, requires_safety_checker=False, **nothing)
-    pipe.save_pretrained(tmp_path)
-    model = diffusers_model(tmp_path, height=16, width=24, tokens=8)
-    images = model.sample(model.denoiser, [3, 4], steps=2, solver="ddim")
-    assert images.shape == (2, 3, 16, 24) and images.min() >= 0 and images.max() <= 1 and len(images.unique()) > 100
-
-
-def test_a_pipeline_that_changes_its_model_is_refused_before_anything_is_made_of_it(tmp_path):
-    make, options = PIPELINES["pixart"]
-    diffusers.PixArtSigmaPAGPipeline(**make().components).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"(?s)has no 'attn_processors'.*remedy: .*perturbed attention"):
-        diffusers_model(tmp_path, **{"tokens": 8} | options)
-    unguided = {"call": options["call"] | {"pag_scale": 0.0}}
-    assert diffusers_model(tmp_path, **{"tokens": 8} | options | unguided).inputs
-
-
-def test_a_pipeline_that_fails_by_itself_is_told_from_a_fault_of_ours(tmp_path, saved, monkeypatch):
-    def fails(*_, **__):
-        raise IndexError("index out of range in self")
-
-    model = diffusers_model(saved, height=32, width=32)
-    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", fails)
-    with pytest.raises(UserError, match=r"(?s)a call of StableDiffusionPipeline failed.*got: IndexError: index out of"):
-        model.sample(model.denoiser, [0], steps=2, solver="ddim")
-    monkeypatch.setattr(diffusers.UNet2DConditionModel, "forward", fails)
-    with pytest.raises(UserError, match=r"(?s)unet cannot be run.*expected: .*sample \[.*got: IndexError: .*remedy"):
-        sites_to_convert(model, AttentionSection())
-
-
-def test_integers_of_an_example_are_what_the_pipeline_passes():
-    """Positions are looked up in tables, and masks say which tokens there are: what is drawn may be neither."""
-    shapes = {"sample": ("batch", 4), "timestep": ("batch",), "positions": (1, "tokens"), "labels": ("batch",)}
-    kinds = {"positions": "int64", "labels": "int64"}
-    model = replace(
-        tiny_models.build(),
-        inputs=tuple(InputSpec(name, kinds.get(name, "float32"), shape) for name, shape in shapes.items()),
-        whole_numbers={"positions": torch.tensor([[7, 8, 9]])},
-    )
-    example = model.example(0, {"batch": 2, "tokens": 5})
-    assert example["positions"].tolist() == [[7, 8, 9, 7, 8]] and set(example["labels"].tolist()) <= {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("ltx", {"height": [32, 32, 64]}, ["'height' as a number", "expected: one height", "a bundle for each"]),
-        ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
-        ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
-        ("flux", {"height": 32.0}, ["model.options.height is no size", "got: 32.0"]),
-        ("flux", {"call": {"no_such": 1}}, ["a call of FluxPipeline failed", "no_such", "`call`"]),
-        ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
-        ("flux", {"prompts": "a cat"}, ["options.prompts is no list of prompts", "got: 'a cat'"]),
-        ("flux", {"prompts": []}, ["options.prompts is no list of prompts", "got: []"]),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):
-    make, own = PIPELINES[name]
-    make().save_pretrained(tmp_path)
-    with pytest.raises(UserError) as error:
-        diffusers_model(tmp_path, **{"tokens": 8} | own | options)
-    for part in ("expected: ", "got: ", "remedy: ", *expected):
-        assert part in str(error.value)
-
-
-def test_a_folder_without_a_whole_pipeline_is_refused(tmp_path, saved):
-    with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: no such file.*remedy: "):
-        diffusers_model(tmp_path)
-    with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: a single component"):
-        diffusers_model(saved / "unet")
-    for index, got in (('{"_class_name": "NoSuchPipeline"}', "NoSuchPipeline"), ("[]", "list indices")):
-        (tmp_path / "model_index.json").write_text(index)
-        with pytest.raises(UserError, match=rf"(?s)cannot be loaded.*got: .*{got}.*remedy: "):
-            diffusers_model(tmp_path)
-
-
-def test_another_solver_is_refused(saved):
-    model = diffusers_model(saved, height=32, width=32)
-    with pytest.raises(UserError, match=r"(?s)own scheduler.*expected: ddim.*got: heun"):
-        model.sample(model.denoiser, [0], steps=2, solver="heun")
-
-
-# Arguments as named tensors -------------------------------------------------------------------------------------------
-
-
-def test_arguments_are_taken_apart_and_put_together():
-    mask = torch.tensor([True, False])
-    given = {"x": torch.ones(2), "more": {"ids": torch.zeros(2, 6), "size": None}, "pair": [mask, 3], "scale": 0.5}
-    structure, tensors = take_apart(given)
-    assert sorted(tensors) == ["more.ids", "pair.0", "x"]
-    assert json.loads(json.dumps(structure)) == structure  # it travels in the manifest
-    again = put_together(structure, tensors | {"pair.0": mask.long()})
-    assert again["more"]["ids"] is given["more"]["ids"] and again["scale"] == 0.5 and again["pair"][1] == 3
-    assert again["pair"][0].dtype == torch.bool and torch.equal(again["pair"][0], mask)
-    assert tensors_of(structure, given).keys() == tensors.keys()
-
-
-def test_constants_are_plain_numbers_and_text():
-    """Arrays compare element by element, and say neither yes nor no."""
-    structure, _ = take_apart({"scale": 0.5, "mode": "full"})
-    assert not tensors_of(structure, {"scale": np.float32(0.5), "mode": "full"})
-    for scale, got in ((np.full(3, 0.5), "an array of shape [3]"), (torch.tensor(0.5), "a tensor of shape []")):
-        with pytest.raises(UserError) as error:
-            tensors_of(structure, {"scale": scale, "mode": "full"})
-        assert f"another 'scale'\n  expected: 0.5\n  got: {got}" in str(error.value)
-
-
-def test_an_object_among_the_arguments_is_refused():
-    with pytest.raises(UserError, match=r"(?s)passes 'cache' to its model.*got: object.*model\.options\.call"):
-        take_apart({"x": torch.ones(1), "cache": object()})

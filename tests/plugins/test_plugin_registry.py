@@ -1,7 +1,7 @@
 """The plugin library in the real TensorRT versions, on a machine without a GPU. `make tensorrt` fetches them.
 
 One binary must register, create plugins and refuse bad ones in each. What the plugin does with shapes needs a network and
-therefore a GPU in TensorRT itself; test_plugin.py calls it without.
+therefore a GPU in TensorRT itself; int8_attention/test_plugin.py calls it without.
 """
 
 from __future__ import annotations

@@ -1,194 +1,19 @@
-"""Group norms beside convolutions, and images as tokens: which are taken, and that the graph stays the same function."""
+"""Single group norms, and images as tokens: which are taken, and that the graph stays the same function."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
-import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from exports import export
 from exports import run as run_images
-from tiny_unets import UNETS, unet
+from norm_graphs import as_operators, flags, named, shifts
 from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
-from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, has_group_norms, take_group_norms
-from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.nodes.attention import attention_nodes
-from trtconvert.export.nodes.common import has_own_nodes
-from trtconvert.library import has_group_norm_kernel
-from trtconvert.recipe import EngineSection
-
-
-def named(model: ir.Model, op_type: str) -> list[ir.Node]:
-    return [node for node in model.graph if node.op_type == op_type]
-
-
-def flags(model: ir.Model, name: str) -> list[int]:
-    return [node.attributes[name].as_int() for node in named(model, GROUP_NORM)]
-
-
-def shifts(model: ir.Model) -> int:
-    return sum(len(node.inputs) == 4 for node in named(model, GROUP_NORM))
-
-
-def as_operators(model: ir.Model) -> ir.Model:
-    """Nodes that only TensorRT knows as the operators that they stand for."""
-    for node in [*named(model, GROUP_NORM), *named(model, CHANNELS_LAST_ADD)]:
-        new = list[ir.Node]()
-
-        def add(op_type: str, *inputs: ir.Value, new: list[ir.Node] = new, **attributes: object) -> ir.Value:
-            new.append(ir.node(op_type, inputs, attributes))  # type: ignore[arg-type]
-            new[-1].outputs[0].dtype = ir.DataType.INT64 if op_type == "Shape" else inputs[0].dtype
-            return new[-1].outputs[0]
-
-        def constant(values: object, dtype: ir.DataType = ir.DataType.INT64, new: list[ir.Node] = new) -> ir.Value:
-            tensor = ir.tensor(np.array(values, dtype.numpy()), dtype)
-            new.append(ir.node("Constant", [], {"value": tensor}))
-            new[-1].outputs[0].dtype = dtype
-            return new[-1].outputs[0]
-
-        if node.op_type == GROUP_NORM:
-            x, weight, bias, *shift = node.inputs
-            groups, epsilon = node.attributes["groups"].as_int(), node.attributes["epsilon"].as_float()
-            last = constant([1, 2])
-            if shift:
-                x = add("Add", x, add("Unsqueeze", *shift, constant([2, 3])))
-            ones, zeros = (constant([number] * groups, x.dtype) for number in (1, 0))
-            flat = add("Reshape", x, constant([0, groups, -1]))
-            y = add("Reshape", add("InstanceNormalization", flat, ones, zeros, epsilon=epsilon), add("Shape", x))
-            y = add("Mul", y, add("Unsqueeze", weight, last))
-            y = add("Add", y, add("Unsqueeze", bias, last))
-            if node.attributes["silu"].as_int():
-                y = add("Mul", y, add("Sigmoid", y))
-            if node.attributes["channels_last"].as_int():
-                y = add("Transpose", y, perm=[0, 2, 3, 1])
-        else:
-            x, tokens = node.inputs
-            y = add("Add", x, add("Transpose", tokens, perm=[0, 3, 1, 2]))
-        y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], new, node.outputs, [y])
-    return model
-
-
-def run(model: ir.Model, **sizes: int) -> Tensor:
-    """What ONNX Runtime makes of a U-Net with TensorRT's own attention, whose shapes are what they are said to be."""
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    generator = np.random.default_rng(0)
-    feeds = {
-        value.name: generator.standard_normal([sizes.get(size, size) for size in value.shape]).astype(np.float16)
-        for value in session.get_inputs()
-        if value.name != "timestep"
-    }
-    feeds["timestep"] = np.full(len(feeds["x"]), 400, np.float32)
-    return torch.from_numpy(session.run(None, feeds)[0]).float()
-
-
-@pytest.mark.parametrize(("linear", "varying"), UNETS, ids=str)
-def test_norms_of_unets_are_taken_and_the_function_stays(linear: bool, varying: tuple[str, ...]):
-    """Of eight ResNets two each, of four transformers one, and the last one. All have SiLU but those of transformers, and the
-    second ones of ResNets have a timestep."""
-    model = unet(linear, varying)
-    lower_to_native(model, list(attention_nodes(model)))
-    before = model.clone()
-    assert has_group_norms(model) and take_group_norms(model) == 21 + 4 and not has_group_norms(model)
-    model = model.clone()  # values that are in the graph by their names alone do not come along
-    assert (len(named(model, GROUP_NORM)), len(named(model, CHANNELS_LAST_ADD))) == (21, 4)
-    assert (sum(flags(model, "silu")), sum(flags(model, "channels_last")), shifts(model)) == (17, 4, 8)
-    assert set(flags(model, "groups")) == {8}
-    epsilons = [node.attributes["epsilon"].as_float() for node in named(model, GROUP_NORM)]
-    assert sorted(set(epsilons)) == pytest.approx([1e-6, 1e-5]) and min(epsilons.count(e) for e in set(epsilons)) == 4
-    kept = {value.name: value for node in before.graph for value in node.outputs}
-    for node in model.graph:
-        for value in node.outputs:
-            if value.name in kept and node.op_type != "Constant":
-                assert (value.type, value.shape) == (kept[value.name].type, kept[value.name].shape)
-    used = {value for node in model.graph for value in node.inputs}
-    assert set(model.graph.initializers.values()) <= used
-    for sizes in ({"batch": 2, "height": 8, "width": 12}, {"batch": 3, "height": 10, "width": 8}):
-        found, expected = run(as_operators(model.clone()), **sizes), run(before, **sizes)
-        if linear:
-            assert torch.equal(found, expected)
-        else:  # convolutions have become products
-            assert relative_error(found, expected) < PIXELS_AS_TOKENS
-        if len(varying) < 3:
-            break
-
-
-def test_residual_norms_are_taken_as_before():
-    """Two in each transformer. Its projections are two products more."""
-    plain, model = unet(linear=False, varying=()), unet(linear=False, varying=())
-    lower_to_plugin(plain)
-    take_group_norms(model)
-    lower_to_plugin(model)
-    assert len(named(model, GROUP_NORM)) == 21
-    assert len(named(model, RESIDUAL_NORM)) == len(named(plain, RESIDUAL_NORM)) == 8
-    assert len(named(model, "MatMul")) == len(named(plain, "MatMul")) + 8
-
-
-def test_weights_in_files(tmp_path: Path):
-    model = unet(linear=False)
-    lower_to_native(model, list(attention_nodes(model)))
-    expected = run(model, batch=2, height=8, width=8)
-    ir.save(model, tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
-    model = ir.load(tmp_path / "model.onnx")
-    assert take_group_norms(model) == 25
-    model = model.clone()
-    with storage.for_parser(model) as content:  # writes what the engine's builder reads
-        assert content
-    ir.external_data.load_to_model(model)
-    assert relative_error(run(as_operators(model), batch=2, height=8, width=8), expected) < PIXELS_AS_TOKENS
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["plugin", "native"])
-@pytest.mark.parametrize(
-    ("kernel", "options", "count"),
-    [
-        (True, {}, 21),
-        (True, {"channels_last": False}, 0),
-        (False, {}, 0),
-        (True, {"refittable": True}, 0),
-        (True, {"hardware_compatible": True}, 0),  # other GPUs have no kernel
-    ],
-    ids=str,
-)
-def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: dict, count: int, native: bool):
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: False)
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
-    sites = list(attention_nodes(unet()))
-    lowered = tensorrt.lowered(unet(), sites if native else [], EngineSection(**options), [{}])
-    assert len(attention_nodes(lowered)) == (0 if native else len(sites))
-    assert len(named(lowered, GROUP_NORM)) == count
-    assert len(named(lowered, CHANNELS_LAST_ADD)) == (4 if count else 0)
-    assert has_own_nodes(lowered) == (not native or count > 0)
-
-
-def test_a_model_without_sites_keeps_its_norms(monkeypatch):
-    """As a VAE, whose images are larger than what the kernel is made for."""
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
-    model = unet()
-    lower_to_native(model, list(attention_nodes(model)))
-    assert has_group_norms(model) and not has_own_nodes(tensorrt.lowered(model, [], EngineSection(), [{}]))
-
-
-def test_a_machine_without_a_gpu_has_no_kernel():
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    assert not has_group_norm_kernel()
-
-
-# Of single layers -----------------------------------------------------------------------------------------------------------
+from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, take_group_norms
 
 
 class Images(nn.Module):

@@ -6,213 +6,20 @@ The plugin's part is done here in NumPy, as its interface says; the rest of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import tiny_models
-import tolerances
 import torch
-from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
-from diffusers.models.transformers.transformer_flux import FluxPosEmbed, FluxTransformer2DModel
-from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
-from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from diffusers.models.transformers.transformer_flux import FluxPosEmbed
+from rotary_graphs import CHANNELS, HEADS, ROTATED, TOKENS, WIDTH, Shapes, assert_same_after, lowered, taken, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.diffusion_model import InputSpec
-from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.lowering import lower_to_plugin
 from trtconvert.export.lowering.norms import take_norms
 from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.nodes.attention import attention_nodes
-
-HEADS, CHANNELS, TOKENS = 2, 16, 6
-WIDTH = HEADS * CHANNELS
-Shapes = Mapping[str, tuple[int | str, ...]]
-
-
-# Models -----------------------------------------------------------------------------------------------------------------
-
-
-def traced(denoiser: nn.Module, shapes: Shapes, dtype: torch.dtype = torch.float16) -> ir.Model:
-    """A denoiser with random weights, its nodes not lowered yet; dimensions with a name vary."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in denoiser.parameters():
-        nn.init.normal_(parameter, std=0.2, generator=generator)
-    model = replace(
-        tiny_models.build(),
-        denoiser=denoiser.eval().requires_grad_(False),
-        inputs=tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items()),
-        output=InputSpec("prediction", "float32", shapes["x"]),
-        # More tokens than parts of them, else a slice may be cut short.
-        dims={
-            size: (4, 6, 8) if size == "tokens" else (2, 3, 8)
-            for shape in shapes.values()
-            for size in shape
-            if isinstance(size, str)
-        },
-    )
-    return tiny_models.traced(model, dtype)
-
-
-class Flux(nn.Module):
-    """With the positions of the tokens as inputs, as its pipeline calls it, or constant."""
-
-    def __init__(self, double_blocks: int):
-        super().__init__()
-        self.transformer = FluxTransformer2DModel(
-            in_channels=4,
-            num_layers=double_blocks,
-            num_single_layers=1,
-            num_attention_heads=HEADS,
-            attention_head_dim=CHANNELS,
-            axes_dims_rope=(4, 4, 8),
-            joint_attention_dim=8,
-            pooled_projection_dim=8,
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        pooled: Tensor,
-        image_positions: Tensor | None = None,
-        text_positions: Tensor | None = None,
-    ) -> Tensor:
-        if image_positions is None or text_positions is None:
-            text_positions, image_positions = torch.zeros(3, 3), torch.arange(12.0).reshape(4, 3)
-        return self.transformer(
-            x, text, pooled, timestep / 1000, image_positions, text_positions, return_dict=False
-        )[0]  # fmt: skip
-
-
-class Wan(nn.Module):
-    def __init__(self, layers: int = 1):
-        super().__init__()
-        self.transformer = WanTransformer3DModel(
-            num_layers=layers,
-            num_attention_heads=HEADS,
-            attention_head_dim=CHANNELS,
-            in_channels=4,
-            out_channels=4,
-            ffn_dim=16,
-            text_dim=8,
-            freq_dim=8,
-            rope_max_seq_len=8,
-        )
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        return self.transformer(x, timestep, text, return_dict=False)[0]
-
-
-class CogVideoX(nn.Module):
-    """With the angles of 2 × 2 × 2 patches, as its pipeline makes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.transformer = CogVideoXTransformer3DModel(
-            num_attention_heads=HEADS,
-            attention_head_dim=CHANNELS,
-            in_channels=4,
-            out_channels=4,
-            time_embed_dim=8,
-            text_embed_dim=8,
-            num_layers=1,
-            sample_width=4,
-            sample_height=4,
-            sample_frames=5,
-            max_text_seq_length=3,
-            use_rotary_positional_embeddings=True,
-        )
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        angles = (torch.arange(8)[:, None] * 100.0 ** -torch.linspace(0, 1, CHANNELS // 2)).repeat_interleave(2, 1)
-        return self.transformer(
-            x, text, timestep, image_rotary_emb=(angles.cos(), angles.sin()), return_dict=False
-        )[0]  # fmt: skip
-
-
-class HunyuanVideo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.transformer = HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=HEADS,
-            attention_head_dim=CHANNELS,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            text_embed_dim=8,
-            pooled_projection_dim=8,
-            rope_axes_dim=(4, 4, 8),
-        )
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
-        mask = torch.ones(text.shape[:2], dtype=text.dtype)
-        return self.transformer(
-            x, timestep, text, mask, pooled, guidance=timestep.to(x.dtype), return_dict=False
-        )[0]  # fmt: skip
-
-
-class StableDiffusion3(nn.Module):
-    """Text after the image, heads first, and nothing is rotated. The second block's text is only read."""
-
-    def __init__(self, norm: str | None):
-        super().__init__()
-        self.transformer = SD3Transformer2DModel(
-            sample_size=4,
-            patch_size=2,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            num_attention_heads=HEADS,
-            attention_head_dim=CHANNELS,
-            joint_attention_dim=8,
-            caption_projection_dim=HEADS * CHANNELS,
-            pooled_projection_dim=8,
-            pos_embed_max_size=4,
-            qk_norm=norm,
-        )
-
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
-        return self.transformer(x, text, pooled, timestep, return_dict=False)[0]
-
-
-class Joined(nn.Module):
-    """Text and image, each with projections and norms of its own; what is out of the ordinary, by its name."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind = kind
-        self.projections = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
-        self.norms = nn.ModuleList(nn.RMSNorm(CHANNELS, eps=1e-5) for _ in range(6))
-        if kind == "another epsilon":
-            self.norms[1] = nn.RMSNorm(CHANNELS, eps=1e-3)
-
-    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
-        runs = {"three runs": (2, 3, TOKENS - 5), "as many keys of another split": (2, TOKENS - 2)}
-        cuts = runs.get(self.kind, (2, TOKENS - 2))
-        heads, projected = [], []
-        for index, run in enumerate(x.split(cuts, 1)):
-            parts = self.projections[index](run).unflatten(2, (3, HEADS, CHANNELS)).unbind(2)
-            projected.append(parts)
-            q, k = (self.norms[2 * index + i](parts[i]) for i in range(2))
-            heads.append((q if self.kind != "image as it is" or index == 0 else parts[0], k, parts[2]))
-        q, k, v = (torch.cat(part, 1) for part in zip(*heads, strict=True))
-        if self.kind == "as many keys of another split":
-            k = torch.cat(
-                [self.norms[4](y) for y in torch.cat([parts[1] for parts in projected], 1).split((3, 3), 1)], 1
-            )
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Blocks(nn.Module):
@@ -388,7 +195,11 @@ class Parts(nn.Module):
 
 
 AFTER: tuple[Part, ...] = (100.0, slice(0, -2)), (None, slice(-2, None))
+
+
 BEFORE: tuple[Part, ...] = (None, slice(0, 2)), (100.0, slice(2, None))
+
+
 COVERING: dict[str, tuple[Part, ...]] = {
     "text after": AFTER,
     "text before": BEFORE,
@@ -400,6 +211,8 @@ COVERING: dict[str, tuple[Part, ...]] = {
     "two rotations": ((100.0, slice(0, 1)), (None, slice(1, 3)), (50.0, slice(3, None))),
 }
 """Parts that make up one tensor."""
+
+
 UNCOVERED: dict[str, tuple[Part, ...]] = {
     "text of another tensor": AFTER,
     "text of another tensor, heads first": BEFORE,
@@ -413,6 +226,8 @@ UNCOVERED: dict[str, tuple[Part, ...]] = {
     "every other": ((100.0, slice(0, None, 2)), (None, slice(1, None, 2))),
 }
 """Parts that do not."""
+
+
 PARTS_OF_K: dict[str, tuple[Part, ...]] = {
     "other parts of k": ((None, slice(0, 3)), (100.0, slice(3, None))),
     "other order of k": ((100.0, slice(0, 4)), (None, slice(4, None))),
@@ -422,15 +237,22 @@ PARTS_OF_K: dict[str, tuple[Part, ...]] = {
     "unrotated k": ((None, slice(0, 2)), (None, slice(2, None))),
     "more keys": ((None, slice(0, 2)), (100.0, slice(2, None)), (None, slice(0, 1))),
 }
+
+
 OTHER_PARTS: dict[str, tuple[Part, ...]] = dict.fromkeys(PARTS_OF_K, BEFORE) | {
     "more keys": ((None, slice(0, 2)), (100.0, slice(2, None)), (None, slice(0, 2))),
     "none": ((None, slice(0, 2)), (None, slice(3, None))),
     "channels": ((100.0, slice(0, 8)), (None, slice(8, None))),
     "heads": ((100.0, slice(0, 1)), (None, slice(1, None))),
 }
+
+
 PARTS = COVERING | UNCOVERED | OTHER_PARTS
 
+
 ROTATIONS = ("halves", "tables in FP16", "turn", "turn of computed positions", "heads first", "read elsewhere")
+
+
 OTHER_ROTATIONS = (
     "other angles for k",
     "k as it is",
@@ -445,6 +267,8 @@ OTHER_ROTATIONS = (
     "even channels of odd ones",
     "half a turn",
 )
+
+
 OTHER_NORMS = (
     "norms of two kinds",
     "norm by the timestep",
@@ -457,176 +281,15 @@ OTHER_NORMS = (
     "across the first head",
     "across tokens",
 )
+
+
 BOTH = ("norm", "norm, heads first", "heads first, then norm", "across heads", "across heads, heads first")
+
+
 ALONE = ("norm alone", "across heads alone", "across heads of rows alone")
+
+
 NORMS = (*BOTH, *ALONE, *OTHER_NORMS)
-ROTATED: Shapes = {"x": ("batch", TOKENS, WIDTH), "timestep": ("batch",)}
-FLUX: Shapes = {"x": (1, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}
-
-
-# What attention reads ---------------------------------------------------------------------------------------------------
-
-
-def run(model: ir.Model, **dims: int) -> dict[str, np.ndarray]:
-    """What each node reads and what the model gives, where each attention gives random numbers, for random inputs."""
-    model = model.clone()
-    graph, sizes = model.graph, {"batch": 2, "tokens": 5} | dims
-    for site, node in attention_nodes(model).items():
-        names = [name for name in ("rotary", "norm") if name in node.attributes]
-        read = dict(
-            zip((*"qk", *names), (*node.inputs[:2], *node.inputs[len(node.inputs) - len(names) :]), strict=True)
-        )
-        for name, value in read.items():
-            same = ir.node("Identity", [value])
-            same.outputs[0].name, same.outputs[0].type = f"{site} {name}", value.type
-            graph.insert_before(node, same)
-            graph.outputs.append(same.outputs[0])
-        out = node.outputs[0]
-        given = ir.Value(name=f"{site} out", shape=out.shape, type=out.type)
-        graph.inputs.append(given)
-        if node.attributes["layout"].as_string() == "BHND":  # the same numbers as where it is folded to BNHD
-            given.shape = ir.Shape([out.shape[axis] for axis in (0, 2, 1, 3)])
-            back = ir.node("Transpose", [given], {"perm": [0, 2, 1, 3]})
-            back.outputs[0].shape, back.outputs[0].type = out.shape, out.type
-            graph.insert_before(node, back)
-            given = back.outputs[0]
-        ir.convenience.replace_all_uses_with(out, given)
-    model.functions.clear()
-    RemoveUnusedNodesPass()(model)
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    generator, feeds = np.random.default_rng(0), {}
-    for value in session.get_inputs():
-        # Sizes are numbers, names, or what torch.export derives from these.
-        numbers = generator.standard_normal([eval(str(size), {}, sizes) for size in value.shape])
-        feeds[value.name] = numbers.astype(np.float16 if "float16" in value.type else np.float32)
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(None, feeds), strict=True))
-
-
-def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, node: ir.Node) -> np.ndarray:
-    """Queries (0) or keys (1) as attention sees them."""
-    x = read[f"{site} {'qk'[index]}"]
-    if x.ndim == 5:  # q, k and v in one
-        x = x[:, :, index]
-    elif index == 1 and "kv_heads" in node.attributes:  # of the heads of several nodes
-        first, count = (node.attributes[name].as_int() for name in ("k_head", "kv_heads"))
-        x = x[:, :, first : first + count]
-    if (norm := read.get(f"{site} norm")) is not None:
-        wide = x.astype(np.float32)
-        epsilon, weight = node.attributes["norm_eps"].as_float(), norm[index]
-        split = node.attributes.get_int("norm_split", 0)
-        of_token = norm.ndim == 3 and not split  # across heads, and then the layout is BNHD
-        mean = (wide**2).mean((2, 3) if of_token else 3, keepdims=True)
-        if split:  # the first tokens have weights of their own
-            heads_first = node.attributes["layout"].as_string() == "BHND"
-            assert 0 < split < x.shape[2 if heads_first else 1] and weight.shape == (2, x.shape[3])
-            of_tokens = weight[(np.arange(x.shape[2 if heads_first else 1]) >= split).astype(int)]
-            weight = of_tokens if heads_first else of_tokens[:, None]
-        x = (wide / np.sqrt(mean + epsilon) * weight).astype(x.dtype)
-    if (rotary := read.get(f"{site} rotary")) is not None:
-        even, odd = x[..., 0::2].astype(np.float32), x[..., 1::2].astype(np.float32)
-        of_heads = rotary if node.attributes["layout"].as_string() == "BHND" else rotary[:, None]
-        cos, sin = of_heads[..., 0], of_heads[..., 1]
-        x = np.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape).astype(x.dtype)
-    return x
-
-
-def assert_same_after(model: ir.Model, lowered: ir.Model, **dims: int) -> None:
-    before, after = run(model, **dims), run(lowered, **dims)
-    for site, node in attention_nodes(lowered).items():
-        for index, name in enumerate("qk"):
-            ours = torch.from_numpy(as_the_plugin(after, site, index, node)).float()
-            expected = torch.from_numpy(before[f"{site} {name}"]).float()
-            if (
-                attention_nodes(model)[site].attributes["layout"].value != node.attributes["layout"].value
-            ):  # folded since
-                expected = expected.transpose(1, 2)
-            joined = "kv_heads" in node.attributes
-            limit = tolerances.ROUNDED_PROJECTION if joined else tolerances.ROUNDED_TO_HALF
-            assert relative_error(ours, expected) < limit
-    np.testing.assert_array_equal(after["prediction"], before["prediction"])
-
-
-def lowered(model: ir.Model, **options: bool) -> ir.Model:
-    model = model.clone()
-    lower_to_plugin(model, **options)
-    return model
-
-
-def taken(model: ir.Model) -> dict[str, set[str]]:
-    """Which of the two each site takes."""
-    return {site: {"rotary", "norm"} & set(node.attributes) for site, node in attention_nodes(model).items()}
-
-
-# Taken ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("positions", ["constant", "inputs"])
-def test_flux(positions):
-    """Double blocks norm and project text and image apart: each with weights of its own, which the node takes."""
-    computed = positions == "inputs"
-    shapes = FLUX | ({"image_positions": (4, 3), "text_positions": (3, 3)} if computed else {})
-    model = traced(Flux(double_blocks=int(computed)), shapes)
-    after = lowered(model)
-    double = {"transformer.transformer_blocks.0.attn": {"rotary", "norm"}} if computed else {}
-    assert taken(after) == double | {"transformer.single_transformer_blocks.0.attn": {"rotary", "norm"}}
-    *first, single = attention_nodes(after).values()
-    for node in (*first, single):
-        assert list(node.inputs[0].shape) == [1, 7, 3, HEADS, CHANNELS]  # the plain projections, in one
-        assert len(set(node.inputs[:3])) == 1
-        assert node.attributes["norm_eps"].as_float() == pytest.approx(1e-6)
-        assert node.inputs[-2] is single.inputs[-2]  # one table
-    for node in first:
-        assert node.inputs[0].producer().op_type == "Concat"
-        assert node.attributes["norm_split"].as_int() == 3 and list(node.inputs[-1].shape) == [2, 2, CHANNELS]
-    assert "norm_split" not in single.attributes
-    assert_same_after(model, after)
-
-
-WAN = {f"transformer.blocks.{i}.attn{j + 1}": ({"rotary", "norm"}, {"norm"})[j] for i in range(2) for j in range(2)}
-
-
-def test_wan():
-    """Its norms are across heads, and its cross-attention is not rotated."""
-    model = traced(Wan(layers=2), {"x": (1, 4, 2, 4, 4), "timestep": (1,), "text": (1, 3, 8)})
-    after = lowered(model)
-    assert taken(after) == WAN
-    first, cross, second, cross_too = attention_nodes(after).values()
-    for node in (first, cross, second, cross_too):
-        assert list(node.inputs[-1].shape) == [2, HEADS, CHANNELS]
-    for node in (first, second):
-        assert list(node.inputs[0].shape) == [1, 8, 3, HEADS, CHANNELS]  # the plain projections, in one
-    assert len({*cross.inputs[1:3], *cross_too.inputs[1:3]}) == 1  # keys and values of the text
-    assert {"Pow", "ReduceMean", "Reciprocal"}.isdisjoint(node.op_type for node in after.graph)
-    assert_same_after(model, after)
-
-
-def test_cogvideox():
-    """The text before the video is not rotated, and its own rows of the table say so. Its norms are not RMS norms."""
-    model = traced(CogVideoX(), {"x": (1, 2, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8)})
-    assert "ScatterND" not in {node.op_type for node in model.graph}
-    after = lowered(model)
-    assert taken(after) == {"transformer.transformer_blocks.0.attn1": {"rotary"}}
-    (node,) = attention_nodes(after).values()
-    assert [x.producer().op_type for x in node.inputs[:2]] == ["LayerNormalization"] * 2  # nothing is cut or joined
-    assert_same_after(model, after)
-
-
-def test_hunyuan_video():
-    """The text after the video is not rotated; the double block has projections and norms of its own for it."""
-    model = traced(HunyuanVideo(), {"x": (1, 4, 2, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)})
-    after = lowered(model)
-    assert taken(after) == {
-        "transformer.context_embedder.token_refiner.refiner_blocks.0.attn": set(),
-        "transformer.transformer_blocks.0.attn": {"rotary", "norm"},
-        "transformer.single_transformer_blocks.0.attn": {"rotary", "norm"},
-    }
-    _, double, single = attention_nodes(after).values()
-    for node in (double, single):
-        assert list(node.inputs[0].shape) == [1, 11, 3, HEADS, CHANNELS]  # the plain projections, in one
-    assert double.inputs[-2] is single.inputs[-2] and list(double.inputs[-2].shape) == [11, CHANNELS // 2, 2]
-    assert double.attributes["norm_split"].as_int() == 8
-    assert_same_after(model, after)
 
 
 @pytest.mark.parametrize("any_number", [False, True], ids=["as traced", "any number"])
@@ -675,39 +338,6 @@ def test_rotations_and_norms():
     assert [kind for kind, value in rotated.items() if value.producer().name in left] == ["read elsewhere"]
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", None])
-def test_stable_diffusion_3(norm):
-    shapes: Shapes = {"x": (1, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}
-    model = traced(StableDiffusion3(norm), shapes)
-    after = lowered(model)
-    assert all(found == ({"norm"} if norm else set()) for found in taken(after).values())
-    for node in attention_nodes(after).values():
-        assert node.attributes["layout"].as_string() == "BNHD"
-        assert list(node.inputs[0].shape) == [1, 7, 3, HEADS, CHANNELS]
-        if norm:
-            assert node.attributes["norm_split"].as_int() == 4 and list(node.inputs[-1].shape) == [2, 2, CHANNELS]
-    assert "Pow" not in {node.op_type for node in after.graph}
-    assert_same_after(model, after)
-
-
-@pytest.mark.parametrize("kind", ["three runs", "another epsilon", "image as it is", "as many keys of another split"])
-def test_other_norms_of_joined_tokens_are_left(kind):
-    model = traced(Joined(kind), ROTATED)
-    after = lowered(model)
-    assert list(taken(after).values()) == [set()]
-    assert_same_after(model, after)
-
-
-def test_norms_of_joined_tokens():
-    """Of projections that are one product, cut in three: the node takes the norms, and nothing is joined that was not."""
-    model = traced(Joined("two runs"), ROTATED)
-    after = lowered(model)
-    assert list(taken(after).values()) == [{"norm"}]
-    (node,) = attention_nodes(after).values()
-    assert node.attributes["norm_split"].as_int() == 2
-    assert_same_after(model, after)
-
-
 def test_any_number_of_tokens():
     model = traced(Blocks("halves", "turn of computed positions"), ROTATED | {"x": ("batch", "tokens", WIDTH)})
     after = lowered(model)
@@ -735,9 +365,6 @@ def test_masks_stay_before_what_is_taken():
     *_, of_mask, rotary, norm = node.inputs
     assert of_mask.producer().inputs[0].name == "mask" and of_mask.dtype == ir.DataType.FLOAT16
     assert list(rotary.shape) == [TOKENS, CHANNELS // 2, 2] and list(norm.shape) == [2, CHANNELS]
-
-
-# Left -------------------------------------------------------------------------------------------------------------------
 
 
 def test_other_rotations_are_left():
@@ -809,14 +436,3 @@ def test_engines_that_are_refitted_keep_their_norms():
     after = lowered(model, refittable=True)
     assert list(taken(after).values()) == [{"rotary"}] * 2
     assert_same_after(model, after)
-
-
-def test_wan_of_any_size():
-    """Its positions are joined and its norms and rotation are taken though batch, frames, height and width vary."""
-    shapes: Shapes = {"x": ("batch", 4, "frames", "height", "width"), "timestep": ("batch",), "text": ("batch", 3, 8)}
-    model = traced(Wan(layers=2), shapes)
-    assert "ScatterND" not in {node.op_type for node in model.graph}
-    after = lowered(model)
-    assert taken(after) == WAN
-    for batch, frames, height, width in ((2, 3, 4, 4), (3, 2, 8, 4), (1, 5, 2, 6)):
-        assert_same_after(model, after, batch=batch, frames=frames, height=height, width=width)

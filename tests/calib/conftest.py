@@ -1,0 +1,8 @@
+"""Fixtures that several tests of calibration share."""
+
+import pytest
+
+
+@pytest.fixture
+def inputs(digits):
+    return digits.example(5, {"batch": 7, "height": 8, "width": 8})

@@ -1,0 +1,213 @@
+"""Builds of the backend `tensorrt`: what becomes of attention, group norms and weights, and what the record says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from rtx_builds import Watch
+from timed_sites import case, refuse, timed_site
+
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import TRANSPOSED, NativeSite, read_manifest
+from trtconvert.engine import engine_timer, tensorrt
+from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
+from trtconvert.errors import BackendUnavailable
+from trtconvert.export import lowering
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.library import library_version
+from trtconvert.recipe import EngineSection
+
+
+@pytest.fixture
+def builds(monkeypatch, digits_build):
+    """`build_engine` of the shipped model on a GPU that is not there: plans are the names of the sites with the plugin.
+
+    Returns the times that engines take, by plan, what was timed, and a function that builds.
+    """
+    found = SimpleNamespace(times={}, timed=[], alone=[], watch=Watch())
+
+    def build_lowered(trt, model, path, inputs, profiles, options, watch):
+        sites = attention_nodes(model)
+        return ",".join(sites).encode() if sites or options.channels_last else b"plain"
+
+    def time_engine(trt, inputs, timestep_input, profiles, plan, bins):
+        found.timed.append((plan, bins))
+        assert timestep_input in {spec.name for spec in inputs} and len(profiles) == 1
+        return found.times[plan]
+
+    def build(attention="auto", **fields):
+        component = read_manifest(digits_build.bundle).components["denoiser"]
+        onnx, options = digits_build.bundle / component.onnx, EngineSection(attention=attention, **fields)
+        return tensorrt.build_engine("denoiser", component, onnx, options, found.watch)
+
+    found.build = build
+    monkeypatch.setattr(tensorrt, "load", lambda: SimpleNamespace(__version__="10.6.0"))
+    monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
+    monkeypatch.setattr(tensorrt, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: ("80", "90a"))
+    monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
+    monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice(found.alone, []))
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", time_engine)
+    return found
+
+
+SITES = [f"blocks.{i}.attn" for i in range(6)]
+
+
+ALL = ",".join(SITES).encode()
+
+
+REST = ",".join(SITES[1:]).encode()
+
+
+def native_sites(*names):
+    return [timed_site(name, native_us=3.0, plugin_us=4.0) for name in names]
+
+
+@pytest.mark.parametrize("alone", [[], SITES[:1]])
+@pytest.mark.parametrize("native_us", [70.004, 90.0])
+def test_auto_keeps_the_plugin_where_the_whole_engine_is_no_slower_with_it(builds, alone, native_us):
+    builds.alone, mixed = native_sites(*alone), REST if alone else ALL
+    builds.times = {mixed: 80.0, b"": native_us} | ({ALL: 85.0} if alone else {})
+    plan, record = (built := builds.build()).plan, built.record
+    # Of the modes precision, balanced, balanced and aggressive.
+    assert builds.timed == [(plan, {125.0: 1, 375.0: 2, 875.0: 1}) for plan in (mixed, b"", ALL)[: 3 if alone else 2]]
+    faster = native_us > 80
+    assert (plan, record.attention) == ((mixed, "plugin") if faster else (b"", "native"))
+    assert bool(record.plugin) == faster and record.native_sites == builds.alone
+    assert (record.plugin_us, record.native_us) == (80.0, 90.0 if faster else 70.0)
+    # Beside engines of other GPUs of the same architecture.
+    assert (record.gpu, record.file) == ("NVIDIA H200", "engines/denoiser-tensorrt-sm90-nvidia-h200.plan")
+
+
+def test_auto_compares_no_engines_where_no_site_is_left_to_the_plugin(builds):
+    builds.alone = native_sites(*SITES)
+    record = builds.build().record
+    assert (record.attention, record.plugin_us, record.native_us, builds.timed) == ("native", None, None, [])
+
+
+@pytest.mark.parametrize(("attention", "plan"), [("plugin", ALL), ("native", b"")])
+def test_one_attention_for_all_sites_is_built_without_timing(builds, attention, plan):
+    built = builds.build(attention)
+    assert (built.plan, built.record.attention, built.record.plugin_us) == (plan, attention, None)
+    assert builds.timed == []
+
+
+@pytest.mark.parametrize(
+    ("compiled", "gpu", "fields", "said"),
+    [
+        (("80", "90a"), "sm75", {}, "sm75"),
+        (("90a",), "sm89", {}, "sm89"),
+        (("90a",), "sm90", {"hardware_compatible": True}, "sm80 and later, which engine.hardware_compatible asks for"),
+    ],
+)
+def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention(
+    builds, monkeypatch, compiled, gpu, fields, said
+):
+    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: compiled)
+    monkeypatch.setattr(tensorrt, "device_architecture", lambda: gpu)
+    built = builds.build(**fields)
+    assert (built.plan, built.record.attention, builds.timed) == (b"", "native", [])
+    assert len(builds.watch.notices) == 1 and said in builds.watch.notices[0]
+    with pytest.raises(
+        BackendUnavailable, match=rf"(?s)for {said}\n.*got: kernels for sm_.*remedy: compile the library"
+    ):
+        builds.build("plugin", **fields)
+    assert builds.build("native", **fields).plan == b"" and len(builds.watch.notices) == 1
+
+
+@pytest.mark.parametrize(
+    ("attention", "kernel", "norms", "fields", "said"),
+    [
+        ("plugin", True, True, {}, None),
+        ("plugin", False, True, {}, "the plugin library has no kernel for them on this GPU"),
+        ("plugin", True, True, {"refittable": True}, "engine.refittable"),
+        ("plugin", True, True, {"hardware_compatible": True}, "engine.hardware_compatible"),
+        ("plugin", False, False, {}, None),  # nothing to tell of a model without any
+        ("plugin", False, True, {"channels_last": False}, None),  # as asked for
+        ("native", True, True, {}, None),
+        ("native", False, True, {}, "the plugin library has no kernel for them on this GPU"),
+        ("native", True, True, {"channels_last": False}, None),
+        ("native", True, False, {}, None),
+    ],
+)
+def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
+    """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
+    record = builds.build(attention, **fields).record
+    taken = kernel and norms and not fields
+    assert record.plugin == (library_version() if attention == "plugin" or taken else "")
+    if said is None:
+        assert not builds.watch.notices
+    else:
+        (notice,) = builds.watch.notices
+        assert notice.startswith("group norms stay TensorRT's own") and said in notice
+
+
+@pytest.mark.parametrize("plain_us", [79.9, 80.0])
+def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(builds, monkeypatch, plain_us):
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
+    builds.times = {ALL: 80.0, b"": 85.0, b"plain": plain_us}
+    plan, record = (built := builds.build()).plan, built.record
+    faster = plain_us < 80
+    assert [timed for timed, _ in builds.timed] == [ALL, b"", b"plain"]
+    assert (plan, record.attention, bool(record.plugin)) == (
+        (b"plain", "native", False) if faster else (ALL, "plugin", True)
+    )
+    assert (record.plugin_us, record.native_us) == (80.0, 85.0)
+    assert (record.with_plugins_us, record.plain_us) == (80.0, plain_us)
+
+
+def test_a_refittable_engine_keeps_the_names_of_its_weights():
+    """Of three projections of one tensor, which are one product otherwise."""
+    model = one_node_model(case(64, 64, "BNHD"))
+    (node,) = attention_nodes(model).values()
+    x = ir.val("x", ir.DataType.FLOAT16, (2, 64, 256))
+    model.graph.inputs[:3] = [x]
+    heads = ir.node("Constant", [], {"value": ir.tensor([0, 0, 4, 64])})
+    model.graph.insert_before(node, heads)
+    for index, name in enumerate("qkv"):
+        weight = ir.val(f"to_{name}", const_value=ir.tensor(np.ones((256, 256), np.float16), name=f"to_{name}"))
+        model.graph.register_initializer(weight)
+        product = ir.node("MatMul", [x, weight])
+        split = ir.node("Reshape", [product.outputs[0], heads.outputs[0]])
+        split.outputs[0].dtype, split.outputs[0].shape = x.dtype, ir.Shape((2, 64, 4, 64))
+        model.graph.insert_before(node, [product, split])
+        node.replace_input_with(index, split.outputs[0])
+    weights = {"to_q", "to_k", "to_v"}
+    for refittable, kept in ((True, weights), (False, set())):
+        found = tensorrt.lowered(model, [], EngineSection(refittable=refittable), [{}])
+        assert found.graph.initializers.keys() & weights == kept
+    assert model.graph.initializers.keys() > weights
+
+
+def test_a_refittable_engine_records_the_shapes_of_its_weights(builds, digits):
+    shapes = builds.build("plugin", refittable=True).record.weights
+    state = {name: list(x.shape) for name, x in digits.denoiser.state_dict().items() if x.dim() > 1}
+    found = {name.removesuffix(TRANSPOSED): s[::-1] if name.endswith(TRANSPOSED) else s for name, s in shapes.items()}
+    assert state.items() <= found.items() and builds.build("plugin").record.weights == {}
+
+
+def test_a_site_without_an_attention_of_tensorrts_own_keeps_the_plugin():
+    """The manifest is JSON, which has no infinity."""
+    case_ = case(64, 64, "BNHD")
+    times = CaseTimes(float("inf"), {Mode.PRECISION: 5.0})
+    choice = choose({"a": SitePlan((case_,), (Mode.PRECISION,))}, lambda *_: times)
+    ((site,),) = choice.plugin
+    assert (
+        choice.native == []
+        and site.native_us is None
+        and NativeSite.model_validate_json(site.model_dump_json()) == site
+    )
+
+
+def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", refuse)
+    record = builds.build().record
+    assert (record.attention, record.plugin_us, record.native_us, record.plain_us) == ("plugin", None, None, None)
+    assert len(builds.watch.notices) == 1

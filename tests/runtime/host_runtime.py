@@ -1,0 +1,204 @@
+"""CUDA and TensorRT as the host sees them, without either: what they are told, and when."""
+
+import ctypes
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from cuda.bindings import runtime as cudart
+
+from trtconvert.runtime import graph as graphs
+
+
+class HostRuntime:
+    """CUDA's runtime and our library as far as graphs of copies need them: addresses are the host's, a launch runs at once.
+
+    Attributes:
+        recording: nodes so far, or None. Copies are a number, work is a function.
+        instances: graphs that were instantiated.
+        launched: how many launches there were.
+        streams, graphs: how many there are.
+        recordable: whether recordings succeed; status: what other calls return.
+        pause: seconds between the kernels of an engine.
+    """
+
+    def __init__(self) -> None:
+        self.recording, self.instances, self.recordable = None, [], True
+        self.launched = self.streams = self.graphs = self.pause = 0
+        self.status = cudart.cudaError_t.cudaSuccess
+
+    def __getattr__(self, name):
+        return getattr(cudart, name)
+
+    def run(self, work):
+        """What a kernel's launch does."""
+        work() if self.recording is None else self.recording.append(work)
+
+    def cudaStreamCreateWithFlags(self, flags):
+        self.streams += 1
+        return self.status, 7
+
+    def cudaStreamDestroy(self, stream):
+        self.streams -= 1
+        return (self.status,)
+
+    def cudaStreamBeginCapture(self, stream, mode):
+        self.recording = []
+        return (self.status,)
+
+    def cudaStreamEndCapture(self, stream):
+        graph, self.recording = self.recording, None
+        if not self.recordable:
+            return cudart.cudaError_t.cudaErrorStreamCaptureUnsupported, None
+        self.graphs += 1
+        return self.status, graph
+
+    def cudaGraphDestroy(self, graph):
+        self.graphs -= 1
+        return (self.status,)
+
+    def cudaGraphInstantiate(self, graph, flags):
+        self.instances.append(graph)
+        return self.status, len(self.instances)
+
+    def cudaGraphExecDestroy(self, instance):
+        return (self.status,)
+
+    def trtconvert_record_copies(self, stream, node):
+        node._obj.node = len(self.recording) + 1
+        self.recording.append(node._obj.node)
+        return int(self.status)
+
+    def trtconvert_launch_copies(self, given):
+        graph = given._obj
+        if self.status == cudart.cudaError_t.cudaSuccess:
+            self.launched += 1
+            nodes = {node.node: node for node in (graphs._Node * graph.num_nodes).from_address(graph.nodes)}
+            count = sum(node.count for node in nodes.values())
+            moved = iter((ctypes.c_uint64 * count).from_address(graph.addresses))
+            outer = {number: [next(moved) for _ in range(node.count)] for number, node in nodes.items()}
+            for node in self.instances[graph.exec - 1]:
+                if not isinstance(node, int):
+                    node()
+                    continue
+                for copy, address in zip(nodes[node].copies, outer[node], strict=False):
+                    ends = (address, copy.buffer) if nodes[node].outwards else (copy.buffer, address)
+                    ctypes.memmove(*ends, copy.bytes)
+        return int(self.status)
+
+
+def addresses(*tensors):
+    return [x.data_ptr() for x in tensors]
+
+
+class HostContext:
+    """TensorRT's execution context as far as lanes need it, of an engine for y = 2 · a + b in two kernels.
+
+    The first leaves 2 · a in the context's memory. Between the two, other threads may run.
+
+    Attributes:
+        told: shapes in the order in which they were set, and whether the caller was recording then.
+        memory: address of what it computes in; computed_in: what it was at each run.
+    """
+
+    def __init__(self, cuda) -> None:
+        self.cuda, self.at, self.shape, self.told, self.memory, self.computed_in = cuda, {}, (), [], 0, []
+
+    def set_optimization_profile_async(self, profile, stream):
+        return True
+
+    def set_device_memory(self, address, size):
+        self.memory = address
+
+    def set_input_shape(self, name, shape):
+        self.shape = shape
+        self.told.append((shape, torch.cuda.is_current_stream_capturing()))
+        return True
+
+    def get_tensor_shape(self, name):
+        return (7,) if self.shape == (REFUSED,) else self.shape
+
+    def set_tensor_address(self, name, address):
+        self.at[name] = address
+        return True
+
+    def execute_async_v3(self, stream):
+        self.computed_in.append(self.memory)
+        doubled = self.vector(self.memory)
+        a, b, y = (self.vector(self.at[name]) for name in "aby")
+        self.cuda.run(lambda: torch.mul(a, 2, out=doubled))
+        if self.cuda.recording is None:
+            time.sleep(self.cuda.pause)
+        self.cuda.run(lambda: torch.add(doubled, b, out=y))
+        return True
+
+    def vector(self, address):
+        (length,) = self.shape
+        return torch.frombuffer((ctypes.c_float * length).from_address(address), dtype=torch.float32)
+
+
+REFUSED = 10
+"""A length for which the engine gives outputs of another."""
+
+
+LOG = SimpleNamespace(last=lambda: "what TensorRT logged", errors=[])
+
+
+class HostEngine:
+    """TensorRT's engine of `HostContext`. Attributes: contexts: those that were made."""
+
+    num_io_tensors, device_memory_size_v2 = 3, 4096
+
+    def __init__(self, cuda) -> None:
+        self.cuda, self.contexts = cuda, []
+
+    def get_tensor_name(self, index):
+        return "aby"[index]
+
+    def create_execution_context(self, strategy):
+        self.contexts.append(HostContext(self.cuda))
+        return self.contexts[-1]
+
+
+@dataclass
+class Machine:
+    """Streams of a GPU that is not there.
+
+    Attributes:
+        current: handle of the current stream; recording: whether the caller records it into a graph; torchs: by means of torch,
+            which then keeps what it gives for the graph.
+        destroyed: handles of streams that their owner destroyed.
+        waited: handles of the streams that were waited for.
+        memory: whether there is any for tensors of a call.
+    """
+
+    current: int = 7
+    recording: bool = False
+    torchs: bool = True
+    memory: bool = True
+    destroyed: set[int] = field(default_factory=set)
+    waited: list[int] = field(default_factory=list)
+
+    def stream(self, handle):
+        def synchronize():
+            self.waited.append(handle)
+            if handle in self.destroyed:
+                raise RuntimeError("CUDA error: invalid resource handle")
+
+        return SimpleNamespace(cuda_stream=handle, synchronize=synchronize)
+
+
+class HostLogger:
+    """TensorRT's module, as far as a logger needs it."""
+
+    class ILogger:
+        ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
+
+
+TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+
+
+def computes(made, length=4):
+    a, b = torch.randn(length), torch.randn(length)
+    return torch.equal(made(a, b), 2 * a + b)
