@@ -235,6 +235,11 @@ class PlanSection(_Section):
         "aggressive. Its relative error is 0.04, or 0.09 if all queries attend to one token; those of aggressive are 0.02 and "
         "0.15, of precision 0.01 and 0.01. A kernel_cost that was measured before fp8 existed has to be measured again.",
     )
+    layer_candidates: list[LayerModeName] = Field(
+        default=["static"],
+        min_length=1,
+        description="Modes of layers that the search may choose, beside their own type, where layers.modes is auto.",
+    )
     point: str | None = Field(
         default=None,
         description="Name of a plan that the search tried, as the bundle's frontier.json and report list them, to be built "

@@ -224,6 +224,7 @@ def search_stage(
     reads = {
         "calibration": calibration.key,
         "attention": recipe.attention.model_dump(mode="json"),
+        "layers": recipe.layers.model_dump(mode="json"),
         "plan": search_reads(recipe.plan),
         "shapes": _ranges(recipe),
     }
@@ -236,11 +237,23 @@ def search_stage(
 
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
-        tables = Calibration.load(calibration.folder / CALIBRATION).tables
+        made = Calibration.load(calibration.folder / CALIBRATION)
         opt = {name: size for name, (_, size, _) in _profiles(recipe, source)[0].items()}
         batch = shape_of(source.inputs[0].shape, opt)[0]
         budget = load_budget(recipe.plan)
-        frontier = search(source, sites, tables, recipe.attention, recipe.plan, budget, bins, batch, bar)
+        frontier = search(
+            source,
+            sites,
+            _chosen_layers(calibration),
+            made,
+            recipe.attention,
+            recipe.layers,
+            recipe.plan,
+            budget,
+            bins,
+            batch,
+            bar,
+        )
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
 
     return _run("search", reads, make, cache, report)

@@ -17,6 +17,8 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import TILE
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.errors import UserError
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import Layer, flops
 
 ALWAYS_MEASURED = tuple(mode for mode in Mode if mode != Mode.FP8)
 """Modes whose times every table holds. FP8 came later: tables that were made before serve plans without it."""
@@ -56,6 +58,10 @@ class KernelCost:
         self.date: str = table["date"]
         self._rows = [
             (AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["seconds"])) for row in table["rows"]
+        ]
+        self._layers = [
+            (2.0 * math.prod(row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
+            for row in table.get("layers", ())
         ]
 
     @staticmethod
@@ -102,19 +108,31 @@ class KernelCost:
         return ""
 
     def seconds(self, shape: AttentionShape, mode: Mode) -> float:
-        """Time of one call. Linear in the logarithms of work and time between measured points; beyond them, the work's
-        share of the largest point, or the smallest point's time, which is launch and latency. Infinite for a mode that was not
-        measured."""
+        """Time of one call, see `_interpolated`. Infinite for a mode that was not measured."""
         rows = [row for row in self._rows if row[0].to_prompt == shape.to_prompt] or self._rows
         sizes = sorted({measured.head_dim for measured, _, _ in rows})
         nearest = min(sizes, key=lambda size: abs(size - shape.head_dim))
         points = sorted((m.flops, t) for m, kind, t in rows if m.head_dim == nearest and kind == mode)
         if not points:
             return math.inf
-        work, times = (np.array(column) for column in zip(*points, strict=True))
-        inside = float(np.exp(np.interp(np.log(shape.flops), np.log(work), np.log(times))))
-        return inside * max(1.0, shape.flops / work[-1])
+        return _interpolated(shape.flops, points)
+
+    def layer_seconds(self, layer: Layer, batch: int, mode: LayerMode) -> float:
+        """Time of one call of a layer, its activations' quantisation inside. Interpolated as attention's is; infinite for
+        a mode that was not measured."""
+        points = sorted((work, t) for work, kind, t in self._layers if kind == mode)
+        if not points:
+            return math.inf
+        return _interpolated(flops(layer, batch), points)
 
     def table(self, shapes: Sequence[AttentionShape]) -> Tensor:
         """[len(shapes), modes] seconds, infinite in modes that were not measured."""
         return torch.tensor([[self.seconds(shape, mode) for mode in Mode] for shape in shapes], dtype=torch.float64)
+
+
+def _interpolated(work: float, points: Sequence[tuple[float, float]]) -> float:
+    """Linear in the logarithms of work and time between measured points (work, time); beyond them, the work's share of the
+    largest point, or the smallest point's time, which is launch and latency."""
+    measured, times = (np.array(column) for column in zip(*points, strict=True))
+    inside = float(np.exp(np.interp(np.log(work), np.log(measured), np.log(times))))
+    return inside * max(1.0, work / measured[-1])

@@ -28,9 +28,11 @@ from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.schedules import sigma_rule_modes
 from trtconvert.attention.sites import Site
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
+from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint
-from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
+from trtconvert.calib.layer_scales import layer_tables
+from trtconvert.calib.sensitivity import LAYERS_OF, Int8Layers, Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
@@ -39,16 +41,13 @@ from trtconvert.progress import Bar
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
 
 Plan = dict[str, Tensor]
-"""Site: [T] INT32 `Mode` per timestep bin."""
+"""Site: [T] INT32 `Mode` per timestep bin; group of layers, whose name begins with `LAYERS_OF`: `LayerMode`."""
 
 BISECTIONS = 6
 """Halvings of the modelled error's range in decades: the limit is known to 2**-6 of it."""
 
 FRONTIER_DB = (60, 50, 40, 30)
 """PSNR that the error model promises at the frontier's points; each point is then sampled."""
-
-OTHER_POINTS = 2 + len(FRONTIER_DB) + BISECTIONS
-"""Plans that are sampled beside one mode everywhere: two more to compare with, see `_fixed_plans`, and those of the search."""
 
 
 def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, bins: int) -> Plan:
@@ -95,8 +94,10 @@ def kernel_cost(section: PlanSection) -> tuple[KernelCost, set[Mode]]:
 def search(
     model: DiffusionModel,
     sites: Sequence[Site],
-    tables: Mapping[str, Mapping[str, Tensor]],
+    layers: Sequence[Layer],
+    calibration: Calibration,
     attention: AttentionSection,
+    of_layers: LayersSection,
     section: PlanSection,
     budget: Budget,
     bins: int,
@@ -105,26 +106,57 @@ def search(
 ) -> Frontier:
     """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
 
+    Layers take part where `layers.modes` is auto; else they have the modes that the recipe states, in all plans.
+
     Args:
-        sites: to convert.
-        tables: of the calibration.
-        batch: for which attention times are taken.
+        sites, layers: to convert.
+        batch: for which times are taken.
         bar: shows the progress.
     """
     cost, allowed = kernel_cost(section)
     shapes = [AttentionShape(batch * s.folds, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
     seconds = cost.table(shapes)
     seeds = range(section.seed, section.seed + section.samples)
-    bar.total(section.steps + bins + len(_priced(seconds)) + OTHER_POINTS)
+    tables = calibration.tables
+    stated = layer_modes(of_layers, layers, bins)
+    in_int8 = Int8Layers(layer_tables(model.denoiser, layers, calibration.layers, stated), model.timestep_max)
+    groups: dict[str, list[str]] = {}
+    if of_layers.modes == "auto":
+        for layer in layers:
+            groups.setdefault(layer.source, []).append(layer.name)
+    allowed_layers = [LayerMode[name.upper()] for name in section.layer_candidates]
+    if groups:
+        of_group = {source: [layer for layer in layers if layer.source == source] for source in groups}
+        rows = [layer_seconds(cost, of_source, batch, allowed_layers) for of_source in of_group.values()]
+        seconds = torch.cat([seconds, torch.tensor(rows, dtype=torch.float64)])
+    bar.total(
+        section.steps
+        + bins
+        + (2 if groups else 1) * (len(_priced(seconds[: len(sites)])) + 2)
+        + len(FRONTIER_DB)
+        + BISECTIONS
+    )
 
     def int8_sites(plan: Plan) -> Int8Sites:
         named = {site: AttentionTables(**tables[site], modes=modes) for site, modes in plan.items()}
         return Int8Sites(named, model.timestep_max, attention.scaling, attention.smooth_k)
 
+    def int8_layers(plan: Plan) -> Int8Layers:
+        if not groups:
+            return in_int8
+        chosen = {
+            name: in_int8.tables[name].with_modes(plan[LAYERS_OF + source])
+            for source, members in groups.items()
+            for name in members
+            if plan[LAYERS_OF + source].any()
+        }
+        return Int8Layers(chosen, model.timestep_max)
+
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
     sensitivity = measure_sensitivity(
-        model, int8_sites(exact), bins, modes=allowed, seeds=seeds, steps=section.steps, done=bar.step
-    )
+        model, int8_sites(exact), bins, modes=allowed, layers=in_int8, groups=groups, layer_modes=allowed_layers, seeds=seeds,
+        steps=section.steps, done=bar.step,
+    )  # fmt: skip
     with torch.no_grad():
         full = model.sample(model.denoiser, seeds, steps=section.steps, solver="ddim")
     measured: dict[tuple[int, ...], dict[str, float]] = {}
@@ -133,14 +165,36 @@ def search(
         key = _key(plan)
         if key not in measured:
             with torch.no_grad():
-                denoiser = intercepted(model, int8_sites(plan).handler())
+                of_sites = {name: modes for name, modes in plan.items() if not name.startswith(LAYERS_OF)}
+                chosen = int8_layers(plan)
+                layer_handler = chosen.handler() if chosen.tables else None
+                denoiser = intercepted(model, int8_sites(of_sites).handler(), layer_handler)
                 images = model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
             measured[key] = figures(budget, images, full)
         bar.step()
         return measured[key]
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, allowed)
+    if groups:
+        points = [point.model_copy(update={"layers": _by_layer(point.layers, groups)}) for point in points]
+    else:
+        rows = {name: modes.tolist() for name, modes in stated.items()}
+        points = [point.model_copy(update={"layers": rows}) for point in points]
     return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
+
+
+def _by_layer(of_groups: Mapping[str, list[int]], groups: Mapping[str, Collection[str]]) -> dict[str, list[int]]:
+    return {name: of_groups[source] for source, members in groups.items() for name in members}
+
+
+def layer_seconds(cost: KernelCost, layers: Sequence[Layer], batch: int, modes: Collection[LayerMode]) -> list[float]:
+    """Time of layers together in 16 bits and in each `LayerMode` of some; infinite in others, up to as many as attention has."""
+    return [
+        sum(cost.layer_seconds(layer, batch, LayerMode(mode)) for layer in layers)
+        if mode in (LayerMode.EXACT, *modes)
+        else math.inf
+        for mode in range(len(Mode))
+    ]
 
 
 def search_plan(
@@ -154,8 +208,8 @@ def search_plan(
     """Plans around the fastest one whose samples keep the budget.
 
     Args:
-        seconds: [S, modes] attention time of each site in each mode, in any unit; infinite where nobody knows, and such a mode
-            is not chosen.
+        seconds: [S, modes] time of each site or group of layers in each mode, in any unit; infinite where nobody knows,
+            and such a mode is not chosen.
         sigmas: as in `make_plan`.
         budget: what a plan must keep.
         measure: draws samples with a plan and gives every figure of the budget.
@@ -165,8 +219,16 @@ def search_plan(
         All points that were sampled, fastest first; FP16 everywhere is one of them.
     """
     sites, bins = sensitivity.sites, len(sensitivity.gain)
+    groups = torch.tensor([name.startswith(LAYERS_OF) for name in sites])
+    unseen = sensitivity.steps == 0
     cost = sensitivity.cost().clone()
-    cost[..., [mode for mode in Mode if mode not in allowed]] = math.inf
+    cost[~groups] = cost[~groups].index_fill(
+        -1, torch.tensor([m for m in Mode if m not in allowed], dtype=torch.long), math.inf
+    )
+    # A layer is INT8 in all bins or in none: what no step falls into costs nothing and decides nothing.
+    cost[groups] = torch.where(
+        unseen[:, None] & sensitivity.error[groups].isfinite().any(1, keepdim=True), 0.0, cost[groups]
+    )
     cost.masked_fill_(seconds[:, None].isinf(), math.inf)
     time = seconds[:, None] * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, modes]; unseen bins count a little
     int8_values = torch.tensor(INT8_VALUES)
@@ -174,28 +236,42 @@ def search_plan(
     def point(name: str, plan: Plan) -> PlanPoint:
         found = measure(plan)
         chosen = torch.stack([plan[site] for site in sites])
+        of_sites = chosen[~groups]
+        rows = {site: modes.tolist() for site, modes in plan.items()}
         return PlanPoint(
             name=name,
             speed=float(time[..., Mode.FP16].sum() / time.gather(-1, chosen.long()[..., None]).sum()),
             figures=found,
             keeps_budget=keeps_budget(budget, found),
-            allowed=set(chosen.unique().tolist()) <= set(allowed),
-            int8_values=float((torch.isin(chosen, int8_values).double().mean(0) * sensitivity.steps).sum()),
-            modes={site: modes.tolist() for site, modes in plan.items()},
+            allowed=set(of_sites.unique().tolist()) <= set(allowed),
+            int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * sensitivity.steps).sum()),
+            modes={site: row for site, row in rows.items() if not site.startswith(LAYERS_OF)},
+            layers={site.removeprefix(LAYERS_OF): row for site, row in rows.items() if site.startswith(LAYERS_OF)},
         )
 
-    unseen = sensitivity.steps == 0
-    compared = _fixed_plans(sigmas, bins, _priced(seconds))
+    compared = _fixed_plans(sigmas, bins, _priced(seconds[~groups]))
     fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in compared.items()}
-    points = [point(name, {site: modes.clone() for site in sites}) for name, modes in fixed.items()]
-    points += [point(f"model, {db} dB", fastest_plan(sites, cost, time, 10 ** (-db / 10))) for db in FRONTIER_DB]
+    in_int8 = [mode for mode in LayerMode if mode and groups.any() and seconds[groups, mode].isfinite().all()]
+    points = []
+    for suffix, of_layers in [("", LayerMode.EXACT), *((f", layers {m.name.lower()}", m) for m in in_int8[-1:])]:
+        for name, modes in fixed.items():
+            rows = {
+                s: torch.full_like(modes, int(of_layers)) if s.startswith(LAYERS_OF) else modes.clone() for s in sites
+            }
+            points.append(point(name + suffix, rows))
+    whole = groups.nonzero().flatten().tolist()
+
+    def fastest(limit: float) -> Plan:
+        return fastest_plan(sites, cost, time, limit, whole)
+
+    points += [point(f"model, {db} dB", fastest(10 ** (-db / 10))) for db in FRONTIER_DB]
 
     # The largest modelled error whose plan keeps the budget when sampled: bisection in decades between two sure ends.
     worst = cost.nan_to_num(posinf=0.0).amax(-1).sum()
     low, high = -12.0, float(worst.clamp_min(1e-12).log10())
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        candidate = point(f"search, error 10^{middle:.2f}", fastest_plan(sites, cost, time, 10**middle))
+        candidate = point(f"search, error 10^{middle:.2f}", fastest(10**middle))
         points.append(candidate)
         low, high = (middle, high) if candidate.keeps_budget else (low, middle)
 
@@ -220,12 +296,13 @@ def _fixed_plans(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, 
     return plans | {"sigma rule": rule, "aggressive, late steps fp16": late}
 
 
-def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float) -> Plan:
+def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float, whole: Sequence[int] = ()) -> Plan:
     """The plan of least total time whose total cost is at most `limit`, to proven optimality.
 
     Args:
         cost, time: [S, T, modes] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen, whatever
             its time, which may be infinite too.
+        whole: rows of layers, which have mode 0 in all bins or in none: an engine holds one of both weights.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, eye_array, kron, vstack
@@ -236,15 +313,21 @@ def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float) -> 
     # Scaled to about one, so that the solver's tolerances mean the same for every model.
     weights = (cost / limit).flatten().numpy()
     one_mode_each = kron(eye_array(count), np.ones((1, modes)))
+    bins, of_mode_0 = cost.shape[1], []
+    for row in whole:
+        for index in range(1, bins):
+            same = np.zeros(count * modes)
+            same[row * bins * modes], same[(row * bins + index) * modes] = 1, -1
+            of_mode_0.append(csr_array(same[None]))
     result = milp(
         (time / time.amax()).flatten().numpy(),
         integrality=np.ones(count * modes),
         # A choice that breaks the limit alone is no choice; it would only widen the numbers' range.
         bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
         constraints=LinearConstraint(
-            csr_array(vstack([one_mode_each, csr_array(np.minimum(weights, 2)[None])])),
-            np.concatenate([np.ones(count), [-np.inf]]),  # pyright: ignore[reportArgumentType]
-            np.concatenate([np.ones(count), [1.0]]),  # pyright: ignore[reportArgumentType]
+            csr_array(vstack([one_mode_each, csr_array(np.minimum(weights, 2)[None]), *of_mode_0])),
+            np.concatenate([np.ones(count), [-np.inf], np.zeros(len(of_mode_0))]),  # pyright: ignore[reportArgumentType]
+            np.concatenate([np.ones(count), [1.0], np.zeros(len(of_mode_0))]),  # pyright: ignore[reportArgumentType]
         ),
         options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
     )
@@ -261,5 +344,6 @@ def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:
     """Of points with the same modes, the first: those of the fixed plans come before those of the search."""
     kept: dict[tuple[int, ...], PlanPoint] = {}
     for point in points:
-        kept.setdefault(tuple(mode for row in point.modes.values() for mode in row), point)
+        rows = (*point.modes.values(), *point.layers.values())
+        kept.setdefault(tuple(mode for row in rows for mode in row), point)
     return list(kept.values())

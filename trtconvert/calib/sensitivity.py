@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +22,13 @@ from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear import reference as linear
+from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import LayerCall, LayerHandler
 from trtconvert.models.denoiser import intercepted
+
+LAYERS_OF = "layers of "
+"""What the name of a group of layers begins with, among those of sites."""
 
 INT8_MODES = tuple(mode for mode in Mode if mode != Mode.FP16)
 """Modes that quantise something; FP16 is exact here."""
@@ -93,12 +98,12 @@ class Int8Layers:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """S sites, T timestep bins.
+    """S sites and groups of layers, T timestep bins.
 
     Attributes:
-        sites: names, in the order of the first axis.
-        error: [S, T, modes] mean squared error at the denoiser's output when one site alone runs in each `Mode`; zero for FP16,
-            NaN for modes that were not measured.
+        sites: names, in the order of the first axis; those of groups begin with `LAYERS_OF`.
+        error: [S, T, modes] mean squared error at the denoiser's output when one site alone runs in each `Mode`, or one group of
+            layers in each `LayerMode`; zero for FP16, NaN for modes that were not measured.
         gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
         steps: [T] share of the denoising steps that fall into each bin.
     """
@@ -126,23 +131,38 @@ def measure_sensitivity(
     bins: int,
     *,
     modes: Collection[Mode] = tuple(Mode),
+    layers: Int8Layers | None = None,
+    groups: Mapping[str, Collection[str]] | None = None,
+    layer_modes: Collection[LayerMode] = (),
     seeds: range,
     steps: int,
     done: Callable[[], None],
 ) -> Sensitivity:
-    """Measure one site and mode at a time on the model's own trajectories.
+    """Measure one site or group of layers and one mode at a time on the model's own trajectories.
 
     Args:
         sites: their modes do not matter.
         modes: to measure; each takes a pass through the model for each site in every step.
+        layers: whose modes do not matter either; groups: their names, by the first layer that reads the same tensor.
+        layer_modes: to measure, of layers; each takes a pass for each group in every step.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
         done: called `steps + bins + 1` times.
     """
-    names = list(sites.tables)
-    measured = [mode for mode in INT8_MODES if mode in modes]
+    groups = groups or {}
+    choices: dict[str, list[tuple[int, Callable[[], Denoiser]]]] = {
+        name: [(mode, partial(_with_site, model, sites, name, mode)) for mode in INT8_MODES if mode in modes]
+        for name in sites.tables
+    }
+    if layers is not None:
+        choices |= {
+            LAYERS_OF + name: [(mode, partial(_with_layers, model, layers, members, mode)) for mode in layer_modes]
+            for name, members in groups.items()
+        }
+    names = list(choices)
     squared = torch.full((len(names), bins, len(Mode)), math.nan, dtype=torch.float64)
-    squared[..., [Mode.FP16, *measured]] = 0
+    for row, of_name in enumerate(choices.values()):
+        squared[row, :, [0, *(mode for mode, _ in of_name)]] = 0
     visits = torch.zeros(bins, dtype=torch.float64)
     exact = intercepted(model, lambda call: call.exact())
     bins_of = _bins_of_calls(model, bins)
@@ -152,14 +172,9 @@ def measure_sensitivity(
         output = exact(*inputs, **named)
         index = bins_of(inputs, named, len(output))
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        for row, name in enumerate(names):
-            for mode in measured:
-                tables = sites.tables[name].with_modes(mode)
-
-                def handler(call: SiteCall, name: str = name, tables: AttentionTables = tables) -> Tensor:
-                    return sites.attention(call, tables) if call.name == name else call.exact()
-
-                difference = intercepted(model, handler)(*inputs, **named) - output
+        for row, of_name in enumerate(choices.values()):
+            for mode, denoiser in of_name:
+                difference = denoiser()(*inputs, **named) - output
                 squared[row, :, mode].index_add_(0, index, difference.double().square().flatten(1).mean(1))
         done()
         return output
@@ -169,6 +184,18 @@ def measure_sensitivity(
         error = squared / visits.clamp_min(1)[:, None]
         gain = _gains(model, exact, samples, error, visits, seeds, steps, done)
     return Sensitivity(names, error, gain, visits / visits.sum())
+
+
+def _with_site(model: DiffusionModel, sites: Int8Sites, name: str, mode: Mode) -> Denoiser:
+    """The denoiser with one site alone in a mode."""
+    tables = sites.tables[name].with_modes(mode)
+    return intercepted(model, lambda call: sites.attention(call, tables) if call.name == name else call.exact())
+
+
+def _with_layers(model: DiffusionModel, layers: Int8Layers, names: Collection[str], mode: LayerMode) -> Denoiser:
+    """The denoiser with some layers alone in a mode."""
+    tables = {name: layers.tables[name].with_modes(mode) for name in names}
+    return intercepted(model, layers=Int8Layers(tables, layers.timestep_max).handler())
 
 
 def _gains(
