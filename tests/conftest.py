@@ -39,6 +39,7 @@ def digits_build(tmp_path_factory) -> Built:
     sections = {
         "model": {"source": "digits-dit", "weights": str(WEIGHTS)},
         "attention": {"modes": ["precision", "balanced", "balanced", "aggressive"]},
+        "layers": {"modes": "off"},
         "calibration": {"samples": 4, "batch": 2, "steps": 4, "bins": 4},
         "engine": {"backend": "onnxruntime", "shapes": {"batch": [1, 2, 8], "height": 8, "width": 8}},
         "verify": {"samples": 2, "steps": 4, "min_psnr": 20},

@@ -118,6 +118,7 @@ def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digit
     sections = {
         "model": {"source": "digits-dit", "weights": str(RECIPE.with_suffix(".safetensors"))},
         "attention": {"modes": "balanced"},
+        "layers": {"modes": "off"},
         "calibration": {"data": "inputs.safetensors", "samples": 6, "bins": 2},
         "engine": {"backend": "onnxruntime"},
         "verify": {"samples": 1, "steps": 2, "min_psnr": 10, "min_site_sqnr": 5},

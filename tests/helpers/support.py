@@ -104,10 +104,11 @@ def refusal(outcome: Outcome, *parts: str) -> str:
 
 
 def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe for a model of `tiny_models`, with fields of some sections replaced."""
+    """A recipe for a model of `tiny_models`, with fields of some sections replaced. Its layers stay as they are by default."""
     recipe: dict[str, dict[str, Any]] = {
         "model": {"source": "tiny_models:build"},
         "attention": {"modes": ["precision", "balanced"]},
+        "layers": {"modes": "off"},
         "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
         "engine": {"backend": "onnxruntime"},
         "verify": {"samples": 2, "steps": 4, "min_psnr": 20},

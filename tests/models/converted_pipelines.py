@@ -55,6 +55,7 @@ def recipe_of(
         "model": {"source": "diffusers", "weights": "pipeline", "options": options(name)} | (model or {}),
         "components": components,
         "attention": {"modes": "precision"},
+        "layers": {"modes": "off"},
         "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
         "engine": {"backend": "onnxruntime"},
         "verify": {"samples": 2, "steps": 4, "min_psnr": 15},

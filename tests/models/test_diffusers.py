@@ -69,6 +69,7 @@ def convert(folder: Path, name: str, dtype: str = "float32", **options) -> Conve
             "options": {"tokens": 8, "batch": [1, 1, 2]} | own | options,
         },
         "attention": {"modes": ["precision", "balanced"]},
+        "layers": {"modes": "off"},
         "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
         "engine": {"backend": "onnxruntime"},
         "verify": {"samples": 2, "steps": 4, "min_psnr": 15},

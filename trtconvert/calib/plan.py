@@ -69,8 +69,10 @@ def layer_modes(section: LayersSection, layers: Iterable[Layer], bins: int) -> P
     """The modes of layers that a recipe states; `auto` is STATIC, where no search decides.
 
     Args:
-        layers: that are converted.
+        layers: that are converted; none where they are off.
     """
+    if section.off:
+        return {}
     names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
     rows = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
     plan = {}

@@ -26,6 +26,7 @@ def folder(tmp_path_factory) -> Path:
     sections = {
         "model": {"source": "digits-dit", "weights": str(WEIGHTS), "dtype": "float16"},
         "attention": {"modes": ["precision", "balanced"]},
+        "layers": {"modes": "off"},
         "calibration": {"samples": 4, "batch": 2, "steps": 4, "bins": 2},
         "engine": {
             "backend": "tensorrt",
