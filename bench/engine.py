@@ -394,7 +394,7 @@ class Bench:
         }  # fmt: skip
         modes = torch.full((len(MODES),), int(LayerMode.STATIC), dtype=torch.int32)
         tables = layer_tables(self.model.denoiser, self.layers, scales, {layer.name: modes for layer in self.layers})
-        self.converted = {layer.name: ConvertedLayer(layer.source, tables[layer.name]) for layer in self.layers}
+        self.converted = {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in self.layers}
 
     def _at(self, mode: Mode) -> None:
         for feed in self.inputs:

@@ -111,6 +111,9 @@ class EngineRecord(_Record):
         with_plugins_us, plain_us: the same of the fastest engine with plugins, for attention or for group norms, and of
             TensorRT's own without any; the faster was kept. None where they were not compared: without plugins for group norms
             the engine with native attention at every site has none.
+        layers: how INT8 layers are computed: "native" by TensorRT's own kernels (Q/DQ), "plugin" by ours where there is
+            one, "exact" in 16 bits with their INT8 weights; empty where there are none.
+        layers_us: the same times of whole engines that were compared for it, by these names; the fastest was kept.
         refittable: weights can be replaced; weights: their shapes by name, of those with more than one dimension.
         version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
         weight_streaming: weights may stay in host memory.
@@ -129,6 +132,8 @@ class EngineRecord(_Record):
     native_us: float | None = None
     with_plugins_us: float | None = None
     plain_us: float | None = None
+    layers: Literal["", "native", "plugin", "exact"] = ""
+    layers_us: dict[str, float] = Field(default_factory=dict)
     refittable: bool = False
     weights: dict[str, list[int]] = Field(default_factory=dict)
     version_compatible: bool = False
@@ -186,6 +191,11 @@ class LayerRecord(_Record):
     weight: str
     modes: list[int] = Field(default_factory=list)
     reason: str = ""
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether it is converted: its weights are INT8, whatever its activations are."""
+        return bool(self.modes)
 
 
 class DiffusersRecord(_Record):
@@ -248,6 +258,10 @@ class ComponentRecord(_Record):
     layers: list[LayerRecord] = Field(default_factory=list)
     engines: list[EngineRecord]
     diffusers: DiffusersRecord | None = None
+
+    @property
+    def has_int8_layers(self) -> bool:
+        return any(layer.in_int8 for layer in self.layers)
 
     @property
     def is_denoiser(self) -> bool:

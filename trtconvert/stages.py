@@ -499,7 +499,7 @@ def _converted_layers(model: DiffusionModel, calibration: Stage, plan: Stage) ->
     layers = [layer for layer in _layers(calibration) if layer.name in modes]
     scales = Calibration.load(calibration.folder / CALIBRATION).layers
     tables = layer_tables(model.denoiser, layers, scales, modes)
-    return {layer.name: ConvertedLayer(layer.source, tables[layer.name]) for layer in with_sources_among(layers)}
+    return {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in with_sources_among(layers)}
 
 
 def _layer_records(calibration: Stage, plan: Stage) -> list[LayerRecord]:

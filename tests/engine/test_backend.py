@@ -40,7 +40,10 @@ def builds(monkeypatch, digits_build):
 
     def build(attention="auto", **fields):
         component = read_manifest(digits_build.bundle).components["denoiser"]
-        onnx, options = digits_build.bundle / component.onnx, EngineSection(attention=attention, **fields)
+        onnx, options = (
+            digits_build.bundle / component.onnx,
+            EngineSection(**{"attention": attention, "layers": "native"} | fields),
+        )
         return tensorrt.build_engine("denoiser", component, onnx, options, found.watch)
 
     found.build = build
@@ -144,8 +147,26 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
     if said is None:
         assert not builds.watch.notices
     else:
-        (notice,) = builds.watch.notices
+        *others, notice = builds.watch.notices
         assert notice.startswith("group norms stay TensorRT's own") and said in notice
+        assert all("layers run in 16 bits" in other and fields["refittable"] for other in others)
+
+
+@pytest.mark.parametrize(("exact_us", "kept"), [(70.0, "exact"), (90.0, "native")])
+def test_auto_computes_layers_in_16_bits_where_the_whole_engine_is_faster_so(builds, monkeypatch, exact_us, kept):
+    """The same attention, once more with other layers: plans of this test are named after the sites, so time tells them apart."""
+    times = iter([80.0, 85.0, 80.0, exact_us])
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
+    record = builds.build(layers="auto").record
+    assert (record.layers, record.layers_us) == (kept, {"native": 80.0, "exact": exact_us})
+    assert any("no INT8 layers" in notice for notice in builds.watch.notices) == (kept == "exact")
+
+
+def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", refuse)
+    record = builds.build(layers="auto").record
+    assert (record.layers, record.layers_us) == ("native", {})
+    assert any("layers stay native" in notice for notice in builds.watch.notices)
 
 
 @pytest.mark.parametrize("plain_us", [79.9, 80.0])

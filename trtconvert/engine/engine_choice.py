@@ -11,9 +11,10 @@ Group norms that are plugins are so in all of these; the fastest is compared wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Literal, Protocol
 
 import onnx_ir as ir
 
@@ -21,6 +22,9 @@ from trtconvert.bundle import NativeSite
 from trtconvert.engine import BuildWatcher
 from trtconvert.engine.attention_choice import Choice, bin_modes
 from trtconvert.errors import TrtconvertError
+
+LayerKind = Literal["native", "plugin", "exact"]
+"""How INT8 layers are computed, see `EngineSection.layers`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class ChosenEngine:
         times: of the whole engines; None where they were not compared.
         plain_times: None where they were not compared.
         is_plain: it has no plugin, of attention or another layer, since the engine without any was the faster.
+        layers: how its INT8 layers are computed, where that was compared; layer_times: microseconds of a call by that.
     """
 
     plan: bytes
@@ -59,6 +64,14 @@ class ChosenEngine:
     times: EngineTimes | None
     plain_times: PlainTimes | None = None
     is_plain: bool = False
+    layers: str = ""
+    layer_times: Mapping[str, float] = field(default_factory=dict)
+
+
+class BuildWithLayers(Protocol):
+    """Builds a plan with TensorRT's own attention at some sites, and INT8 layers of a kind."""
+
+    def __call__(self, native: Collection[str], /, *, layers: LayerKind) -> bytes: ...
 
 
 TimeEngine = Callable[[bytes, Mapping[float, int]], float]
@@ -117,6 +130,45 @@ def fastest_engine(
         )
         return plain
     return _unless_plain_is_faster(engine, build_plain, timed, watch)
+
+
+def with_fastest_layers(
+    engine: ChosenEngine,
+    nodes: Mapping[str, ir.Node],
+    kinds: Sequence[LayerKind],
+    build: BuildWithLayers,
+    time_engine: TimeEngine,
+    watch: BuildWatcher,
+) -> ChosenEngine:
+    """An engine, or one with the same attention whose INT8 layers are computed in another way, where that is the faster.
+
+    Args:
+        kinds: of layers; the engine has the first.
+        build: a plan with TensorRT's own attention at some sites, and layers of a kind.
+    Raises:
+        KeyboardInterrupt.
+    """
+    timed = _timer(time_engine, nodes)
+    native = _names(engine.native_sites) if engine.with_plugin else list(nodes)
+    best, times = replace(engine, layers=kinds[0]), dict[str, float]()
+    try:
+        times[kinds[0]] = timed(engine.plan)
+        for kind in kinds[1:]:
+            plan = build(native, layers=kind)
+            times[kind] = timed(plan)
+            watch.share(
+                f"whole engines, µs, by their layers: {', '.join(f'{k} {us:.0f}' for k, us in times.items())}", 0.0
+            )
+            if times[kind] == min(times.values()):
+                best = replace(best, plan=plan, layers=kind)
+    except TrtconvertError as error:
+        watch.notice(f"layers stay {best.layers}, not compared with all others: {error.problem}: {error.got}")
+    if best.layers == "exact":
+        watch.notice(
+            f"no INT8 layers: a call of the whole engine takes {times['exact']:.0f} µs with these in 16 bits, "
+            f"{times[kinds[0]]:.0f} µs in INT8"
+        )
+    return replace(best, layer_times=times)
 
 
 def _fastest_mix(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from trtconvert.engine.attention_choice import Choice
+    from trtconvert.engine.engine_choice import LayerKind
 
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
@@ -243,7 +244,7 @@ def build_engine(
         UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
             folder is full.
     """
-    from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine
+    from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine, with_fastest_layers
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
     from trtconvert.export.lowering import has_group_norms
@@ -254,10 +255,17 @@ def build_engine(
     model = storage.load(onnx)
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
 
-    def build(native: Collection[str], options: EngineSection = options) -> bytes:
+    kinds = _layer_kinds(component, options)
+
+    def build(native: Collection[str], options: EngineSection = options, layers: LayerKind = kinds[0]) -> bytes:
+        options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
         return build_lowered(trt, here, onnx, component.inputs, profiles, options, watch)
 
+    if options.refittable and component.has_int8_layers:
+        watch.notice(
+            "layers run in 16 bits, with the weights that INT8 holds: engine.refittable keeps weights as they are named"
+        )
     against = _against_channels_last(options)
     with_group_norms = bool(nodes) and options.channels_last and has_group_norms(model)
     if with_group_norms and against:
@@ -269,6 +277,8 @@ def build_engine(
         plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}))
         choice = choose_alone(trt, model, profiles, options, watch)
         engine = fastest_engine(choice, nodes, build, plain if with_group_norms else None, time_engine, watch)
+        if len(kinds) > 1:
+            engine = with_fastest_layers(engine, nodes, kinds, build, time_engine, watch)
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
@@ -283,8 +293,10 @@ def build_engine(
             "native_us": engine.times.native if engine.times else None,
             "with_plugins_us": engine.plain_times.with_plugins if engine.plain_times else None,
             "plain_us": engine.plain_times.plain if engine.plain_times else None,
+            "layers": (engine.layers or kinds[0]) if component.has_int8_layers else "",
+            "layers_us": engine.layer_times,
             "refittable": options.refittable,
-            "weights": _shapes(model) if options.refittable else {},
+            "weights": _shapes_by_name(model) if options.refittable else {},
             "version_compatible": options.version_compatible,
             "hardware_compatible": options.hardware_compatible,
             "weight_streaming": options.weight_streaming,
@@ -293,8 +305,21 @@ def build_engine(
     return BuiltEngine(engine.plan, record)
 
 
-def _shapes(model: ir.Model) -> dict[str, list[int]]:
-    """Shapes of the weights of more than one dimension, by name."""
+def _layer_kinds(component: ComponentRecord, options: EngineSection) -> list[LayerKind]:
+    """How a component's INT8 layers may be computed here: what is built, and what it is compared with where engines are timed."""
+    if options.refittable:  # weights keep their names
+        return ["exact"]
+    if options.layers != "auto":
+        return [options.layers]
+    return ["native", "exact"] if component.has_int8_layers else ["native"]
+
+
+def _shapes_by_name(model: ir.Model) -> dict[str, list[int]]:
+    """Shapes of the weights of more than one dimension, by their names in refittable engines."""
+    from trtconvert.export.lowering import expand_layers
+
+    model = model.clone()
+    expand_layers(model, exact=True)
     weights = {name: value.shape for name, value in model.graph.initializers.items()}
     return {name: list(shape.numpy()) for name, shape in weights.items() if shape is not None and len(shape) > 1}
 

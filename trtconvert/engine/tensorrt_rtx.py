@@ -1,6 +1,7 @@
 """TensorRT-RTX: engines for RTX GPUs, built ahead of time on a machine without any.
 
-It hosts no plugins, so its attention is the `native` lowering in the model's own precision, which it fuses.
+It hosts no plugins, so its attention is the `native` lowering in the model's own precision, which it fuses, and INT8 layers are
+products between Q/DQ, of which it makes INT8 kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def build_engine(
 
     Args:
         name: of the component.
-        onnx: the model lowered to native attention. The parser ends the process when it meets a plugin's node.
+        onnx: the model lowered to native attention, its INT8 layers to Q/DQ. The parser ends the process when it meets a
+        plugin's node.
         target: "sm75", "sm80", "sm86", "sm89" or "sm120".
     Raises:
         TrtconvertError, KeyboardInterrupt: see `build_plan`.
@@ -74,4 +76,5 @@ def build_engine(
         title=f"TensorRT-RTX, {target}",
     )
     record = EngineRecord.of(name, "tensorrt_rtx", str(status().detail), target)
-    return BuiltEngine(plan, record.model_copy(update={"profiles": profiles}))
+    layers = "native" if component.has_int8_layers else ""
+    return BuiltEngine(plan, record.model_copy(update={"profiles": profiles, "layers": layers}))

@@ -29,10 +29,12 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import OP
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
 from trtconvert.export.nodes.layers import (
+    BIAS_METADATA,
     CONV,
     LAYER_METADATA,
     LINEAR,
     SOURCE_METADATA,
+    WEIGHT_METADATA,
     check_modes,
     layer_nodes,
     table_names,
@@ -42,7 +44,7 @@ from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.reference import LayerTables
-from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
+from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,7 @@ class _TracedDenoiser(nn.Module):
         self._buffers_of = {site: registered(self, site, of_site) for site, of_site in tables.items()}
         hooks = dict(attention_hooks(self._attention(options)))
         if layers:
-            hooks |= layer_hooks(LayerEmitter(self, layers, options.timestep_max))
+            hooks |= layer_hooks(LayerEmitter(self, layers, model_tensors(model.denoiser), options.timestep_max))
         names = [spec.name for spec in model.inputs]
         self.intercepted = InterceptedDenoiser(denoiser, names, model.timestep_input, hooks)
 
@@ -357,11 +359,19 @@ class LayerEmitter:
     Args:
         module: gets the tables as buffers; what is exported.
         layers: to convert.
+        tensors: the model's parameters and buffers by name.
         timestep_max: see `DiffusionModel`.
     """
 
-    def __init__(self, module: nn.Module, layers: Mapping[str, ConvertedLayer], timestep_max: float) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Mapping[str, ConvertedLayer],
+        tensors: Mapping[str, Tensor],
+        timestep_max: float,
+    ) -> None:
         self._module, self._layers, self._timestep_max = module, layers, timestep_max
+        self._tensors = tensors
         tied: dict[int, str] = {}
         self._buffers = {name: registered(module, name, layer.tables, tied) for name, layer in layers.items()}
 
@@ -391,7 +401,15 @@ class LayerEmitter:
             dtype=call.x.dtype,
             shape=shape,
             version=VERSION,
-            metadata_props={LAYER_METADATA: call.name, SOURCE_METADATA: layer.source},
+            metadata_props={
+                LAYER_METADATA: call.name,
+                SOURCE_METADATA: layer.layer.source,
+                **{
+                    key: reference.state_name(self._tensors)
+                    for key, reference in ((WEIGHT_METADATA, layer.layer.weight), (BIAS_METADATA, layer.layer.bias))
+                    if reference is not None
+                },
+            },
         )
 
 

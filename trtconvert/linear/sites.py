@@ -73,6 +73,12 @@ class TensorRef:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def state_name(self, tensors: Mapping[str, Tensor]) -> str:
+        """The name in the state dict, of a tensor that is the whole one, as it lies in memory; else empty."""
+        whole = tensors[self.name]
+        is_whole = (self.offset, self.shape, self.stride) == (0, tuple(whole.shape), tuple(whole.stride()))
+        return self.name if is_whole else ""
+
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The view, of a model's parameters and buffers by name."""
         whole = tensors[self.name]
@@ -111,11 +117,11 @@ class ConvertedLayer:
     """A layer that becomes an INT8 one.
 
     Attributes:
-        source: of the layer, among those that are converted.
+        layer: its source is among those that are converted.
         tables: what it computes with.
     """
 
-    source: str
+    layer: Layer
     tables: LayerTables
 
 
@@ -160,7 +166,6 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
                      if transposed else ("dilation", "groups")))  # fmt: skip
             given = dict(zip(names, args, strict=False)) | named
             stride, dilation = (_each(given.get(name, 1), sizes) for name in ("stride", "dilation"))
-            padding = given.get("padding", 0)
             obstacle = "it is a transposed convolution" if transposed else _obstacle_of_conv(given, dilation)
             call = LayerCall(
                 caller.name("layer"),
@@ -171,7 +176,7 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
                 caller.timestep,
                 _exact(function, args, named),
                 stride,
-                (0,) * sizes if isinstance(padding, str) else _each(padding, sizes),
+                _padding(given, sizes),
                 obstacle,
             )
             return handler(call)
@@ -205,6 +210,14 @@ def _each(value: int | Sequence[int], sizes: int) -> tuple[int, ...]:
     return (value,) * sizes if isinstance(value, int) else tuple(value) * (sizes if len(value) == 1 else 1)
 
 
+def _padding(given: Mapping[str, Any], sizes: int) -> tuple[int, ...]:
+    """On both sides of each size; "same" of an odd kernel, others differ from side to side."""
+    padding = given.get("padding", 0)
+    if padding == "same":
+        return tuple(size // 2 for size in given["weight"].shape[2:])
+    return (0,) * sizes if padding == "valid" else _each(padding, sizes)
+
+
 def _obstacle_of_conv(given: Mapping[str, Any], dilation: tuple[int, ...]) -> str:
     if given.get("groups", 1) != 1:
         return f"it has {given['groups']} groups"
@@ -233,11 +246,13 @@ class LayerFinder:
         output = call.exact()
         weight = self._reference(call.weight)
         if weight is not None and call.x.dim() > 0:
-            source = str(self._sources.setdefault(call.x, call.name)) if call.kind == "linear" else call.name
+            source = self._source(call) if call.kind == "linear" else call.name
             batch = len(call.timestep)
             places = output.numel() // max(1, output.shape[call.channel_axis])
             bias = None if call.bias is None else self._reference(call.bias)
             computed = "its bias is computed" if call.bias is not None and bias is None else ""
+            if self._reference(call.x) is not None:  # weights that a model merges, or tokens that it has learned
+                computed = "it reads a weight of the model, the same for all samples"
             self.found[call.name] = Layer(
                 call.name,
                 call.kind,
@@ -253,6 +268,11 @@ class LayerFinder:
                 call.obstacle or computed or _obstacle(call, batch),
             )
         return output
+
+    def _source(self, call: LayerCall) -> str:
+        """The first layer that reads the same tensor, as it is now: what was changed in place is another one."""
+        version = 0 if call.x.is_inference() else call.x._version
+        return self._sources.setdefault(call.x, {}).setdefault(version, call.name)
 
     def _reference(self, tensor: Tensor) -> TensorRef | None:
         """Where a tensor is among the model's; None where it is none of them, nor a view of one."""

@@ -69,10 +69,6 @@ class Int8Weight(ir.LazyTensor):
         super().__init__(self._computed, dtype, ir.Shape(shape), name=name)
         self.integers, self.scale, self.axis, self.activation = integers, scale, axis, activation
 
-    def numbers(self) -> ir.LazyTensor:
-        """The weight without its integers."""
-        return ir.LazyTensor(self._computed, self.dtype, self.shape, name=self.name)
-
     def _computed(self) -> ir.Tensor:
         shape = [1] * len(self.shape)
         shape[self.axis] = -1

@@ -7,19 +7,22 @@ front of it, offsets and factors, becomes a part of the kernel that computes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
+from trtconvert.bundle import TRANSPOSED
 from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.matching import is_read_once, producer_of
 from trtconvert.export.nodes.layers import (
+    BIAS_METADATA,
     CONV,
     SOURCE_METADATA,
     TIMESTEP,
+    WEIGHT_METADATA,
     inputs_of,
     layer_nodes,
     table_of,
@@ -33,7 +36,8 @@ def expand_layers(model: ir.Model, *, exact: bool = False) -> int:
     """Replace INT8 layers by offsets, factors and products in the type of their inputs, in place. Weights are `Int8Weight`.
 
     Args:
-        exact: weights are their numbers alone: products stay as they are.
+        exact: products of the layers' own inputs, in 16 bits, with the numbers that their weights in INT8 stand for. Weights and
+            biases have their names in the state dict, as the exporter gives them.
     Returns:
         How many nodes were replaced.
     """
@@ -42,11 +46,14 @@ def expand_layers(model: ir.Model, *, exact: bool = False) -> int:
     for name, node in nodes.items():
         graph, x, old = node.graph, node.inputs[0], node.outputs[0]
         assert isinstance(graph, ir.Graph) and x is not None
-        new = _New(graph, x, old, exact)
+        new = _New(graph, x, old)
         key = (x, node.metadata_props[SOURCE_METADATA])
-        if key not in moved:
-            moved[key] = _moved(new, node)
-        result = _product(new, node, name, moved[key])
+        if exact:
+            result = _exact_product(new, node, name)
+        else:
+            if key not in moved:
+                moved[key] = _moved(new, node)
+            result = _product(new, node, name, moved[key])
         result.name = old.name
         ir.convenience.replace_nodes_and_values(graph, node, [node], new.nodes, [old], [result])
     if nodes:
@@ -128,8 +135,8 @@ def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
 class _New:
     """Nodes of the type of x that take the place of one."""
 
-    def __init__(self, graph: ir.Graph, x: ir.Value, result: ir.Value, exact: bool) -> None:
-        self.graph, self.nodes, self.exact = graph, list[ir.Node](), exact
+    def __init__(self, graph: ir.Graph, x: ir.Value, result: ir.Value) -> None:
+        self.graph, self.nodes = graph, list[ir.Node]()
         self.x, self.result = x, result
         assert x.dtype is not None
         self.dtype = x.dtype
@@ -193,6 +200,55 @@ def _moved_part(
     return value
 
 
+def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
+    """The layer as the exporter writes it, of x itself: its weight without the factors, its bias without the offsets."""
+    inputs, result, metadata = inputs_of(node), node.outputs[0], node.metadata_props
+    tensor = ir.convenience.get_const_tensor(inputs["weight"])
+    assert tensor is not None and inputs["weight"].name is not None
+    factor, scale = table_of(inputs["x_factor"]), table_of(inputs["weight_scale"])
+    read, shape = _read(tensor), tensor.shape.numpy()  # type: ignore[union-attr]
+    places = [1] * (len(shape) - 2)
+
+    def weight() -> np.ndarray:
+        return read().astype(np.float32) * scale.reshape(-1, 1, *places) * factor.reshape(1, -1, *places)
+
+    bias = table_of(inputs["bias"])
+    if "x_offset" in inputs and (offset := table_of(inputs["x_offset"])).any():
+        bias = (bias.astype(np.float64) - weight().astype(np.float64) @ offset).astype(np.float32)
+    named = metadata.get(WEIGHT_METADATA) or f"{inputs['weight'].name}, exact"
+    of_bias = None
+    if metadata.get(BIAS_METADATA) is not None or bias.any():
+        of_bias = new.constant(metadata.get(BIAS_METADATA) or f"{name}:bias, exact", bias)
+    if node.op_type == CONV:
+        operands = [new.x, _lazy(new, named, weight, shape), *([of_bias] if of_bias is not None else [])]
+        return new.op("Conv", operands, result, _conv_attributes(node, shape))
+    if new.x.shape is not None and len(new.x.shape) == 2 and of_bias is not None:
+        return new.op("Gemm", [new.x, _lazy(new, named, weight, shape), of_bias], result, {"transB": 1})
+    turned = _lazy(new, named + TRANSPOSED, lambda: weight().T, shape[::-1])
+    product = new.op("MatMul", [new.x, turned], result)
+    return product if of_bias is None else new.op("Add", [product, of_bias], result)
+
+
+def _lazy(new: _New, name: str, numbers: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.Value:
+    """A weight that is computed when it is written; one of a name serves all that are tied."""
+    if name in new.graph.initializers:
+        return new.graph.initializers[name]
+    dtype = new.dtype
+
+    def computed() -> ir.Tensor:
+        return ir.Tensor(np.ascontiguousarray(numbers().astype(dtype.numpy())), dtype=dtype)
+
+    return add_initializer(new.graph, ir.LazyTensor(computed, dtype, ir.Shape(shape), name=name))
+
+
+def _conv_attributes(node: ir.Node, shape: Sequence[int]) -> dict[str, object]:
+    return {
+        "strides": list(node.attributes["strides"].as_ints()),
+        "pads": list(node.attributes["pads"].as_ints()),
+        "kernel_shape": list(shape[2:]),
+    }
+
+
 def _product(new: _New, node: ir.Node, name: str, x: ir.Value) -> ir.Value:
     inputs, result = inputs_of(node), node.outputs[0]
     timed = inputs.get(TIMESTEP)
@@ -211,15 +267,10 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value) -> ir.Value:
         f"{stored.name}, expanded", _read(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
     )  # type: ignore[union-attr]
     if node.op_type == CONV:
-        attributes = {
-            "strides": list(node.attributes["strides"].as_ints()),
-            "pads": list(node.attributes["pads"].as_ints()),
-            "kernel_shape": list(in_place.shape.numpy()[2:]),
-        }
         operands = [x, _weight(new, in_place)]
         if bias.any():
             operands.append(new.constant(f"{name}:bias, {new.dtype}", bias))
-        return new.op("Conv", operands, result, attributes)
+        return new.op("Conv", operands, result, _conv_attributes(node, in_place.shape.numpy()))
     if new.x.shape is not None and len(new.x.shape) == 2 and bias.any():
         operands = [x, _weight(new, in_place), new.constant(f"{name}:bias, {new.dtype}", bias)]
         return new.op("Gemm", operands, result, {"transB": 1})
@@ -247,9 +298,6 @@ def _read(tensor: ir.TensorProtocol):
 def _weight(new: _New, weight: Int8Weight) -> ir.Value:
     graph = new.graph
     assert weight.name is not None
-    if new.exact:
-        there = graph.initializers.get(weight.name)
-        return add_initializer(graph, weight.numbers()) if there is None else there
     there = graph.initializers.get(weight.name)
     if (
         there is not None
