@@ -5,24 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiny_layers import Called, given, random
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.interception import InterceptedDenoiser, first_tensor, samples_of
-
-
-class Denoiser(nn.Module):
-    """What a function makes of x, with some modules."""
-
-    def __init__(self, forward, **modules):
-        super().__init__()
-        self._forward = forward
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x, timestep):
-        return self._forward(self, x)
 
 
 def noting(function, kind="layer"):
@@ -36,20 +24,19 @@ def noting(function, kind="layer"):
     return {function: hook}, notes
 
 
-def inputs(batch=2, tokens=6, channels=64):
-    generator = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(batch, tokens, channels, generator=generator), "timestep": torch.arange(1.0, 1 + batch)}
+def inputs():
+    return given(random(2, 6, 64))
 
 
-def run(model, hooks, given=None):
-    given = given or inputs()
+def run(model, hooks, feeds=None):
+    feeds = feeds or inputs()
     with torch.no_grad():
-        return InterceptedDenoiser(model.eval(), given, "timestep", hooks)(*given.values())
+        return InterceptedDenoiser(model.eval(), feeds, "timestep", hooks)(*feeds.values())
 
 
 def test_a_call_is_named_by_the_innermost_module_and_counted_by_kind():
     shared = nn.Linear(64, 64)
-    model = Denoiser(
+    model = Called(
         lambda self, x: self.later(functional.linear(self.block(x), self.later.weight)),
         block=nn.Sequential(shared, nn.ReLU(), shared),
         later=nn.Linear(64, 64),
@@ -64,7 +51,7 @@ def test_a_call_is_named_by_the_innermost_module_and_counted_by_kind():
 
 def test_kinds_of_calls_are_counted_apart():
     names = []
-    model = Denoiser(lambda self, x: functional.relu(functional.relu(x)) + functional.silu(x))
+    model = Called(lambda self, x: functional.relu(functional.relu(x)) + functional.silu(x))
     hooks = {
         function: lambda caller, args, named, kind=kind: (names.append(caller.name(kind)), args[0])[1]
         for kind, function in (("relu", functional.relu), ("silu", functional.silu))
@@ -74,14 +61,14 @@ def test_kinds_of_calls_are_counted_apart():
 
 
 def test_what_a_hook_returns_takes_the_place_of_the_call():
-    model = Denoiser(lambda self, x: self.a(x) + 1, a=nn.Linear(64, 64))
+    model = Called(lambda self, x: self.a(x) + 1, a=nn.Linear(64, 64))
     got = run(model, {functional.linear: lambda caller, args, named: torch.zeros_like(args[0])})
     assert torch.equal(got, torch.ones_like(got))
 
 
 def test_a_hook_sees_the_timestep_of_each_sample_as_numbers():
     seen = []
-    model = Denoiser(lambda self, x: self.a(x), a=nn.Linear(64, 64))
+    model = Called(lambda self, x: self.a(x), a=nn.Linear(64, 64))
     hooks = {functional.linear: lambda caller, args, named: (seen.append(caller.timestep), args[0])[1]}
     for timestep in (torch.tensor([3, 4]), torch.tensor(7), torch.tensor([7.0])):
         run(model, hooks, inputs() | {"timestep": timestep})
@@ -95,13 +82,13 @@ def test_a_hook_sees_the_timestep_of_each_sample_as_numbers():
 def test_torchs_own_multi_head_attention_is_seen_through(need_weights, batch_first, training):
     """It is a function of torch as `linear` is, inside which a mode sees nothing; in evaluation it may be one kernel."""
     attention = nn.MultiheadAttention(64, 2, batch_first=batch_first)
-    model = Denoiser(lambda self, x: self.attn(x, x, x, need_weights=need_weights)[0], attn=attention).train(training)
+    model = Called(lambda self, x: self.attn(x, x, x, need_weights=need_weights)[0], attn=attention).train(training)
     of_linear, linears = noting(functional.linear)
     of_attention, attended = noting(scaled_dot_product_attention, "attention")
-    given = inputs()
-    denoiser = InterceptedDenoiser(model, given, "timestep", {**of_linear, **of_attention})
+    feeds = inputs()
+    denoiser = InterceptedDenoiser(model, feeds, "timestep", {**of_linear, **of_attention})
     with torch.no_grad():
-        got, expected = denoiser(*given.values()), model(*given.values())
+        got, expected = denoiser(*feeds.values()), model(*feeds.values())
     assert linears == ["attn", "attn#2"]
     # With weights it is products and a softmax, which nobody hooks.
     assert attended == ([] if need_weights else ["attn"])
@@ -110,14 +97,14 @@ def test_torchs_own_multi_head_attention_is_seen_through(need_weights, batch_fir
 
 def test_projections_of_other_widths_are_seen_one_by_one():
     attention = nn.MultiheadAttention(64, 2, kdim=32, vdim=32, batch_first=True)
-    model = Denoiser(lambda self, x: self.attn(x, x[..., :32], x[..., :32], need_weights=False)[0], attn=attention)
+    model = Called(lambda self, x: self.attn(x, x[..., :32], x[..., :32], need_weights=False)[0], attn=attention)
     hooks, names = noting(functional.linear)
     run(model, hooks)
     assert names == ["attn", "attn#2", "attn#3", "attn#4"]
 
 
 def test_a_whole_encoder_layer_is_seen_through():
-    model = Denoiser(lambda self, x: self.block(x), block=nn.TransformerEncoderLayer(64, 2, 128, batch_first=True))
+    model = Called(lambda self, x: self.block(x), block=nn.TransformerEncoderLayer(64, 2, 128, batch_first=True))
     hooks, names = noting(functional.linear)
     run(model, hooks)
     assert names == ["block.self_attn", "block.self_attn#2", "block.linear1", "block.linear2"]
@@ -140,7 +127,7 @@ def test_torch_itself_asks_as_before_who_handles_its_functions():
 
 
 def test_names_begin_anew_in_each_forward_after_one_that_failed():
-    model = Denoiser(lambda self, x: self.a(self.a(x)), a=nn.Linear(64, 64))
+    model = Called(lambda self, x: self.a(self.a(x)), a=nn.Linear(64, 64))
     names, limit = [], 1
 
     def hook(caller, args, named):
@@ -161,7 +148,7 @@ def test_names_begin_anew_in_each_forward_after_one_that_failed():
 
 def test_threads_of_one_model_have_hooks_of_their_own():
     together = threading.Barrier(2, timeout=10)
-    model = Denoiser(lambda self, x: self.b(self.a(x)), a=nn.Linear(64, 64), b=nn.Linear(64, 64)).eval()
+    model = Called(lambda self, x: self.b(self.a(x)), a=nn.Linear(64, 64), b=nn.Linear(64, 64)).eval()
     names: dict[int, list[str]] = {0: [], 1: []}
 
     def forward(number):
@@ -178,16 +165,16 @@ def test_threads_of_one_model_have_hooks_of_their_own():
 
 
 def test_inputs_go_by_place_or_by_name():
-    model = Denoiser(lambda self, x: self.a(x), a=nn.Linear(64, 64)).eval()
-    given = inputs()
-    denoiser = InterceptedDenoiser(model, given, "timestep", {})
+    model = Called(lambda self, x: self.a(x), a=nn.Linear(64, 64)).eval()
+    feeds = inputs()
+    denoiser = InterceptedDenoiser(model, feeds, "timestep", {})
     with torch.no_grad():
-        assert torch.equal(denoiser(*given.values()), denoiser(given["x"], timestep=given["timestep"]))
+        assert torch.equal(denoiser(*feeds.values()), denoiser(feeds["x"], timestep=feeds["timestep"]))
 
 
 def test_samples_are_those_of_the_first_input_that_is_no_timestep():
-    given = {"timestep": torch.zeros(()), "x": torch.zeros(3, 4), "table": torch.zeros(7, 2)}
-    assert samples_of(given, "timestep") == 3
+    feeds = {"timestep": torch.zeros(()), "x": torch.zeros(3, 4), "table": torch.zeros(7, 2)}
+    assert samples_of(feeds, "timestep") == 3
 
 
 def test_the_prediction_is_the_first_tensor_of_what_is_returned():

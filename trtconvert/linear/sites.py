@@ -272,7 +272,8 @@ class LayerFinder:
     def _source(self, call: LayerCall) -> str:
         """The first layer that reads the same tensor, as it is now: what was changed in place is another one."""
         version = 0 if call.x.is_inference() else call.x._version
-        return self._sources.setdefault(call.x, {}).setdefault(version, call.name)
+        versions: dict[int, str] = self._sources.setdefault(call.x, {})  # pyright: ignore[reportAssignmentType]
+        return versions.setdefault(version, call.name)
 
     def _reference(self, tensor: Tensor) -> TensorRef | None:
         """Where a tensor is among the model's; None where it is none of them, nor a view of one."""
