@@ -1,6 +1,9 @@
 """All limits that tests compare numbers with, each with its reason. Two kinds, never mixed."""
 
+import torch
+
 from trtconvert.attention.modes import Mode
+from trtconvert.linear.modes import LayerMode
 
 # Near exact: two computations of the same (quantised) arithmetic, relative L2 error. --------------------------------------
 
@@ -8,8 +11,14 @@ SAME_ARITHMETIC = 2e-4
 """FP32 against FP32 or float64 in another order. Rounding alone is 2e-7; a value that lies on the edge between two integers
 may round either way, and one such step in a small tensor is 1e-4 of it."""
 
+SAME_FLOAT = 1e-6
+"""Some rounding in FP32, of sums of up to a thousand products. 2e-7 was seen."""
+
 ROUNDED_TO_HALF = 5e-4
 """An output rounded to FP16, whose unit roundoff is 2**-11."""
+
+ROUNDED_INPUT = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Inputs and an output rounded to FP16 or BF16, by up to 2**-11 or 2**-8 of each element."""
 
 ROUNDED_PROJECTION = 1e-3
 """As ROUNDED_TO_HALF, of a product and a bias that were rounded before it or not: where their sum is cast to FP32 at once, ONNX
@@ -69,3 +78,10 @@ images of either may keep to INT8_IMAGES_PSNR."""
 INT8_IMAGES_PSNR = 20.0
 """dB, of images by random models over twenty steps, which amplify differences where trained ones draw them together: 27 to 30 dB
 for the worst pipeline with three instruction sets, 43 and more for others."""
+
+# Quantised against unquantised layers. -----------------------------------------------------------------------------------
+
+LAYER_ERROR = {LayerMode.WEIGHT_ONLY: 0.01, LayerMode.DYNAMIC: 0.014, LayerMode.STATIC: 0.018}
+"""Relative L2 error on inputs and weights of N(0, 1). A step is the largest of a row's elements over 127, 3.3 / 127 of 1,024
+channels, and rounding errs by a step over √12: 0.0075 for weights and as much for tokens; 0.010 where one scale is of all tokens,
+whose largest element is 4.5. Squares add: 0.0075, 0.0106 and 0.013. Another third is for the luck of the draw."""

@@ -78,9 +78,11 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def short_scale(scale: Tensor) -> Tensor:
-    """FP32 scales rounded up to eight significant bits, at least 2⁻²⁰: FP16 holds such a number without loss down to 2⁻¹⁷."""
-    mantissa, exponent = torch.frexp(scale.float().clamp_min(2.0**-20))
-    return torch.ldexp((mantissa * 256).ceil() / 256, exponent)
+    """FP32 scales rounded up to numbers that FP16 and BF16 hold: of eight significant bits, multiples of 2⁻²⁴, at least 2⁻²⁰."""
+    scale = scale.float().clamp_min(2.0**-20)
+    _, exponent = torch.frexp(scale)
+    step = torch.ldexp(torch.ones_like(scale), (exponent - 8).clamp_min(-24))
+    return (scale / step).ceil() * step
 
 
 def linear(
