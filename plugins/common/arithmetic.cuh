@@ -1,6 +1,8 @@
 // Arithmetic that several kernels use: single instructions, and sums over lanes.
 #pragma once
 
+#include <cstdint>
+
 namespace trtconvert {
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -15,6 +17,11 @@ __device__ __forceinline__ float reciprocal(float x) {  // off by one unit in th
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+
+// The low bytes of four words, the first lowest.
+__device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
 // Over as many neighbouring lanes as share a row, a power of 2; in each of them.

@@ -26,21 +26,36 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Launches a kernel that has wait_for_previous_kernel() in it: early, where the device and the compiled code can.
+// Launches a kernel that has wait_for_previous_kernel() in it: early, where the device and the compiled code can; in clusters of so many
+// thread blocks.
 template <typename... Expected, typename... Actual>
-cudaError_t launch_kernel(void (*kernel)(Expected...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, bool early,
-                   Actual&&... arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_clusters(void (*kernel)(Expected...), int cluster, dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream,
+                            bool early, Actual&&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
+  config.attrs = attributes;
+  if (early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Actual&&>(arguments)...);
+}
+
+template <typename... Expected, typename... Actual>
+cudaError_t launch_kernel(void (*kernel)(Expected...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, bool early,
+                          Actual&&... arguments) {
+  return launch_clusters(kernel, 1, grid, threads, shared_bytes, stream, early, static_cast<Actual&&>(arguments)...);
 }
 
 }  // namespace trtconvert

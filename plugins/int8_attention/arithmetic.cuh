@@ -27,9 +27,4 @@ __device__ __forceinline__ float quotient(float x, float divisor, float inverse)
   return isinf(nearly) ? nearly : fmaf(fmaf(-nearly, divisor, x), inverse, nearly);
 }
 
-// The low bytes of four words, the first lowest.
-__device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
-
 }  // namespace trtconvert::attention

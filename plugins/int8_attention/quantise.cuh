@@ -9,21 +9,15 @@
 #include <type_traits>
 
 #include "arithmetic.cuh"
+#include "common/quantise.cuh"
 #include "element.cuh"
 
 namespace trtconvert::attention {
 
-constexpr float kRoundMagic = 12582912.f;      // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
 constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
 constexpr float kProductFloor = kScaleFloor * kScaleFloor;  // the smallest product of a row's and a tile's scale
 constexpr float kZeroRowScale = 0x1p-6f;
 constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part of the numerics
-
-__device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would drop a NaN: it must reach its row's scale
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
 
 __device__ __forceinline__ __half low_of(const __half2& x) { return __low2half(x); }
 __device__ __forceinline__ __half high_of(const __half2& x) { return __high2half(x); }
@@ -73,14 +67,6 @@ __device__ __forceinline__ T largest8(const uint4& packed) {
   return __hmax_nan(low_of(m), high_of(m));
 }
 
-// rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
-template <bool kClamp>
-__device__ __forceinline__ uint32_t quantise(float x, float factor, float addend = kRoundMagic) {
-  float rounded = fmaf(x, factor, addend);
-  if (kClamp) rounded = fminf(fmaxf(rounded, kRoundMagic - 127.f), kRoundMagic + 127.f);
-  return __float_as_uint(rounded);
-}
-
 // FP8 (E4M3) in the low byte: to the nearest, +-448 at most.
 constexpr uint32_t kFourOnes = 0x38383838;
 __device__ __forceinline__ uint32_t quantise_e4m3(float x) {
@@ -89,22 +75,6 @@ __device__ __forceinline__ uint32_t quantise_e4m3(float x) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
 #endif
   return pair;
-}
-
-template <bool kClamp>
-__device__ __forceinline__ uint2 quantise8(const float (&x)[8], float factor) {
-  uint32_t q[8];
-#pragma unroll
-  for (int c = 0; c < 8; ++c) q[c] = quantise<kClamp>(x[c], factor);
-  return make_uint2(pack4(q[0], q[1], q[2], q[3]), pack4(q[4], q[5], q[6], q[7]));
-}
-
-// Maximum over the Lanes threads that share a row.
-template <int Lanes>
-__device__ __forceinline__ float row_max(float x) {
-#pragma unroll
-  for (int offset = Lanes / 2; offset > 0; offset /= 2) x = nan_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
 }
 
 // Maximum over the thread block, in every thread.
@@ -143,8 +113,6 @@ __device__ __forceinline__ void load_channels(float (&x)[8], const float* table,
   x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
-
-__device__ __forceinline__ bool usable_scale(float s) { return isfinite(s) && s > 0.f; }
 
 // Whether every table entry that this head's mode reads is usable. Called by the whole thread block.
 __device__ inline bool tables_usable(const Params& p, const Element& e, int head) {

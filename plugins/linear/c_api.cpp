@@ -34,22 +34,15 @@ TrtConvertStatus check_tensors(const TrtConvertLinearParams& c, Report& report) 
 
 #ifdef TRTCONVERT_SM90
 
-// Rows of 16-bit channels, in boxes.
-bool describe_rows(CUtensorMap& map, const TrtConvertLinearParams& c, const void* data, int64_t rows, int channels, int box_rows,
-                   int box_channels, CUtensorMapSwizzle swizzle) {
-  const cuuint64_t sizes[] = {cuuint64_t(channels), cuuint64_t(rows)}, stride = 2 * cuuint64_t(channels);
-  const cuuint32_t box[] = {cuuint32_t(box_channels), cuuint32_t(box_rows)};
-  return sm90::describe_tensor(map, c.data_type == TRTCONVERT_BFLOAT16, data, 2, sizes, &stride, box, swizzle);
-}
-
 TrtConvertStatus run(const TrtConvertLinearParams& c, const Device& device, Report& report) {
   const Instance instance = choose_instance(c.rows, c.out_channels, c.in_channels, c.geglu, c.data_type == TRTCONVERT_BFLOAT16,
                                             device.multiprocessors);
   const int columns = instance.out_columns(), weight_rows = c.out_channels * (instance.geglu ? 2 : 1);
+  const auto type = sm90::float16_type(instance.bf16);
   Maps maps;
-  if (!describe_rows(maps.x, c, c.x, c.rows, c.in_channels, kTileRows, kTileDepth, CU_TENSOR_MAP_SWIZZLE_128B) ||
-      !describe_rows(maps.weight, c, c.weight, weight_rows, c.in_channels, columns, kTileDepth, CU_TENSOR_MAP_SWIZZLE_128B) ||
-      !describe_rows(maps.y, c, c.y, c.rows, c.out_channels, kBlockRows, kStoreColumns, CU_TENSOR_MAP_SWIZZLE_64B))
+  if (!sm90::describe_rows(maps.x, type, c.x, c.rows, c.in_channels, kTileRows, kTileDepth, CU_TENSOR_MAP_SWIZZLE_128B) ||
+      !sm90::describe_rows(maps.weight, type, c.weight, weight_rows, c.in_channels, columns, kTileDepth, CU_TENSOR_MAP_SWIZZLE_128B) ||
+      !sm90::describe_rows(maps.y, type, c.y, c.rows, c.out_channels, kBlockRows, kStoreColumns, CU_TENSOR_MAP_SWIZZLE_64B))
     return report.fail(TRTCONVERT_CUDA_ERROR, "linear: expected a driver that describes tensors to the copy engine, got none");
   const auto tiles = [](int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); };
   const Params p = {c.bias, c.out_channels, tiles(c.rows, kTileRows), tiles(c.out_channels, columns),

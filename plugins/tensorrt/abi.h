@@ -64,10 +64,38 @@ struct DynamicPluginTensorDesc {
   Dims opt;
 };
 
-// Shapes while the network is built are expressions over the inputs' dimensions. Our outputs have sizes of
-// inputs, so the expressions are only copied and neither class is called.
+// Shapes while the network is built are expressions over the inputs' dimensions, which TensorRT makes and owns.
 class IDimensionExpr;
-class IExprBuilder;
+
+enum class DimensionOperation : int32_t { kFLOOR_DIV = 7 };
+
+// Behind IExprBuilder, whose functions are not virtual and call it.
+namespace apiv {
+
+class VRoot {
+ public:
+  virtual ~VRoot() noexcept = default;
+};
+
+class VExprBuilder : public VRoot {
+ public:
+  virtual IDimensionExpr const* constant(int64_t value) = 0;
+  virtual IDimensionExpr const* operation(DimensionOperation op, IDimensionExpr const& first, IDimensionExpr const& second) = 0;
+};
+
+}  // namespace apiv
+
+class IExprBuilder {
+ public:
+  IDimensionExpr const* constant(int64_t value) noexcept { return mImpl->constant(value); }
+  IDimensionExpr const* operation(DimensionOperation op, IDimensionExpr const& first, IDimensionExpr const& second) noexcept {
+    return mImpl->operation(op, first, second);
+  }
+
+ protected:
+  apiv::VExprBuilder* mImpl;
+  virtual ~IExprBuilder() noexcept = default;
+};
 
 class DimsExprs {
  public:

@@ -57,9 +57,9 @@ class AttributeFields {
     return &kCollection;
   }
 
-  // Reads fields over the defaults. In the build phase they are a network's attributes, of which those that are not required may be
-  // absent; in the runtime phase they come from an engine and are exactly those that this version keeps. False, and a logged reason,
-  // where a field is unknown, malformed, out of range or missing.
+  // Reads fields over the defaults. In the build phase they are a network's attributes, of which those that are not required may
+  // be absent; in the runtime phase they come from an engine and are exactly those that this version keeps. False, and a logged
+  // reason, where a field is unknown, malformed, out of range or missing.
   static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase, Attributes& values) noexcept {
     constexpr unsigned kVersionBit = 1, kFirstBit = 2;
     bool const of_engine = phase == nvinfer1::TensorRTPhase::kRUNTIME;

@@ -4,7 +4,10 @@
 #include "channels_last_add/tensorrt/plugin.h"
 #include "group_norm/tensorrt/plugin.h"
 #include "int8_attention/tensorrt/plugin.h"
+#include "linear/tensorrt/int8_plugin.h"
 #include "linear/tensorrt/plugin.h"
+#include "quantise/tensorrt/plugin.h"
+#include "residual_norm/tensorrt/int8_plugin.h"
 #include "residual_norm/tensorrt/plugin.h"
 #include "tensorrt/abi.h"
 #include "tensorrt/logger.h"
@@ -50,8 +53,12 @@ TRTCONVERT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t&
   static Creator<ResidualNormPlugin> residual_norm;
   static Creator<GroupNormPlugin> group_norm;
   static Creator<ChannelsLastAddPlugin> channels_last_add;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &linear, &residual_norm, &group_norm,
-                                                                &channels_last_add};
+  static Creator<QuantiseRowsPlugin> quantise_rows;
+  static Creator<Int8LinearPlugin> int8_linear;
+  static Creator<Int8ResidualNormPlugin> int8_residual_norm;
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention,  &linear,            &residual_norm,
+                                                                &group_norm, &channels_last_add, &quantise_rows,
+                                                                &int8_linear, &int8_residual_norm};
   nbCreators = static_cast<int32_t>(sizeof(creators) / sizeof(creators[0]));
   return creators;
 }

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "trtconvert/layer_modes.h"
+
 namespace trtconvert::plugin {
 
 using nvinfer1::PluginField;
@@ -81,6 +83,25 @@ bool read_epsilon(PluginField const& field, float& value) noexcept {
   if (!read_real(field, value)) return false;
   if (std::isfinite(value) && value >= 0.0f) return true;
   log(Severity::kERROR, "attribute '%s': expected a finite number from 0, got %g", field.name, static_cast<double>(value));
+  return false;
+}
+
+bool read_timestep_max(PluginField const& field, float& value) noexcept {
+  if (!read_real(field, value)) return false;
+  if (std::isfinite(value) && value > 0.0f) return true;
+  log(Severity::kERROR,
+      "attribute '%s': expected the positive finite timestep at which the schedule ends (diffusers: 1000), got %g",
+      field.name, static_cast<double>(value));
+  return false;
+}
+
+bool read_mode_set(PluginField const& field, int32_t& value) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  value = static_cast<int32_t>(read);
+  if (read > 0 && !(read & ~int64_t{TRTCONVERT_ALL_MODES})) return true;
+  log(Severity::kERROR, "attribute '%s': expected a sum of 2 (weights only), 4 (dynamic) and 8 (static), got %lld", field.name,
+      static_cast<long long>(read));
   return false;
 }
 

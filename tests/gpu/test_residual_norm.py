@@ -6,6 +6,9 @@ import ctypes
 
 import pytest
 import torch
+from int8_rows import DYNAMIC, STATIC, WEIGHT_ONLY, ModeTable, Rows, Table, address, table
+from int8_rows import blank as blank_rows
+from int8_rows import quantised as rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,14 +34,16 @@ class Params(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "bias", "sum", "normed", "stream")),
         ("starts_early", ctypes.c_int32),
+        ("table", ModeTable),
+        *((name, ctypes.c_void_p) for name in ("factor", "offset", "payload", "row_scale")),
     ]
 
 
 def params(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, /, **changed: float
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, /, **changed: object
 ) -> Params:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 2, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
+        "struct_size": ctypes.sizeof(Params), "version": 3, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
         "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype], "epsilon": 1e-5, "x": x.data_ptr(),
         "residual": residual.data_ptr(), "weight": weight.data_ptr(), "bias": bias.data_ptr(), "sum": total.data_ptr(),
         "normed": normed.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
@@ -101,6 +106,63 @@ def test_in_place_and_beyond_the_rows():
     assert normed[:7].isfinite().all() and normed[7:].isnan().all()
 
 
+def quantised(
+    given: list[Tensor], of: Table, normed: Tensor | None, factor: Tensor | None = None, offset: Tensor | None = None
+) -> Rows:
+    """What is written beside the norm, or in its place."""
+    out, total = blank_rows(*given[0].shape, of.mode_set), torch.empty_like(given[0])
+    called = params(
+        *given, total, total, normed=address(normed), table=of.given(), factor=address(factor), offset=address(offset),
+        payload=out.payload.data_ptr(), row_scale=out.scale.data_ptr(),
+    )  # fmt: skip
+    assert run(called) == (0, "")
+    assert torch.equal(total, given[0] + given[1])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [16, 320, 640, 1280, 1536, 2048, 2064, 3072, 4096])
+@pytest.mark.parametrize("rows", [3, 514])
+def test_quantised_rows_are_those_of_the_norm(rows, channels, dtype):
+    """Bit by bit, in every mode, with and without factors and offsets, beside the norm and in its place."""
+    given = draw(rows, channels, dtype)
+    factor = torch.rand(channels, device="cuda") + 0.5
+    offset = torch.randn(channels, device="cuda")
+    modes = [WEIGHT_ONLY, DYNAMIC, STATIC, STATIC]
+    for timestep in (0.0, 300.0, 600.0, 900.0, torch.nan):
+        of = table(modes, [timestep], [0.1, 0.2, 0.01, 0.03])
+        for equalised in ((None, None), (factor, None), (factor, offset)):
+            normed = torch.full_like(given[0], torch.nan)
+            beside, alone = quantised(given, of, normed, *equalised), quantised(given, of, None, *equalised)
+            expected = rows_of(normed, of, *equalised)
+            assert torch.equal(beside.payload, expected.payload) and torch.equal(alone.payload, expected.payload)
+            for scale in (beside.scale, alone.scale):
+                assert torch.equal(scale.view(torch.int32), expected.scale.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "of", "said"),
+    [
+        ({"channels": 24}, {}, "channels: expected 16..4096 in steps of 16 with quantised rows, got 24"),
+        ({"rows": 1 << 31}, {}, "rows: expected 1..2^31 - 1 with quantised rows, got 2147483648"),
+        ({}, {"mode_set": 1}, "mode_set: expected a sum of"),
+        ({}, {"mode_set": 8}, "x_scale: expected a device pointer, got null"),
+        ({"payload": 0}, {}, "payload: expected a device pointer, got null"),
+        ({"row_scale": 8}, {}, "row_scale: expected a pointer aligned to 16 bytes, got 0x8"),
+    ],
+    ids=str,
+)
+def test_refusals_of_quantised_rows_say_what_is_wrong(changed, of, said):
+    given = draw(2, 64, torch.float16)
+    total, normed = blank(given[0])
+    rows = blank_rows(2, 64, 1 << DYNAMIC)
+    of = Table(**{"mode_set": 1 << DYNAMIC} | of).given()
+    places = {"table": of, "payload": rows.payload.data_ptr(), "row_scale": rows.scale.data_ptr()}
+    status, message = run(params(*given, total, normed, **places | changed))
+    assert status == INVALID_ARGUMENT and said in message
+    assert total.isnan().all() and normed.isnan().all()
+
+
 @pytest.mark.parametrize("starts_early", [0, 1])
 def test_between_products_in_a_graph(starts_early):
     big = torch.randn(4096, 4096, device="cuda").half()
@@ -130,7 +192,7 @@ def test_between_products_in_a_graph(starts_early):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"struct_size": 8}, "params: expected version 2 of"),
+        ({"struct_size": 8}, "params: expected version 3 of"),
         ({"version": 1}, "got version 1"),
         ({"rows": 0}, "rows: expected 1..2^31, got 0"),
         ({"channels": 12}, "channels: expected 8..4096 in steps of 8, got 12"),

@@ -40,6 +40,24 @@ class LoggerFinder final : public logging::ILoggerFinder {
   }
 };
 
+// Expressions are what they stand for, as addresses.
+class Expressions final : public apiv::VExprBuilder {
+ public:
+  IDimensionExpr const* constant(int64_t value) override { return reinterpret_cast<IDimensionExpr const*>(value); }
+  IDimensionExpr const* operation(DimensionOperation op, IDimensionExpr const& first, IDimensionExpr const& second) override {
+    if (op != DimensionOperation::kFLOOR_DIV) return nullptr;
+    return constant(reinterpret_cast<int64_t>(&first) / reinterpret_cast<int64_t>(&second));
+  }
+};
+
+class Builder final : public IExprBuilder {
+ public:
+  Builder() { mImpl = &expressions_; }
+
+ private:
+  Expressions expressions_;
+};
+
 template <typename Capability>
 Capability* capability(IPluginV3* plugin, PluginCapabilityType type) {
   return static_cast<Capability*>(plugin->getCapabilityInterface(type));
@@ -117,11 +135,10 @@ int32_t driver_output_type(IPluginV3* plugin, int32_t const* types, int32_t inpu
                                            reinterpret_cast<DataType const*>(types), inputs);
 }
 
-// `dims` are opaque expressions, as in TensorRT; the plugin only hands them on. The builder of expressions is not used.
+// `dims` are opaque expressions, as in TensorRT.
 int32_t driver_output_shape(IPluginV3* plugin, DimsExprs const* dims, int32_t inputs, DimsExprs* out) {
-  static int unused;
-  return build(plugin)->getOutputShapes(dims, inputs, nullptr, 0, out, outputs(plugin),
-                                        reinterpret_cast<IExprBuilder&>(unused));
+  static Builder builder;
+  return build(plugin)->getOutputShapes(dims, inputs, nullptr, 0, out, outputs(plugin), builder);
 }
 
 int32_t driver_shape_change(IPluginV3* plugin, PluginTensorDesc const* tensors, int32_t inputs) {

@@ -72,6 +72,9 @@ given = {
         trt.PluginField("channels_last", np.array([1], np.int32), trt.PluginFieldType.INT32),
     ],
     "ChannelsLastAdd": [],
+    "QuantiseRows": [trt.PluginField("mode_set", np.array([4], np.int32), trt.PluginFieldType.INT32)],
+    "Int8Linear": [trt.PluginField("mode_set", np.array([4], np.int32), trt.PluginFieldType.INT32)],
+    "Int8ResidualNorm": [trt.PluginField("mode_set", np.array([4], np.int32), trt.PluginFieldType.INT32)],
 }
 for name, fields in given.items():
     of_layer = registry.get_creator(name, "1", "")
@@ -101,13 +104,19 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
     return request.param, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+OURS = ["Int8Attention", "Linear", "ResidualNorm", "GroupNorm", "ChannelsLastAdd", "QuantiseRows"]
+OURS += ["Int8Linear", "Int8ResidualNorm"]
+ROWS = ["mode_set", "timestep_max", "factor", "offset", "timestep"]
+"""Attributes of what gives quantised rows."""
+
+
 def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:
     version, found, _ = probed
     assert found["version"].startswith(version + ".")
-    assert found["new"] == ["ChannelsLastAdd", "GroupNorm", "Int8Attention", "Linear", "ResidualNorm"]
+    assert found["new"] == sorted(OURS)
     of_layers = ["rotary", "norm", "norm_eps", "norm_split", "kv_heads", "k_head", "v_head", "parts"]
     assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k", *of_layers]
-    assert found["gone"] == [True] * 5
+    assert found["gone"] == [True] * len(OURS)
 
 
 def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
@@ -121,6 +130,9 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
         "Linear": [["geglu"], 1],
         "GroupNorm": [["epsilon", "groups", "silu", "channels_last"], 1],
         "ChannelsLastAdd": [[], 1],
+        "QuantiseRows": [[*ROWS, "starts_early"], 2],
+        "Int8Linear": [["mode_set", "activation", "bias", "residual", "bfloat16"], 1],
+        "Int8ResidualNorm": [[*ROWS, "epsilon", "normed", "starts_early"], 3],
     }
     assert found["defaults"] and found["from_engine"]
 

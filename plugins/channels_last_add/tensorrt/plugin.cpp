@@ -9,8 +9,8 @@ using nvinfer1::DimsExprs;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-TensorFormat ChannelsLastAddPlugin::input_format(int32_t index) noexcept {
-  return index == kX ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
+TensorFormat ChannelsLastAddPlugin::input_format(int32_t input) noexcept {
+  return input == kX ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
 }
 
 bool ChannelsLastAddPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs,
@@ -22,12 +22,12 @@ bool ChannelsLastAddPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inp
   if (!check_inputs(inputs, num_inputs, expected)) return false;
   params.pixels = rows_of(y);
   params.channels = saturated(x.d[1]);
-  params.data_type = data_type(inputs[kX]);
+  params.data_type = data_type(inputs[kX].type);
   return true;
 }
 
 void ChannelsLastAddPlugin::place(void const* const* inputs, int32_t, void* const* outputs,
-                                  TrtConvertChannelsLastAddParams& params) noexcept {
+                                  TrtConvertChannelsLastAddParams& params) const noexcept {
   params.x = inputs[kX];
   params.y = inputs[kY];
   params.sum = outputs[kSum];

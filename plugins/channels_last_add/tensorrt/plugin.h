@@ -35,23 +35,22 @@ class ChannelsLastAddPlugin final
   };
   enum Output : int32_t {
     kSum,  // as x
-    kOutputs,
   };
 
   static constexpr char const* kInputNames[] = {"x", "y"};
   static constexpr int32_t kFewestInputs = kInputs;
-  static constexpr char kTensors[] = "2 inputs (x, y) and 1 output";
+  static constexpr char const* kOutputNames[] = {"sum"};
   static constexpr char kShapesFrom[] = "x";
   static constexpr uint32_t kParamsVersion = TRTCONVERT_CHANNELS_LAST_ADD_VERSION;
   static constexpr auto kCheck = trtconvert_channels_last_add_check;
   static constexpr auto kRun = trtconvert_channels_last_add_run;
 
-  static nvinfer1::TensorFormat input_format(int32_t index) noexcept;
+  static nvinfer1::TensorFormat input_format(int32_t input) noexcept;
   static nvinfer1::TensorFormat output_format(int32_t) noexcept { return nvinfer1::TensorFormat::kHWC8; }
   bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
                 TrtConvertChannelsLastAddParams& params) const noexcept;
-  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
-                    TrtConvertChannelsLastAddParams& params) noexcept;
+  void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
+                    TrtConvertChannelsLastAddParams& params) const noexcept;
 };
 
 }  // namespace trtconvert::plugin

@@ -30,6 +30,19 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arriv
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// At the barrier in the same place of another thread block of the cluster. Orders nothing but reads of shared memory, as what the copy
+// engine may write over: released to the whole cluster it would wait for all memory.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, int block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -89,6 +102,16 @@ __device__ __forceinline__ void tensor_copy(uint32_t target, const CUtensorMap* 
       : "memory");
 }
 
+// The same to every thread block of a cluster, in the same place of each, where it completes on the barrier in the same place.
+template <int kBlocks>
+__device__ __forceinline__ void tensor_copy_to_all(uint32_t target, const CUtensorMap* map, const int (&at)[2], uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(target),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(barrier), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
+      : "memory");
+}
+
 // One box from shared memory to a tensor of two dimensions, without what would lie outside. Belongs to the thread's open group.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, const int (&at)[2], uint32_t source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(at[0]), "r"(at[1]),
@@ -98,8 +121,11 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap* map, const int (
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the stores of all groups of this thread have read what they store.
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the stores of all groups of this thread, but for the last ones, have read what they store.
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // The first copy would wait for the tensor's description.
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
@@ -109,7 +135,18 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 // Makes ordinary stores to shared memory visible to wgmma and the copy engine; a barrier has to follow.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Launch order, registers, named barriers ----
+// ---- Clusters, registers, named barriers ----
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Of all threads of a cluster. Orders no memory but what a fence in front of it does: it would wait for all.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
@@ -134,6 +171,16 @@ __device__ __forceinline__ int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
+}
+
+__device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
 // Four matrices of 8 rows of 16 bytes to shared memory: lane 8 i + r gives the address of row r of matrix i.
@@ -205,6 +252,8 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_NAMES_68 TRT_NAMES_64 ",%64,%65,%66,%67"
 #define TRT_NAMES_80 TRT_NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define TRT_NAMES_96 TRT_NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TRT_NAMES_128 TRT_NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define TRT_REGS_4(C, d, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3])
 #define TRT_REGS_8(C, d, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
@@ -220,6 +269,8 @@ __device__ __forceinline__ void pin(T (&x)[M][N]) {
 #define TRT_REGS_68(C, d) TRT_REGS_64(C, d), TRT_REGS_4(C, d, 64)
 #define TRT_REGS_80(C, d) TRT_REGS_64(C, d), TRT_REGS_8(C, d, 64), TRT_REGS_8(C, d, 72)
 #define TRT_REGS_96(C, d) TRT_REGS_80(C, d), TRT_REGS_8(C, d, 80), TRT_REGS_8(C, d, 88)
+#define TRT_REGS_128(C, d) \
+  TRT_REGS_96(C, d), TRT_REGS_8(C, d, 96), TRT_REGS_8(C, d, 104), TRT_REGS_8(C, d, 112), TRT_REGS_8(C, d, 120)
 
 // Accumulators of R registers; both operands in shared memory, or A in registers. `use_d` 0 starts from zero.
 #define TRT_WGMMA_SS(OP, C, R, DESC_A, DESC_B, PRED, TAIL)                                     \
@@ -249,6 +300,18 @@ __device__ __forceinline__ void wgmma_16bit(float (&d)[R], uint64_t a, uint64_t 
   if constexpr (R == 80) { TRT_WGMMA_16BIT(160, 80, "%80", "%81", "%82") }
   if constexpr (R == 96) { TRT_WGMMA_16BIT(192, 96, "%96", "%97", "%98") }
 #undef TRT_WGMMA_16BIT
+}
+
+// d[64 x 2 R] (+)= a[64 x 32] * b[2 R x 32]^T in s8, both with their depth contiguous.
+template <int R>
+__device__ __forceinline__ void wgmma_s8(int32_t (&d)[R], uint64_t a, uint64_t b, int use_d) {
+  static_assert(R == 32 || R == 48 || R == 64 || R == 80 || R == 96 || R == 128);
+  if constexpr (R == 32) TRT_WGMMA_SS("m64n64k32.s32.s8.s8", "+r", 32, "%32", "%33", "%34", "");
+  if constexpr (R == 48) TRT_WGMMA_SS("m64n96k32.s32.s8.s8", "+r", 48, "%48", "%49", "%50", "");
+  if constexpr (R == 64) TRT_WGMMA_SS("m64n128k32.s32.s8.s8", "+r", 64, "%64", "%65", "%66", "");
+  if constexpr (R == 80) TRT_WGMMA_SS("m64n160k32.s32.s8.s8", "+r", 80, "%80", "%81", "%82", "");
+  if constexpr (R == 96) TRT_WGMMA_SS("m64n192k32.s32.s8.s8", "+r", 96, "%96", "%97", "%98", "");
+  if constexpr (R == 128) TRT_WGMMA_SS("m64n256k32.s32.s8.s8", "+r", 128, "%128", "%129", "%130", "");
 }
 
 }  // namespace trtconvert::sm90

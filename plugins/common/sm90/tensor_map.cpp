@@ -23,15 +23,15 @@ Encode find_encode() {
 
 }  // namespace
 
-bool describe_tensor(CUtensorMap& map, bool bf16, const void* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
-                     const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
+bool describe_tensor(CUtensorMap& map, CUtensorMapDataType type, const void* data, int rank, const cuuint64_t* sizes,
+                     const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
   static const Encode encode = find_encode();
   if (!encode) return false;
   const auto described = [&] {
     constexpr cuuint32_t kSteps[] = {1, 1, 1, 1, 1};
-    return encode(&map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, cuuint32_t(rank),
-                  const_cast<void*>(data), sizes, strides, box, kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    return encode(&map, type, cuuint32_t(rank), const_cast<void*>(data), sizes, strides, box, kSteps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   };
   if (described()) return true;
   // A thread that has only asked the runtime for its device has no context yet, without which the driver does not.

@@ -3,11 +3,28 @@
 
 #include <cuda.h>
 
+#include <cstdint>
+
 namespace trtconvert::sm90 {
 
-// Describes a tensor of 16-bit numbers, FP16 or BF16, in boxes: `sizes` and `box` in elements, the contiguous dimension first,
-// `strides` in bytes, of the others. False where the driver cannot: strides of zero, say, or no driver.
-bool describe_tensor(CUtensorMap& map, bool bf16, const void* data, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
-                     const cuuint32_t* box, CUtensorMapSwizzle swizzle);
+constexpr CUtensorMapDataType kInt8Bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;  // which are copied as they are
+
+constexpr CUtensorMapDataType float16_type(bool bf16) {
+  return bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+// Describes a tensor in boxes: `sizes` and `box` in elements, the contiguous dimension first, `strides` in bytes, of the others. False
+// where the driver cannot: strides of zero, say, or no driver.
+bool describe_tensor(CUtensorMap& map, CUtensorMapDataType type, const void* data, int rank, const cuuint64_t* sizes,
+                     const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle);
+
+// The same of contiguous rows.
+inline bool describe_rows(CUtensorMap& map, CUtensorMapDataType type, const void* data, int64_t rows, int channels, int box_rows,
+                          int box_channels, CUtensorMapSwizzle swizzle) {
+  const int bytes = type == kInt8Bytes ? 1 : 2;
+  const cuuint64_t sizes[] = {cuuint64_t(channels), cuuint64_t(rows)}, stride = bytes * cuuint64_t(channels);
+  const cuuint32_t box[] = {cuuint32_t(box_channels), cuuint32_t(box_rows)};
+  return describe_tensor(map, type, data, 2, sizes, &stride, box, swizzle);
+}
 
 }  // namespace trtconvert::sm90

@@ -9,8 +9,8 @@ using nvinfer1::DimsExprs;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-TensorFormat GroupNormPlugin::input_format(int32_t index) noexcept {
-  return index == kX ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
+TensorFormat GroupNormPlugin::input_format(int32_t input) noexcept {
+  return input == kX ? TensorFormat::kHWC8 : TensorFormat::kLINEAR;
 }
 
 TensorFormat GroupNormPlugin::output_format(int32_t) const noexcept {
@@ -29,18 +29,18 @@ bool GroupNormPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs,
   params.pixels = rows_of({3, {x.d[2], x.d[3], channels}});
   params.channels = saturated(channels);
   params.groups = attributes().groups;
-  params.data_type = data_type(inputs[kX]);
+  params.data_type = data_type(inputs[kX].type);
   params.silu = attributes().silu;
   params.epsilon = attributes().epsilon;
   return true;
 }
 
 void GroupNormPlugin::place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
-                            TrtConvertGroupNormParams& params) noexcept {
+                            TrtConvertGroupNormParams& params) const noexcept {
   params.x = inputs[kX];
   params.weight = inputs[kWeight];
   params.bias = inputs[kBias];
-  params.shift = num_inputs > kShift ? inputs[kShift] : nullptr;
+  params.shift = input_of(inputs, num_inputs, kShift);
   params.normed = outputs[kNormed];
 }
 

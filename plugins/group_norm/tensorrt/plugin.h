@@ -45,22 +45,21 @@ class GroupNormPlugin final : public LayerPlugin<GroupNormPlugin, GroupNormAttri
   };
   enum Output : int32_t {
     kNormed,  // [B, C, H, W] in HWC8, with channels_last [B, H, W, C]: the same memory
-    kOutputs,
   };
 
   static constexpr char const* kInputNames[] = {"x", "weight", "bias", "shift"};
   static constexpr int32_t kFewestInputs = kShift;
-  static constexpr char kTensors[] = "3 or 4 inputs (x, weight, bias, and perhaps shift) and 1 output";
+  static constexpr char const* kOutputNames[] = {"normed"};
   static constexpr char kShapesFrom[] = "x";
   static constexpr uint32_t kParamsVersion = TRTCONVERT_GROUP_NORM_VERSION;
   static constexpr auto kCheck = trtconvert_group_norm_check;
   static constexpr auto kRun = trtconvert_group_norm_run;
 
-  static nvinfer1::TensorFormat input_format(int32_t index) noexcept;
-  nvinfer1::TensorFormat output_format(int32_t index) const noexcept;
+  static nvinfer1::TensorFormat input_format(int32_t input) noexcept;
+  nvinfer1::TensorFormat output_format(int32_t output) const noexcept;
   bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertGroupNormParams& params) const noexcept;
-  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
-                    TrtConvertGroupNormParams& params) noexcept;
+  void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
+                    TrtConvertGroupNormParams& params) const noexcept;
 };
 
 }  // namespace trtconvert::plugin

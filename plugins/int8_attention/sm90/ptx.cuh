@@ -62,14 +62,6 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 
 // ---- wgmma ----
 
-// d[64 x 128] or d[64 x 64] (+)= a[64 x 32] * b^T, s8.
-__device__ __forceinline__ void wgmma_s8(int32_t (&d)[64], uint64_t a, uint64_t b, int use_d) {
-  TRT_WGMMA_SS("m64n128k32.s32.s8.s8", "+r", 64, "%64", "%65", "%66", "");
-}
-__device__ __forceinline__ void wgmma_s8(int32_t (&d)[32], uint64_t a, uint64_t b, int use_d) {
-  TRT_WGMMA_SS("m64n64k32.s32.s8.s8", "+r", 32, "%32", "%33", "%34", "");
-}
-
 // d[64 x N] (+)= a[64 x 32] * b[N x 32]^T, u8 in registers times s8.
 template <int N>
 __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d) {

@@ -12,7 +12,8 @@ bool describe_part(const Params& p, const Tensors& tensors, int keys, CUtensorMa
   const cuuint64_t sizes[] = {cuuint64_t(p.head_dim), cuuint64_t(keys), cuuint64_t(p.kv_heads), cuuint64_t(p.batch)};
   const cuuint64_t strides[] = {bytes(s.token, keys), bytes(s.head, p.kv_heads), bytes(s.batch, p.batch)};
   const cuuint32_t box[] = {64, kHalfTile, 1, 1};
-  return ::trtconvert::sm90::describe_tensor(map, p.bf16, tensors.v, 4, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  using namespace ::trtconvert::sm90;
+  return describe_tensor(map, float16_type(p.bf16), tensors.v, 4, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 }  // namespace

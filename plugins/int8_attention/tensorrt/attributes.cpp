@@ -64,15 +64,6 @@ bool read_softmax_scale(PluginField const& field, float& value) noexcept {
   return false;
 }
 
-bool read_timestep_max(PluginField const& field, float& value) noexcept {
-  if (!read_real(field, value)) return false;
-  if (std::isfinite(value) && value > 0.0f) return true;
-  log(Severity::kERROR,
-      "attribute '%s': expected the positive finite timestep at which the schedule ends (diffusers: 1000), got %g",
-      field.name, static_cast<double>(value));
-  return false;
-}
-
 bool read_count(PluginField const& field, char const* counted, int32_t& value) noexcept {
   int64_t wide = 0;
   if (!read_integer(field, wide)) return false;

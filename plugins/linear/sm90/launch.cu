@@ -32,7 +32,7 @@ void for_each_tile(With with) {
 
 template <int kColumns, bool kGeglu, bool kAlternate, bool kBf16>
 cudaError_t launch(const Params& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
-  constexpr int kSharedBytes = Shape<kColumns, kGeglu, kAlternate>::kSharedBytes;
+  constexpr int kSharedBytes = Shape16<kColumns, kGeglu, kAlternate, kBf16>::kSharedBytes;
   const auto kernel = linear_kernel<kColumns, kGeglu, kAlternate, kBf16>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
     return error;

@@ -10,7 +10,8 @@ namespace trtconvert::linear {
 
 constexpr int kTileRows = 128;
 constexpr int kBlockRows = 64;     // of a tile: those of one wgmma
-constexpr int kTileDepth = 64;     // of x and weight at a time: rows of 128 bytes, as the swizzle wants them
+constexpr int kRowBytes = 128;     // of x and weight at a time, as the swizzle wants them
+constexpr int kTileDepth = 64;     // 16-bit channels of these
 constexpr int kStoreColumns = 32;  // of the boxes of kBlockRows in which y is written
 
 struct Params {

@@ -24,16 +24,16 @@ bool LinearPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, TrtC
   params.rows = rows_of(x);
   params.in_channels = saturated(in_channels);
   params.out_channels = saturated(out_channels);
-  params.data_type = data_type(inputs[kX]);
+  params.data_type = data_type(inputs[kX].type);
   params.geglu = attributes().geglu;
   return true;
 }
 
 void LinearPlugin::place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
-                         TrtConvertLinearParams& params) noexcept {
+                         TrtConvertLinearParams& params) const noexcept {
   params.x = inputs[kX];
   params.weight = inputs[kWeight];
-  params.bias = num_inputs > kBias ? inputs[kBias] : nullptr;
+  params.bias = input_of(inputs, num_inputs, kBias);
   params.y = outputs[kY];
 }
 

@@ -32,12 +32,11 @@ class LinearPlugin final : public LayerPlugin<LinearPlugin, LinearAttributes, Tr
   };
   enum Output : int32_t {
     kY,  // [..., N]
-    kOutputs,
   };
 
   static constexpr char const* kInputNames[] = {"x", "weight", "bias"};
   static constexpr int32_t kFewestInputs = kBias;
-  static constexpr char kTensors[] = "2 or 3 inputs (x, weight, and perhaps bias) and 1 output";
+  static constexpr char const* kOutputNames[] = {"y"};
   static constexpr char kShapesFrom[] = "x and weight";
   static constexpr uint32_t kParamsVersion = TRTCONVERT_LINEAR_VERSION;
   static constexpr auto kCheck = trtconvert_linear_check;
@@ -45,7 +44,7 @@ class LinearPlugin final : public LayerPlugin<LinearPlugin, LinearAttributes, Tr
 
   int32_t weight_rank() const noexcept { return attributes().geglu ? 3 : 2; }
   bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertLinearParams& params) const noexcept;
-  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs, TrtConvertLinearParams& params) noexcept;
+  void place(void const* const* inputs, int32_t num_inputs, void* const* outputs, TrtConvertLinearParams& params) const noexcept;
 };
 
 }  // namespace trtconvert::plugin

@@ -15,14 +15,14 @@ bool ResidualNormPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs
   if (!check_inputs(inputs, num_inputs, expected)) return false;
   params.rows = rows_of(x);
   params.channels = saturated(of_channels.d[0]);
-  params.data_type = data_type(inputs[kX]);
+  params.data_type = data_type(inputs[kX].type);
   params.epsilon = attributes().epsilon;
   params.starts_early = attributes().starts_early;
   return true;
 }
 
 void ResidualNormPlugin::place(void const* const* inputs, int32_t, void* const* outputs,
-                               TrtConvertResidualNormParams& params) noexcept {
+                               TrtConvertResidualNormParams& params) const noexcept {
   params.x = inputs[kX];
   params.residual = inputs[kResidual];
   params.weight = inputs[kWeight];

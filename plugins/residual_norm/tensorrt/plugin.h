@@ -41,20 +41,19 @@ class ResidualNormPlugin final : public LayerPlugin<ResidualNormPlugin, Residual
   enum Output : int32_t {
     kSum,     // as x
     kNormed,  // as x
-    kOutputs,
   };
 
   static constexpr char const* kInputNames[] = {"x", "residual", "weight", "bias"};
   static constexpr int32_t kFewestInputs = kInputs;
-  static constexpr char kTensors[] = "4 inputs (x, residual, weight, bias) and 2 outputs (sum, normed)";
+  static constexpr char const* kOutputNames[] = {"sum", "normed"};
   static constexpr char kShapesFrom[] = "x";
   static constexpr uint32_t kParamsVersion = TRTCONVERT_RESIDUAL_NORM_VERSION;
   static constexpr auto kCheck = trtconvert_residual_norm_check;
   static constexpr auto kRun = trtconvert_residual_norm_run;
 
   bool fill(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertResidualNormParams& params) const noexcept;
-  static void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
-                    TrtConvertResidualNormParams& params) noexcept;
+  void place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
+                    TrtConvertResidualNormParams& params) const noexcept;
 };
 
 }  // namespace trtconvert::plugin

@@ -73,6 +73,7 @@ int main() {
   VALUE(PluginCapabilityType::kCORE);
   VALUE(PluginCapabilityType::kBUILD);
   VALUE(PluginCapabilityType::kRUNTIME);
+  VALUE(DimensionOperation::kFLOOR_DIV);
   VALUE(TensorRTPhase::kBUILD);
   VALUE(TensorRTPhase::kRUNTIME);
   VALUE(APILanguage::kCPP);
@@ -105,6 +106,11 @@ int main() {
   SIZE(DimsExprs);
   OFFSET(DimsExprs, nbDims);
   OFFSET(DimsExprs, d);
+  SIZE(DimensionOperation);
+  SIZE(IExprBuilder);
+  SIZE(apiv::VExprBuilder);
+  FUNCTION(apiv::VExprBuilder, constant);
+  FUNCTION(apiv::VExprBuilder, operation);
   SIZE(PluginField);
   OFFSET(PluginField, name);
   OFFSET(PluginField, data);

@@ -3,6 +3,8 @@
  *   sum = x + residual                                                        rounded to the tensors' type
  *   normed = (sum - mean) / sqrt(variance + epsilon) * weight + bias          (Ba, Kiros and Hinton 2016, arXiv:1607.06450)
  *
+ * What an INT8 layer reads of it may be written beside normed or in its place, as quantise.h would from normed: same rows, same scales.
+ *
  * Mean and variance (divided by C) are those of each row of C channels of the rounded sum, in FP32, as where two operators follow each
  * other.
  *
@@ -15,6 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "trtconvert/layer_modes.h"
 #include "trtconvert/status.h"
 
 #ifdef __cplusplus
@@ -22,7 +25,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_RESIDUAL_NORM_VERSION 2
+#define TRTCONVERT_RESIDUAL_NORM_VERSION 3
 
 /* Channels of a row: a warp holds it in registers. */
 #define TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS 4096
@@ -41,13 +44,20 @@ typedef struct {
   const void* weight;   /* [C] */
   const void* bias;     /* [C] */
   void* sum;            /* [rows, C] */
-  void* normed;         /* [rows, C] */
+  void* normed;         /* [rows, C]; null where only quantised rows are wanted */
 
   void* stream; /* cudaStream_t; null is the default stream */
 
   /* 1: the kernel may start before the one in front of it ends, where the device can; 0: not before. Its thread blocks wait in the
    * room that is left: 1 is for behind kernels that leave little, as that of linear.h; others are slowed down by more than it gains. */
   int32_t starts_early;
+
+  /* Quantised rows of normed (layer_modes.h): of at most 2^31 - 1 rows, with channels in steps of 16. mode_set 0: none. */
+  TrtConvertModeTable table;
+  const float* factor; /* [C], or null: of quantise.h, as offset */
+  const float* offset; /* [C], or null */
+  void* payload;       /* rows * C bytes, twice as many where mode_set has WEIGHT_ONLY; overlaps no other tensor, as row_scale */
+  float* row_scale;    /* [rows] */
 } TrtConvertResidualNormParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */

@@ -1,0 +1,77 @@
+/* C API of linear layers with INT8 weights: plain C, no TensorRT, no torch.
+ *
+ *   y = (x * weight^T) * (row_scale * weight_scale) + bias                    rows in INT8 (layer_modes.h)
+ *   y = GELU(y)                                                               where wanted
+ *   y = y_0 * GELU(y_1)                                                       GEGLU of two layers (Shazeer 2020, arXiv:2002.05202)
+ *   y = y + residual                                                          where wanted
+ *
+ * The product is exact in INT32, the rest is FP32, and y is rounded once. GELU(z) = z Phi(z) is exact to 4e-7, or the approximation by a
+ * hyperbolic tangent (Hendrycks and Gimpel 2016, arXiv:1606.08415). Rows whose scale is NaN have results that are NaN.
+ *
+ * A run launches one kernel for each way in which mode_set says that rows may come, of which those that are not wanted end at once. It
+ * allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call from several threads and on
+ * several streams at once.
+ */
+#ifndef TRTCONVERT_INT8_LINEAR_H_
+#define TRTCONVERT_INT8_LINEAR_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "trtconvert/layer_modes.h"
+#include "trtconvert/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever the struct below changes meaning. Fields are only ever appended. */
+#define TRTCONVERT_INT8_LINEAR_VERSION 1
+
+typedef enum {
+  TRTCONVERT_NO_ACTIVATION = 0,
+  TRTCONVERT_GEGLU = 1,     /* of two layers, the gate's behind the other */
+  TRTCONVERT_GELU = 2,
+  TRTCONVERT_GELU_TANH = 3,
+} TrtConvertActivation;
+
+typedef struct {
+  uint32_t struct_size; /* sizeof(TrtConvertInt8LinearParams) of the caller */
+  uint32_t version;     /* TRTCONVERT_INT8_LINEAR_VERSION of the caller */
+  int64_t rows;         /* M: 1..2^24 */
+  int32_t in_channels;  /* K: 16..65536, in steps of 16 */
+  int32_t out_channels; /* N: 8..65536, in steps of 8 */
+  int32_t data_type;    /* TrtConvertDataType of residual and y */
+  int32_t activation;   /* TrtConvertActivation */
+  int32_t mode_set;     /* of the rows (layer_modes.h) */
+
+  /* Contiguous, 16-byte aligned. */
+  const void* x;             /* the payload of M quantised rows of K channels */
+  const float* row_scale;    /* [M] */
+  const void* weight;        /* INT8 [N, K]; with GEGLU [2, N, K] */
+  const float* weight_scale; /* [N]; with GEGLU [2, N] */
+  const float* bias;         /* [N]; with GEGLU [2, N]; or null */
+  const void* residual;      /* [M, N], or null, as with any activation */
+  void* y;                   /* [M, N]; may be residual, overlaps none of the others */
+
+  void* stream; /* cudaStream_t; null is the default stream */
+} TrtConvertInt8LinearParams;
+
+/* Whether there is a kernel for the current device: compute capability 9.0, and compiled into the library. */
+TRTCONVERT_API int trtconvert_int8_linear_is_supported(void);
+
+/* All other functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
+
+/* Checks what needs no device and no memory: everything but pointers and the stream. */
+TRTCONVERT_API TrtConvertStatus trtconvert_int8_linear_check(const TrtConvertInt8LinearParams* params, char* message,
+                                                             size_t message_size);
+
+/* Checks everything, and enqueues on `stream`, on the current device. */
+TRTCONVERT_API TrtConvertStatus trtconvert_int8_linear_run(const TrtConvertInt8LinearParams* params, char* message,
+                                                           size_t message_size);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TRTCONVERT_INT8_LINEAR_H_ */

@@ -1,0 +1,196 @@
+// y = (x * weight^T) * (row_scale * weight_scale) + bias, of rows and weights in INT8, and what may follow.
+#pragma once
+
+#include <cmath>
+
+#include "linear/sm90/activation.cuh"
+#include "linear/sm90/int8_launch.h"
+#include "linear/sm90/ring.cuh"
+
+namespace trtconvert::linear {
+
+struct Int8 {
+  static constexpr int kBytes = 1;
+  using Sum = int32_t;
+
+  template <int N>
+  static __device__ __forceinline__ void multiply(int32_t (&sums)[N], uint64_t x, uint64_t weight, int use_sums) {
+    wgmma_s8(sums, x, weight, use_sums);
+  }
+};
+
+// A consumer writes its tile box by box, and waits for the room of the last but so many. Beside them it has scales and biases of each
+// pair of columns. Boxes start where their swizzle does.
+constexpr int kOutBoxes = 3;
+constexpr int kBoxAlignment = 512;
+template <int kColumns>
+constexpr int kEpilogueBytes =
+    (kOutBoxes * kBoxBytes + kColumns / 2 * int(sizeof(float4)) + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment;
+
+template <int kColumns, bool kGeglu, bool kAlternate, int kCluster>
+using Int8Shape = Shape<Int8, kColumns, kGeglu, kAlternate, kConsumers * kEpilogueBytes<kColumns>, kCluster>;
+
+// Some columns' tiles of as many rows, then those of the next.
+template <typename S>
+__device__ __forceinline__ Place place_of(const Int8Params& p, int tile) {
+  const int of_group = p.group_rows * p.column_tiles, group = tile / of_group, in_group = tile - group * of_group;
+  const int first = group * p.group_rows, rows = min(p.group_rows, p.row_tiles - first);
+  const int row = first + in_group % rows;
+  return {(row * S::kCluster + (S::kCluster > 1 ? cluster_rank() : 0)) * kTileRows, in_group / rows * S::kOutColumns};
+}
+
+__device__ __forceinline__ bool is_for_another(const Int8Params& p) { return p.may_be_16bit && signbit(p.row_scale[0]); }
+
+template <bool kBf16, typename S>
+class ScaledEpilogue {
+ public:
+  __device__ __forceinline__ ScaledEpilogue(const Int8Params&, const Ring<S>& ring, int consumer)
+      : boxes_(ring.start + S::kOut + consumer * kEpilogueBytes<S::kColumns>),
+        columns_(boxes_ + kOutBoxes * kBoxBytes),
+        barrier_(kOwnBarrier + consumer) {}
+
+  // Asked for here, needed behind the products.
+  __device__ __forceinline__ void load(const Int8Params& p, const Place& place) {
+    const int thread = threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.row + row_of(block, half);
+        row_scales_[block][half] = row < p.rows ? fabsf(p.row_scale[row]) : 0.f;
+      }
+    of_columns_ = {};
+    const int in_product = 2 * thread % kOut, product = 2 * thread / kOut;
+    if (thread < kPairs && place.column + in_product < p.columns) {
+      const int pair = (product * p.columns + place.column + in_product) / 2;
+      const float2 scale = p.weight_scale[pair], bias = p.bias ? p.bias[pair] : float2{};
+      of_columns_ = make_float4(scale.x, scale.y, bias.x, bias.y);
+    }
+  }
+
+  __device__ __forceinline__ void prepare(const Int8Params& p, const Place& place) { load_residual(p, place, 0, 0, residual_[0]); }
+
+  __device__ __forceinline__ void make_room() {}
+
+  __device__ __forceinline__ void store(const Int8Params& p, const Maps& maps, const Place& place,
+                                        const int32_t (&sums)[S::kBlocks][S::kColumns / 2]) {
+    const int thread = threadIdx.x % kWarpgroup;
+    // All have read the last tile's: a barrier lies behind.
+    if (thread < kPairs) store_shared(columns_ + thread * int(sizeof(float4)), of_columns_);
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block)
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const int at = block * kBoxes + box;
+        if (at + 1 < S::kBlocks * kBoxes)
+          load_residual(p, place, (at + 1) / kBoxes, (at + 1) % kBoxes, residual_[(at + 1) % 2]);
+        const uint32_t out = boxes_ + next_box_ * kBoxBytes;
+        next_box_ = next_box_ + 1 == kOutBoxes ? 0 : next_box_ + 1;
+        if (thread == 0) bulk_wait_read<kOutBoxes - 1>();
+        named_barrier_sync(barrier_, kWarpgroup);
+        round_box(p, sums[block], row_scales_[block], residual_[at % 2], box, out);
+        fence_async_proxy();
+        named_barrier_sync(barrier_, kWarpgroup);
+        if (thread == 0) {
+          tensor_store(&maps.y, {place.column + box * kStoreColumns, place.row + block * kBlockRows}, out);
+          bulk_commit();
+        }
+      }
+  }
+
+ private:
+  static constexpr int kOut = S::kOutColumns;
+  static constexpr int kPairs = S::kColumns / 2;
+  static constexpr int kBoxes = kOut / kStoreColumns;  // of a block
+  static constexpr int kEights = kStoreColumns / 8;    // of a box
+  static_assert(kPairs <= kWarpgroup);
+
+  using Residual = uint32_t[kEights][2];  // of a box: pairs of columns in the rows of both halves
+
+  // A thread's rows of a block, from the block's first.
+  static __device__ __forceinline__ int row_of(int block, int half) {
+    return block * kBlockRows + threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+  }
+
+  __device__ __forceinline__ void load_residual(const Int8Params& p, const Place& place, int block, int box,
+                                                Residual& residual) const {
+    if constexpr (!S::kGeglu) {
+      if (!p.residual) return;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.row + row_of(block, half);
+        const uint32_t* const of_row = p.residual + int64_t{row} * (p.columns / 2);
+#pragma unroll
+        for (int eight = 0; eight < kEights; ++eight) {
+          const int column = place.column + box * kStoreColumns + eight * 8 + threadIdx.x % 4 * 2;
+          residual[eight][half] = row < p.rows && column < p.columns ? of_row[column / 2] : 0;
+        }
+      }
+    }
+  }
+
+  // Scales and rounds 32 columns of a block, and leaves them in a box.
+  __device__ __forceinline__ void round_box(const Int8Params& p, const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2],
+                                            const Residual& residual, int box, uint32_t out) const {
+    const MatrixRow at = matrix_row();
+    const int in_quad = threadIdx.x % 4;
+#pragma unroll
+    for (int sixteen = 0; sixteen < kEights / 2; ++sixteen) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int of_box = 2 * sixteen + part, eight = box * kEights + of_box;
+        float y[4];
+        scale(sums, eight, in_quad, row_scales, y);
+        if constexpr (S::kGeglu) {
+          float gate[4];
+          scale(sums, kOut / 8 + eight, in_quad, row_scales, gate);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y[i] *= gelu(gate[i]);
+        } else if (p.activation == TRTCONVERT_GELU) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y[i] = gelu(y[i]);
+        } else if (p.activation == TRTCONVERT_GELU_TANH) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y[i] = gelu_tanh(y[i]);
+        } else if (p.residual) {
+          const float2 first = widen<kBf16>(residual[of_box][0]), second = widen<kBf16>(residual[of_box][1]);
+          y[0] += first.x, y[1] += first.y, y[2] += second.x, y[3] += second.y;
+        }
+        pairs[2 * part] = pack<kBf16>(y[0], y[1]);
+        pairs[2 * part + 1] = pack<kBf16>(y[2], y[3]);
+      }
+      store_in_boxes(out, sixteen, at, pairs);
+    }
+  }
+
+  // A thread's four sums of eight columns: two columns of two rows.
+  __device__ __forceinline__ void scale(const int32_t (&sums)[S::kColumns / 2], int eight, int in_quad, const float (&row_scales)[2],
+                                        float (&y)[4]) const {
+    const float4 of = load_shared_float4(columns_ + (4 * eight + in_quad) * int(sizeof(float4)));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      y[2 * half] = fmaf(float(sums[4 * eight + 2 * half]), row_scales[half] * of.x, of.z);
+      y[2 * half + 1] = fmaf(float(sums[4 * eight + 2 * half + 1]), row_scales[half] * of.y, of.w);
+    }
+  }
+
+  uint32_t boxes_, columns_;
+  int barrier_;
+  int next_box_ = 0;
+  float row_scales_[S::kBlocks][2];
+  float4 of_columns_;  // scales and biases of a pair
+  Residual residual_[2];
+};
+
+template <int kColumns, bool kGeglu, bool kAlternate, int kCluster, bool kBf16>
+__global__ void __launch_bounds__(kThreads, 1)
+    int8_linear_kernel(const __grid_constant__ Int8Params p, const __grid_constant__ Maps maps) {
+  extern __shared__ uint8_t shared[];
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using S = Int8Shape<kColumns, kGeglu, kAlternate, kCluster>;
+  multiply_tiles<S, ScaledEpilogue<kBf16, S>>(p, maps, shared);
+#endif
+}
+
+}  // namespace trtconvert::linear

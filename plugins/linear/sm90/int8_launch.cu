@@ -1,0 +1,95 @@
+// Picks a tile and its instance of the INT8 kernel.
+#include "linear/sm90/int8_launch.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear/sm90/int8_kernel.cuh"
+
+namespace trtconvert::linear {
+namespace {
+
+template <int kColumns, bool kAlternate, int kCluster>
+struct Tile {
+  static constexpr int columns = kColumns, cluster = kCluster;
+  static constexpr bool alternate = kAlternate;
+};
+
+// Calls `with` with each of the tiles, the first ones preferred.
+template <bool kGeglu, typename With>
+void for_each_tile(With with) {
+  with(Tile<256, false, 1>());
+  with(Tile<256, false, 2>());
+  with(Tile<128, true, 1>());
+  with(Tile<128, true, 2>());
+  if constexpr (kGeglu) {
+    with(Tile<192, false, 1>());
+    with(Tile<192, false, 2>());
+    with(Tile<64, true, 1>());
+  } else {
+    with(Tile<192, false, 1>());
+    with(Tile<192, false, 2>());
+    with(Tile<160, false, 1>());
+    with(Tile<160, false, 2>());
+    with(Tile<96, false, 1>());
+    with(Tile<64, false, 1>());
+  }
+}
+
+template <int kColumns, bool kGeglu, bool kAlternate, int kCluster, bool kBf16>
+cudaError_t launch(const Int8Params& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
+  constexpr int kSharedBytes = Int8Shape<kColumns, kGeglu, kAlternate, kCluster>::kSharedBytes;
+  const auto kernel = int8_linear_kernel<kColumns, kGeglu, kAlternate, kCluster, kBf16>;
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
+    return error;
+  const int clusters = std::min(p.row_tiles * p.column_tiles, multiprocessors / kCluster);
+  return launch_clusters(kernel, kCluster, dim3(static_cast<unsigned>(clusters * kCluster)), kThreads, kSharedBytes, stream, true, p,
+                         maps);
+}
+
+template <bool kGeglu>
+Int8Instance choose(int64_t rows, int out_columns, int depth, bool bf16, int multiprocessors) {
+  constexpr int64_t kBeside = 320;
+  const auto in = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
+  Int8Instance best = {};
+  int64_t least = INT64_MAX;
+  for_each_tile<kGeglu>([&](auto tile) {
+    const Int8Instance candidate = {tile.columns, tile.alternate, tile.cluster, kGeglu, bf16};
+    const int64_t tiles = in(in(rows, kTileRows * tile.cluster) * in(out_columns, candidate.out_columns()),
+                             multiprocessors / tile.cluster);
+    const int64_t deep = std::max(tile.columns, (tile.columns + kTileRows) / 2);
+    const int64_t time = tiles * deep * in(depth, kRowBytes) + kBeside * (tile.alternate ? 1 : tiles);
+    if (time >= least) return;
+    least = time;
+    best = candidate;
+  });
+  return best;
+}
+
+template <bool kGeglu>
+cudaError_t launch_chosen(const Int8Params& p, const Maps& maps, const Int8Instance& instance, int multiprocessors,
+                          cudaStream_t stream) {
+  cudaError_t result = cudaErrorInvalidValue;
+  for_each_tile<kGeglu>([&](auto tile) {
+    if (tile.columns != instance.columns || tile.alternate != instance.alternate || tile.cluster != instance.cluster) return;
+    result = instance.bf16
+                 ? launch<tile.columns, kGeglu, tile.alternate, tile.cluster, true>(p, maps, multiprocessors, stream)
+                 : launch<tile.columns, kGeglu, tile.alternate, tile.cluster, false>(p, maps, multiprocessors, stream);
+  });
+  return result;
+}
+
+}  // namespace
+
+Int8Instance choose_int8_instance(int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors) {
+  return geglu ? choose<true>(rows, out_columns, depth, bf16, multiprocessors)
+               : choose<false>(rows, out_columns, depth, bf16, multiprocessors);
+}
+
+cudaError_t launch_int8_linear(const Int8Params& p, const Maps& maps, const Int8Instance& instance, int multiprocessors,
+                               cudaStream_t stream) {
+  return instance.geglu ? launch_chosen<true>(p, maps, instance, multiprocessors, stream)
+                        : launch_chosen<false>(p, maps, instance, multiprocessors, stream);
+}
+
+}  // namespace trtconvert::linear

@@ -1,0 +1,227 @@
+// What the kernels of linear layers have in common: a ring of tiles in shared memory, one thread that fills it by tensor copies, and two
+// warpgroups, the consumers, that multiply by wgmma.
+//
+// Consumers either share a tile, with half of its rows each, or alternate: each has every other tile to itself, and while one rounds and
+// writes, the other multiplies. Thread blocks stay, and take one tile after the other. A tile of two products has half of its columns of
+// each. What becomes of the sums is a consumer's epilogue; what fills the ring may be any producer that keeps to its barriers.
+#pragma once
+
+#include "common/early_launch.cuh"
+#include "common/sm90/ptx.cuh"
+#include "linear/sm90/launch.h"
+
+namespace trtconvert::linear {
+
+using namespace ::trtconvert::sm90;
+
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kSharedLimit = 227 * 1024;
+constexpr int kOwnBarrier = 1;    // named barriers: of each consumer's threads,
+constexpr int kTurnBarrier = 3;   // and of its turn, where consumers alternate
+
+// kOutBytes_: shared memory of the epilogues. kCluster_: thread blocks that share their tiles of the weight, by multicast, and have
+// neighbouring rows.
+template <typename Operand_, int kColumns_, bool kGeglu_, bool kAlternate_, int kOutBytes_, int kCluster_ = 1>
+struct Shape {
+  using Operand = Operand_;
+  static constexpr bool kGeglu = kGeglu_, kAlternate = kAlternate_;
+  static constexpr int kColumns = kColumns_, kCluster = kCluster_;
+  static constexpr int kOutColumns = kGeglu ? kColumns / 2 : kColumns;
+  static constexpr int kBlocks = kAlternate ? 2 : 1;  // of 64 rows, of a consumer's tile
+  static constexpr int kDepth = kRowBytes / Operand::kBytes;  // elements
+  static constexpr int kBlockBytes = kBlockRows * kRowBytes;
+  static constexpr int kXBytes = kTileRows * kRowBytes;
+  static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
+  static constexpr int kOutBytes = kOutBytes_;
+  static constexpr int kBarrierBytes = 256;
+  static constexpr int kAlignment = 1024;  // of the swizzle
+  static constexpr int kMostStages = 8;
+  static constexpr int kRoom = (kSharedLimit - kAlignment - kOutBytes - kBarrierBytes) / kStageBytes;
+  static constexpr int kStages = kRoom < kMostStages ? kRoom : kMostStages;
+  static constexpr int kOut = kStages * kStageBytes;
+  static constexpr int kBarriers = kOut + kOutBytes;
+  static constexpr int kSharedBytes = kAlignment + kBarriers + kBarrierBytes;
+  // Arrivals that make a stage empty: of all consumers that read what this thread block's copies fill.
+  static constexpr int kReaders = (kAlternate ? 1 : kConsumers) * kCluster;
+  // Of a thread: all together are what the kernel starts with. Multicast takes more addresses.
+  static constexpr int kProducerRegisters = kCluster > 1 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == (1 + kConsumers) * 168);
+  static_assert(kStageBytes % kAlignment == 0 && kOutColumns % kStoreColumns == 0 && kStages >= 3);
+  static_assert(2 * kMostStages * sizeof(uint64_t) <= kBarrierBytes && kTileRows == 2 * kBlockRows && kConsumers == 2);
+  static_assert(kOutColumns / kCluster % 8 == 0);  // the swizzle has groups of eight rows
+};
+
+// A place in the ring, and how often it came round.
+template <int kStages>
+struct Cursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+
+  __device__ __forceinline__ void skip(int count) {
+    stage += count;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+};
+
+template <typename S>
+struct Ring {
+  uint32_t start;
+
+  __device__ __forceinline__ uint32_t x(int stage) const { return start + stage * S::kStageBytes; }
+  __device__ __forceinline__ uint32_t weight(int stage) const { return x(stage) + S::kXBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return start + S::kBarriers + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(S::kStages + stage); }
+
+  // By a consumer's threads, when it has read a stage.
+  __device__ __forceinline__ void release(int stage, int thread) const {
+    if constexpr (S::kCluster == 1) {
+      if (thread == 0) mbarrier_arrive(empty(stage));
+    } else {
+      if (thread < S::kCluster) mbarrier_arrive_in_cluster(empty(stage), thread);
+    }
+  }
+};
+
+// The first row and column of a tile of y.
+struct Place {
+  int row, column;
+};
+
+// All tiles of a column, then those of the next.
+template <typename S>
+__device__ __forceinline__ Place place_of(const Params& p, int tile) {
+  return {tile % p.row_tiles * kTileRows, tile / p.row_tiles * S::kOutColumns};
+}
+
+// Rows of one product's weight: of a cluster's thread blocks each has its share of them copied to all.
+template <typename S>
+__device__ __forceinline__ void copy_weight(const Maps& maps, uint32_t target, int k, int row, uint32_t full) {
+  if constexpr (S::kCluster == 1) {
+    tensor_copy(target, &maps.weight, {k * S::kDepth, row}, full);
+  } else {
+    const int first = S::kOutColumns / S::kCluster * cluster_rank();
+    tensor_copy_to_all<S::kCluster>(target + first * kRowBytes, &maps.weight, {k * S::kDepth, row + first}, full);
+  }
+}
+
+// One thread.
+template <typename S, typename P>
+__device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring<S>& ring) {
+  Cursor<S::kStages> at;
+  const int tiles = p.row_tiles * p.column_tiles;
+  for (int tile = blockIdx.x / S::kCluster; tile < tiles; tile += gridDim.x / S::kCluster) {
+    const Place place = place_of<S>(p, tile);
+    for (int k = 0; k < p.depth_tiles; ++k) {
+      mbarrier_wait(ring.empty(at.stage), at.parity ^ 1);
+      mbarrier_arrive_expect(ring.full(at.stage), S::kStageBytes);
+      tensor_copy(ring.x(at.stage), &maps.x, {k * S::kDepth, place.row}, ring.full(at.stage));
+      copy_weight<S>(maps, ring.weight(at.stage), k, place.column, ring.full(at.stage));
+      if constexpr (S::kGeglu)
+        copy_weight<S>(maps, ring.weight(at.stage) + S::kOutColumns * kRowBytes, k, p.columns + place.column, ring.full(at.stage));
+      at.advance();
+    }
+  }
+}
+
+// One warpgroup. Its epilogue is told the place of each tile before the products and when they are about to end, and gets the sums.
+template <typename Epilogue, typename S, typename P>
+__device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring<S>& ring, int consumer) {
+  using Operand = typename S::Operand;
+  constexpr int kColumns = S::kColumns;
+  const int thread = threadIdx.x % kWarpgroup;
+  const int first_block = S::kAlternate ? 0 : consumer;  // of a tile, of 64 rows
+  Epilogue epilogue(p, ring, consumer);
+  Cursor<S::kStages> at;
+  if constexpr (S::kAlternate) {
+    at.skip(consumer * p.depth_tiles);
+    if (consumer == 1) named_barrier_arrive(kTurnBarrier, kConsumers * kWarpgroup);  // the first turn is not its own
+  }
+  const int tiles = p.row_tiles * p.column_tiles, clusters = gridDim.x / S::kCluster, step = clusters * (S::kAlternate ? kConsumers : 1);
+  for (int tile = blockIdx.x / S::kCluster + (S::kAlternate ? consumer * clusters : 0); tile < tiles; tile += step) {
+    Place place = place_of<S>(p, tile);
+    place.row += first_block * kBlockRows;
+    epilogue.load(p, place);
+
+    // The parity of a stage that the other consumer has not seen filled yet would say that it is.
+    if (S::kAlternate) named_barrier_sync(kTurnBarrier + consumer, kConsumers * kWarpgroup);
+    typename Operand::Sum sums[S::kBlocks][kColumns / 2];
+    int previous = 0;
+    for (int k = 0; k < p.depth_tiles; ++k) {
+      mbarrier_wait(ring.full(at.stage), at.parity);
+      constexpr int kGroup = 8 * kRowBytes;
+      const uint64_t x = swizzled_descriptor(ring.x(at.stage) + first_block * S::kBlockBytes, 0, kGroup);
+      const uint64_t weight = swizzled_descriptor(ring.weight(at.stage), 0, kGroup);
+      pin(sums);
+      wgmma_fence();
+#pragma unroll
+      for (int deep = 0; deep < kRowBytes / 32; ++deep)
+#pragma unroll
+        for (int block = 0; block < S::kBlocks; ++block)
+          Operand::multiply(sums[block], advance(x, block * S::kBlockBytes + deep * 32), advance(weight, deep * 32), k > 0 || deep > 0);
+      wgmma_commit();
+      if (k > 0) {
+        wgmma_wait<1>();
+        pin(sums);
+        ring.release(previous, thread);
+      }
+      previous = at.stage;
+      at.advance();
+    }
+    if (S::kAlternate && tile + clusters < tiles) named_barrier_arrive(kTurnBarrier + 1 - consumer, kConsumers * kWarpgroup);
+    epilogue.prepare(p, place);
+    wgmma_wait<0>();
+    pin(sums);
+    ring.release(previous, thread);
+    epilogue.make_room();
+    if (S::kAlternate) at.skip(p.depth_tiles);  // the other consumer's
+    epilogue.store(p, maps, place, sums);
+  }
+  if (thread == 0) bulk_wait_read();
+}
+
+// Whether a launch is for another kernel, as the data say. A 16-bit layer has one.
+__device__ __forceinline__ bool is_for_another(const Params&) { return false; }
+
+// A kernel's body. Grid: one dimension, at most as many thread blocks as there are tiles or multiprocessors, whole clusters.
+template <typename S, typename Epilogue, typename P>
+__device__ __forceinline__ void multiply_tiles(const P& p, const Maps& maps, const uint8_t* shared) {
+  const Ring<S> ring = {(shared_address(shared) + S::kAlignment - 1) & ~uint32_t(S::kAlignment - 1)};
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&maps.x);
+    prefetch_tensor_map(&maps.weight);
+    for (int s = 0; s < S::kStages; ++s) {
+      mbarrier_init(ring.full(s), 1);
+      mbarrier_init(ring.empty(s), S::kReaders);
+    }
+    fence_barrier_init();
+  }
+  if constexpr (S::kCluster == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
+  wait_for_previous_kernel();
+  if (is_for_another(p)) return;
+  // The same in every lane, and through the shuffle the compiler knows.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    lower_registers<S::kProducerRegisters>();
+    if (threadIdx.x == 0) produce(p, maps, ring);
+  } else {
+    raise_registers<S::kConsumerRegisters>();
+    consume<Epilogue>(p, maps, ring, warpgroup - 1);
+  }
+  if constexpr (S::kCluster > 1) cluster_sync();  // others arrive at barriers here until they have read their last stage
+}
+
+}  // namespace trtconvert::linear

@@ -1,0 +1,250 @@
+"""INT8 linear layers on a GPU against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import int8_rows
+import pytest
+import torch
+from int8_rows import DATA_TYPES, DYNAMIC, Rows, Table, address
+from torch import Tensor
+from torch.nn import functional as F
+
+from trtconvert.library import load_library
+
+pytestmark = pytest.mark.gpu
+
+INVALID_ARGUMENT = 1
+NO_ACTIVATION, GEGLU, GELU, GELU_TANH = range(4)
+
+
+class Params(ctypes.Structure):
+    """TrtConvertInt8LinearParams, field by field."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("in_channels", "out_channels", "data_type", "activation", "mode_set")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "row_scale", "weight", "weight_scale", "bias", "residual", "y", "stream")
+        ),
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def supported() -> None:
+    if not load_library().trtconvert_int8_linear_is_supported():
+        pytest.skip("needs a GPU of compute capability 9.0, and a library compiled for 90a")
+
+
+def params(
+    rows: Rows,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    /,
+    residual: Tensor | None = None,
+    **changed: int,
+) -> Params:
+    given = {
+        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": len(rows.scale), "in_channels": weight.shape[-1],
+        "out_channels": weight.shape[-2], "data_type": DATA_TYPES[y.dtype], "activation": int(weight.dim() == 3),
+        "mode_set": 1 << DYNAMIC, "x": rows.payload.data_ptr(), "row_scale": rows.scale.data_ptr(),
+        "weight": weight.data_ptr(), "weight_scale": scale.data_ptr(), "bias": address(bias),
+        "residual": address(residual), "y": y.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
+    }  # fmt: skip
+    return Params(**given | changed)
+
+
+def run(given: Params) -> tuple[int, str]:
+    message = ctypes.create_string_buffer(512)
+    return load_library().trtconvert_int8_linear_run(ctypes.byref(given), message, 512), message.value.decode()
+
+
+def draw(rows: int, channels: tuple[int, int], layers: int = 1) -> tuple[Rows, Tensor, Tensor, Tensor]:
+    """Rows of integers of every size, weights, their scales, and biases of the size of the results."""
+    depth, width = channels
+    generator = torch.Generator("cuda").manual_seed(rows * depth + width)
+    shape = (2, width) if layers == 2 else (width,)
+
+    def integers(*of: int) -> Tensor:
+        return torch.randint(-127, 128, of, generator=generator, device="cuda", dtype=torch.int8)
+
+    def between(low: float, high: float, *of: int) -> Tensor:
+        return torch.rand(of, generator=generator, device="cuda") * (high - low) + low
+
+    given = Rows(integers(rows, depth), between(0.5, 1.5, rows) / 73 / depth**0.5)
+    return given, integers(*shape, depth), between(0.5, 1.5, *shape) / 73, between(-1, 1, *shape)
+
+
+def blank(rows: int, weight: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """An output of as many rows, with the channels that a weight makes."""
+    return torch.full((rows, weight.shape[-2]), torch.nan, dtype=dtype, device="cuda")
+
+
+def exact(rows: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of one layer in float64, and what FP32 may be off: half a last place of sum, scale and result."""
+    sums = rows.payload.view(torch.int8).double() @ weight.double().T
+    y = sums * rows.scale.double()[:, None] * scale.double()
+    magnitude = y.abs()
+    if bias is not None:
+        y, magnitude = y + bias.double(), magnitude + bias.double().abs()
+    return y, 4 * 2.0**-24 * magnitude
+
+
+def is_rounded(y: Tensor, expected: Tensor, off: Tensor) -> bool:
+    """Whether y is the expected number, which may be off by so much, rounded to its type."""
+    unit = torch.finfo(y.dtype).eps / 2
+    rounded = unit * (expected.abs() + off) + unit * torch.finfo(y.dtype).smallest_normal
+    return bool(((y.double() - expected).abs() <= off + rounded).all())  # NaN is not
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    "channels",
+    [
+        *((16, 8), (80, 200), (320, 320), (640, 1280), (1280, 1280), (5120, 1280)),
+        *((2048, 96), (1280, 1536), (1280, 3840), (64, 256), (208, 64), (1152, 4608)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 3, 127, 128, 129, 2048, 8200, 8577])
+def test_products(rows, channels, biased, dtype):
+    given, weight, scale, bias = draw(rows, channels)
+    bias = bias if biased else None
+    y = blank(rows + 3, weight, dtype)
+    assert run(params(given, weight, scale, bias, y)) == (0, "")
+    assert is_rounded(y[:rows], *exact(given, weight, scale, bias))
+    assert y[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 1280), (640, 2560), (1280, 5120)], ids=str)
+@pytest.mark.parametrize("rows", [1, 129, 2048, 8200])
+def test_geglu(rows, channels, biased, dtype):
+    """Of one layer times the GELU of another, which has a slope of at most 1.13 and is off by 8e-8 of its argument."""
+    given, weight, scale, bias = draw(rows, channels, 2)
+    y = blank(rows + 3, weight, dtype)
+    assert run(params(given, weight, scale, bias if biased else None, y)) == (0, "")
+    (value, value_off), (gate, gate_off) = (
+        exact(given, weight[i], scale[i], bias[i] if biased else None) for i in range(2)
+    )
+    off = value_off * F.gelu(gate).abs() + value.abs() * (1.13 * gate_off + 1e-7 * gate.abs() + 1e-7)
+    assert is_rounded(y[:rows], value * F.gelu(gate), off + 1e-7 * (value * gate).abs())
+    assert y[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [GELU, GELU_TANH])
+@pytest.mark.parametrize("rows", [3, 2048])
+def test_gelu(rows, activation, dtype):
+    given, weight, scale, bias = draw(rows, (640, 1280))
+    bias *= 6
+    y = blank(rows, weight, dtype)
+    assert run(params(given, weight, scale, bias, y, activation=activation)) == (0, "")
+    z, off = exact(given, weight, scale, bias)
+    expected = F.gelu(z, approximate="tanh" if activation == GELU_TANH else "none")
+    assert is_rounded(y, expected, 1.13 * off + 1e-6 * z.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("channels", [(80, 200), (1280, 1280), (1280, 3840)], ids=str)
+@pytest.mark.parametrize("rows", [1, 300, 2048])
+def test_residuals(rows, channels, in_place, dtype):
+    given, weight, scale, bias = draw(rows, channels)
+    residual = torch.randn(rows, channels[1], device="cuda").to(dtype)
+    expected, off = exact(given, weight, scale, bias)
+    expected, off = expected + residual.double(), off + 2.0**-23 * (expected.abs() + residual.double().abs())
+    y = residual if in_place else blank(rows, weight, dtype)
+    assert run(params(given, weight, scale, bias, y, residual=residual)) == (0, "")
+    assert is_rounded(y, expected, off)
+
+
+def test_sums_far_beyond_fp32():
+    """The longest sums of the largest numbers are exact in INT32, and rounded to FP32 once."""
+    rows = Rows(
+        torch.full((130, 65536), 127, dtype=torch.int8, device="cuda"), torch.full((130,), 2.0**-20, device="cuda")
+    )
+    weight = torch.full((72, 65536), 127, dtype=torch.int8, device="cuda")
+    weight[1::2] *= -1
+    weight[2, 0] = 126
+    scale, y = torch.full((72,), 2.0**-9, device="cuda"), blank(130, weight)
+    assert run(params(rows, weight, scale, None, y)) == (0, "")
+    assert is_rounded(y, *exact(rows, weight, scale, None))
+    assert (y[:, 0] > 1.9).all() and (y[:, 1] < -1.9).all()
+
+
+def test_rows_whose_scale_is_nan_are_nan():
+    given, weight, scale, bias = draw(300, (80, 200))
+    clean, y = blank(300, weight), blank(300, weight)
+    assert run(params(given, weight, scale, bias, clean))[0] == 0
+    struck = [5, 127, 128, 299]
+    given.scale[struck] = math.nan
+    assert run(params(given, weight, scale, bias, y))[0] == 0
+    assert y[struck].isnan().all()
+    y[struck] = clean[struck]
+    assert torch.equal(y, clean)
+
+
+@pytest.mark.parametrize("rows", [128, 2048, 8200])
+def test_behind_what_quantises_in_a_graph(rows):
+    """Each starts before the one in front of it ends, and reads what that writes."""
+    x = torch.empty(rows, 1280, device="cuda").half()
+    _, weight, scale, bias = draw(1, (1280, 1280))
+    scale /= 40  # rows of every layer have numbers of the size of 1
+    hidden = [x, *(torch.empty_like(x) for _ in range(3))]
+    quantised = int8_rows.blank(rows, 1280, 1 << DYNAMIC)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        for read, written in zip(hidden, hidden[1:], strict=False):
+            of = int8_rows.params(read, Table(1 << DYNAMIC), quantised, starts_early=1)
+            assert int8_rows.run(of) == (0, "")
+            assert run(params(quantised, weight, scale, bias, written)) == (0, "")
+    for _ in range(3):
+        x.normal_()
+        for output in hidden[1:]:
+            output.fill_(torch.nan)
+        graph.replay()
+        for read, written in zip(hidden, hidden[1:], strict=False):
+            assert is_rounded(written, *exact(int8_rows.quantised(read), weight, scale, bias))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"struct_size": 8}, "params: expected version 1 of"),
+        ({"version": 2}, "got version 2"),
+        ({"rows": 0}, "rows: expected 1..2^24, got 0"),
+        ({"in_channels": 24}, "in_channels: expected 16..65536 in steps of 16, got 24"),
+        ({"out_channels": 65544}, "out_channels: expected 8..65536 in steps of 8, got 65544"),
+        ({"data_type": 2}, "data_type: expected 0 (float16) or 1 (bfloat16), got 2"),
+        ({"activation": 4}, "activation: expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got 4"),
+        ({"mode_set": 0}, "mode_set: expected a sum of"),
+        ({"x": 0}, "x: expected a device pointer, got null"),
+        ({"row_scale": 8}, "row_scale: expected a pointer aligned to 16 bytes, got 0x8"),
+        ({"bias": 8}, "bias: expected a pointer aligned to 16 bytes, got 0x8"),
+    ],
+    ids=str,
+)
+def test_refusals_say_what_is_wrong(changed, said):
+    given, weight, scale, bias = draw(2, (64, 72))
+    y = blank(2, weight)
+    status, message = run(params(given, weight, scale, bias, y, **changed))
+    assert status == INVALID_ARGUMENT and said in message
+    assert y.isnan().all()
+
+
+def test_a_residual_behind_an_activation_is_refused():
+    given, weight, scale, bias = draw(2, (64, 72))
+    y = blank(2, weight)
+    status, message = run(params(given, weight, scale, bias, y, residual=y, activation=GELU))
+    assert status == INVALID_ARGUMENT and "residual: expected null with an activation" in message

@@ -1,0 +1,233 @@
+"""The plugin of INT8 linear layers, without TensorRT and without a GPU; what it computes: tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import pytest
+from plugin_driver import (
+    BF16,
+    FLOAT,
+    HALF,
+    HWC8,
+    INT32,
+    LINEAR,
+    Desc,
+    Dims,
+    DimsExprs,
+    Driver,
+    array,
+    check_shapes_are_refused,
+    compiled_driver,
+    copies_read_back,
+    dynamic,
+)
+
+DYNAMIC, STATIC = 4, 8
+GEGLU, GELU = 1, 2
+X, ROW_SCALE, WEIGHT, SCALE, RESIDUAL = (2, 1024, 320), (2, 1024, 1), (640, 320), (640,), (2, 1024, 640)
+SHAPES = (X, ROW_SCALE, WEIGHT, SCALE, SCALE, RESIDUAL)
+GEGLU_SHAPES = (X, ROW_SCALE, (2, *WEIGHT), (2, *SCALE), (2, *SCALE))
+NAMES = ("x", "row_scale", "weight", "weight_scale", "bias", "residual")
+KINDS = (INT32, FLOAT, INT32, FLOAT, FLOAT, HALF)
+DEFAULTS = {"activation": 0, "bias": 0, "residual": 0, "bfloat16": 0}
+WRAPS = 1 << 32
+"""Is 0 in 32 bits."""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8Linear")
+
+
+@pytest.fixture
+def plugins(driver: Driver) -> Iterator[list[ctypes.c_void_p]]:
+    """A layer with all inputs that there are, and GEGLU of two with biases."""
+    driver.messages()
+    made = [
+        driver.create(mode_set=DYNAMIC, bias=1, residual=1),
+        driver.create(mode_set=DYNAMIC, bias=1, activation=GEGLU),
+    ]
+    yield made
+    for plugin in made:
+        driver.lib.driver_destroy(plugin)
+
+
+def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
+    """Descriptions of the inputs and of the output; `kind` of those in 16 bits."""
+    y = (*shapes[0][:-1], *shapes[2][-2:-1])
+    kinds = [kind if of == HALF else of for of in KINDS[: len(shapes)]]
+    return [Desc(Dims(shape), of, LINEAR, 1.0) for shape, of in ((*zip(shapes, kinds, strict=True), (y, kind)))]
+
+
+def of(*x: int, width: int = 8, layers: int = 1) -> tuple[Sequence[int], ...]:
+    """Shapes of all inputs that belong together."""
+    two = (2,) * (layers - 1)
+    shapes = (x, (*x[:-1], 1), (*two, width, x[-1]), (*two, width), (*two, width))
+    return shapes if layers == 2 else (*shapes, (*x[:-1], width))
+
+
+def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
+    driver.messages()
+    given = {"mode_set": 12, "activation": 0, "bias": 1, "residual": 1, "bfloat16": 1}
+    copies = copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given)
+    for copy in copies:
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 6) == 0, driver.messages()
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 6) == 1
+        assert "input 'residual': expected linear format and BF16; got format 0 and type 1" in driver.messages()
+    assert driver.serialised(driver.create(mode_set=4)) == {"serialization_version": 1, "mode_set": 4} | DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("phase", "attributes", "said"),
+    [
+        (0, {}, "expected the attribute mode_set, got none"),
+        (0, {"mode_set": 1}, "expected a sum of 2 (weights only), 4 (dynamic) and 8 (static), got 1"),
+        (0, {"mode_set": 4, "activation": 4}, "expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got 4"),
+        (0, {"mode_set": 4, "activation": -1}, "GELU by tanh), got -1"),
+        (0, {"mode_set": 4, "bias": 2}, "attribute 'bias': expected 0 or 1, got 2"),
+        (0, {"mode_set": 4, "axis": 1}, "residual and bfloat16, got 'axis'; remove it"),
+        (1, {"mode_set": 4}, "expected the 6 fields that this plugin serialises, got 1"),
+        (1, DEFAULTS | {"mode_set": 4, "serialization_version": 2}, "serialization version 2, this plugin reads 1"),
+    ],
+)
+def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
+    driver.messages()
+    assert not driver.create(phase, **attributes)
+    messages = driver.messages()
+    assert said in messages and "the plugin Int8Linear of layer 'layer' was not made" in messages
+
+
+def test_types_and_formats(driver: Driver, plugins: list[ctypes.c_void_p]) -> None:
+    for position in range(7):
+        for kind, form in ((HALF, LINEAR), (BF16, LINEAR), (HALF, HWC8), (INT32, LINEAR), (FLOAT, LINEAR)):
+            descs = tensors(*SHAPES)
+            wanted = descs[position].type
+            descs[position].type, descs[position].format = kind, form
+            right = form == LINEAR and kind == wanted
+            assert driver.lib.driver_supports(plugins[0], position, dynamic(descs, descs), 6) == right
+            if position < 6 and not right:
+                assert driver.lib.driver_shape_change(plugins[0], array(descs), 6) == 1
+                text = {HALF: "FP16", FLOAT: "FP32", INT32: "INT32"}[wanted]
+                said = (
+                    f"input '{NAMES[position]}': expected linear format and {text}; got format {form} and type {kind}"
+                )
+                assert said in driver.messages()
+
+
+@pytest.mark.parametrize("bfloat16", [0, 1])
+@pytest.mark.parametrize("geglu", [0, 1])
+def test_the_output_is_as_x_with_the_channels_of_weight(driver: Driver, geglu: int, bfloat16: int) -> None:
+    made = driver.create(mode_set=DYNAMIC, activation=geglu, bfloat16=bfloat16)
+    kind = ctypes.c_int32(-1)
+    assert driver.lib.driver_output_type(made, (ctypes.c_int32 * 4)(*KINDS[:4]), 4, ctypes.byref(kind)) == 0
+    assert kind.value == (BF16 if bfloat16 else HALF)
+    exprs, out = (DimsExprs * 4)(), DimsExprs()
+    exprs[0].d[:5] = [0x10, 0x20, 0x30, 0x40, 0x50]
+    weight = [*[0x60] * geglu, 0x70, 0x80]
+    exprs[2].nb, exprs[2].d[: len(weight)] = len(weight), weight
+    for rank in range(1, 6):
+        exprs[0].nb = rank
+        assert driver.lib.driver_output_shape(made, exprs, 4, ctypes.byref(out)) == 0
+        assert list(out.d[: out.nb]) == [*exprs[0].d[: rank - 1], 0x70]
+    for ranks in ((0, len(weight)), (3, 0), (3, 1)):
+        exprs[0].nb, exprs[2].nb = ranks
+        assert driver.lib.driver_output_shape(made, exprs, 4, ctypes.byref(out)) == 1
+        assert f"got {ranks[0]} and {ranks[1]}" in driver.messages()
+    driver.lib.driver_destroy(made)
+
+
+@pytest.mark.parametrize("geglu", [0, 1])
+@pytest.mark.parametrize(
+    ("x", "width"),
+    [
+        ((2, 1024, 320), 640),
+        ((4,), 8),
+        ((5, 16384), 8),
+        ((2, 1024, 4), 65536),
+        ((1, 2, 3, 160), 1280),
+        ((1 << 24, 4), 8),
+    ],
+    ids=str,
+)
+def test_shapes_that_fit(driver: Driver, plugins: list[ctypes.c_void_p], x: tuple, width: int, geglu: int) -> None:
+    descs = tensors(*of(*x, width=width, layers=1 + geglu))
+    inputs = len(descs) - 1
+    assert driver.lib.driver_shape_change(plugins[geglu], array(descs), inputs) == 0, driver.messages()
+    assert driver.lib.driver_configure(plugins[geglu], dynamic(descs, descs), inputs) == 0, driver.messages()
+
+
+@pytest.mark.parametrize(
+    ("geglu", "shapes", "said"),
+    [
+        (0, ((2, 1024, 160), *SHAPES[1:]), "input 'x': expected shape [2, 1024, 320] from x and weight, got"),
+        (0, (X, (2, 1024), *SHAPES[2:]), "input 'row_scale': expected shape [2, 1024, 1] from x and weight, got"),
+        (0, (X, (2, 512, 1), *SHAPES[2:]), "input 'row_scale': expected shape [2, 1024, 1] from x and weight, got"),
+        (0, (*SHAPES[:3], (320,), *SHAPES[4:]), "input 'weight_scale': expected shape [640] from x and weight"),
+        (0, (*SHAPES[:4], (1, 640), RESIDUAL), "input 'bias': expected shape [640] from x and weight, got [1, 640]"),
+        (0, (*SHAPES[:5], (2, 1024, 320)), "input 'residual': expected shape [2, 1024, 640] from x and weight"),
+        (
+            0,
+            (X, ROW_SCALE, (2, *WEIGHT), *SHAPES[3:]),
+            "input 'weight': expected 2 dimensions, got shape [2, 640, 320]",
+        ),
+        (1, SHAPES[:5], "input 'weight': expected 3 dimensions, got shape [640, 320]"),
+        (1, (X, ROW_SCALE, (3, *WEIGHT), *GEGLU_SHAPES[3:]), "input 'weight': expected shape [2, 640, 320]"),
+        (1, (*GEGLU_SHAPES[:3], SCALE, (2, *SCALE)), "input 'weight_scale': expected shape [2, 640]"),
+        (0, ((), (1,), WEIGHT, SCALE, SCALE, (640,)), "input 'x': expected one dimension or more"),
+        (0, of(2, 6), "in_channels: expected 16..65536 in steps of 16, got 24"),
+        (1, of(2, 6, layers=2), "in_channels: expected 16..65536 in steps of 16, got 24"),
+        (0, of(2, 16388), "in_channels: expected 16..65536 in steps of 16, got 65552"),
+        (0, of(2, (1 << 30) + 4), "in_channels: expected 16..65536 in steps of 16, got 2147483647"),
+        (0, of(2, 4, width=12), "out_channels: expected 8..65536 in steps of 8, got 12"),
+        (0, of(2, 4, width=WRAPS + 8), "out_channels: expected 8..65536 in steps of 8, got 2147483647"),
+        (0, of(0, 4), "rows: expected 1..2^24, got 0"),
+        (1, of((1 << 24) + 1, 4, layers=2), "rows: expected 1..2^24, got 16777217"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_refused(
+    driver: Driver, plugins: list[ctypes.c_void_p], geglu: int, shapes: tuple, said: str
+) -> None:
+    good = GEGLU_SHAPES if geglu else SHAPES
+    check_shapes_are_refused(driver, plugins[geglu], tensors(*shapes), tensors(*good), len(shapes), said)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "names"),
+    [
+        ({}, "x, row_scale, weight, weight_scale"),
+        ({"bias": 1}, "x, row_scale, weight, weight_scale, bias"),
+        ({"residual": 1}, "x, row_scale, weight, weight_scale, residual"),
+        ({"bias": 1, "residual": 1}, ", ".join(NAMES)),
+    ],
+)
+def test_other_numbers_of_inputs_are_refused(driver: Driver, attributes: dict, names: str) -> None:
+    made, inputs = driver.create(mode_set=STATIC, **attributes), names.count(",") + 1
+    for wrong in (inputs - 1, inputs + 1):
+        descs = (tensors(*SHAPES) * 2)[: wrong + 1]
+        assert driver.lib.driver_shape_change(made, array(descs), wrong) == 1
+        assert f"expected {inputs} inputs ({names}) and 1 output, got {wrong} and 1" in driver.messages()
+    driver.lib.driver_destroy(made)
+
+
+def test_addresses_are_checked_before_the_device(driver: Driver, plugins: list[ctypes.c_void_p]) -> None:
+    descs = array(tensors(*of(1, 4)))
+    memory = ctypes.create_string_buffer(1024)
+    start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
+    names, right = (*NAMES, "y"), [start + 128 * i for i in range(7)]
+
+    def refusal(**changed: int | None) -> str:
+        """What is said of these addresses of inputs and output."""
+        given = list((dict(zip(names, right, strict=True)) | changed).values())
+        inputs, outputs = (ctypes.c_void_p * 6)(*given[:6]), (ctypes.c_void_p * 1)(*given[6:])
+        assert driver.lib.driver_enqueue(plugins[0], descs, 6, inputs, outputs, None) == 1
+        return driver.messages()
+
+    assert "got 0 and 1" in refusal()  # before any shapes are known
+    assert driver.lib.driver_shape_change(plugins[0], descs, 6) == 0, driver.messages()
+    for name, place in zip(names, right, strict=True):
+        assert f"{name}: expected a pointer aligned to 16 bytes, got {place + 8:#x}" in refusal(**{name: place + 8})
+        if name not in ("bias", "residual"):
+            assert f"{name}: expected a device pointer, got null" in refusal(**{name: None})
