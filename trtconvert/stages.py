@@ -33,6 +33,7 @@ from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
     from trtconvert.attention.sites import Site
+    from trtconvert.calib.component_layers import ComponentLayers
     from trtconvert.linear.sites import ConvertedLayer, Layer
     from trtconvert.models import DiffusionModel
 
@@ -74,11 +75,15 @@ def component_stage(
         asked |= recipe.components.get(section, ComponentSection()).model_dump(exclude_none=True)
     limit = recipe.verify.max_component_error
     reads = {"weights": weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
+    in_int8 = asked.get("layers") == "int8"
+    if in_int8:
+        reads["layers"] = recipe.layers.model_dump(mode="json", include={"min_rows", "equalise", "scales"})
 
     def make(folder: Path, bar: Bar) -> None:
         import onnx
         import torch
 
+        from trtconvert.calib.component_layers import component_layers
         from trtconvert.evaluate.verify import check_component
         from trtconvert.export import storage
         from trtconvert.export.trace import trace_component
@@ -96,8 +101,12 @@ def component_stage(
                 remedy=f"set components.{name}.dtype to float32 in the recipe",
             )
         onnx_file = folder / f"{name}.onnx"
-        storage.save(trace_component(source, getattr(torch, dtype)), onnx_file)
+        found = component_layers(source, recipe.layers, limit) if in_int8 else None
+        exported = trace_component(source, getattr(torch, dtype), found.converted if found else None)
+        storage.save(exported, onnx_file)
         onnx.checker.check_model(onnx_file, full_check=True)
+        if found:
+            _save_native(onnx_file, folder / NATIVE)
         component = ComponentRecord(
             onnx=onnx_file.name,
             inputs=[
@@ -107,6 +116,7 @@ def component_stage(
             outputs=[TensorRecord(name=o.name, dtype=dtype, shape=list(o.shape)) for o in source.outputs],
             dims=dict(source.dims),
             profiles=[dict(source.dims)],
+            layers=_component_records(found) if found else [],
             engines=[],
             diffusers=source.diffusers,
         )
@@ -272,11 +282,9 @@ def export_stage(
 
     def make(folder: Path, bar: Bar) -> None:
         import onnx
-        import onnx_ir as ir
         import torch
 
         from trtconvert.export import storage
-        from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products
         from trtconvert.export.trace import SiteOptions, trace
 
         source = model()
@@ -288,12 +296,7 @@ def export_stage(
         exported = trace(source, _tables(calibration, plan), options, layers=layers, dims=dims, dtype=dtype)
         storage.save(exported, folder / ONNX)
         onnx.checker.check_model(folder / ONNX, full_check=True)
-        native = ir.load(folder / ONNX)
-        lower_to_native(native)
-        expand_layers(native)
-        quantise_products(native)
-        storage.save(native, folder / NATIVE)
-        onnx.checker.check_model(folder / NATIVE, full_check=True)
+        _save_native(folder / ONNX, folder / NATIVE)
         component = ComponentRecord(
             onnx=ONNX,
             inputs=[
@@ -351,8 +354,9 @@ def engine_stages(
                     f"free: the engine may not fit. If so, it is lost: free some space, or {cache.instead}",
                 )
             if backend.name == "tensorrt_rtx":
-                # A component without attention nodes is what it is.
-                onnx = exported.folder / (NATIVE if component.is_denoiser else component.onnx)
+                # A component without nodes of ours is what it is.
+                has_native = component.is_denoiser or component.has_int8_layers
+                onnx = exported.folder / (NATIVE if has_native else component.onnx)
                 engine = tensorrt_rtx.build_engine(name, component, onnx, options, target, bar)
             else:
                 engine = tensorrt.build_engine(name, component, exported.folder / component.onnx, options, bar)
@@ -441,6 +445,24 @@ def verify_stage(
     return _run("verify", reads, make, cache, report)
 
 
+def _save_native(onnx_file: Path, path: Path) -> None:
+    """Write a model for engines that host no plugin: attention in its own type, INT8 layers between Q/DQ."""
+    import onnx
+    import onnx_ir as ir
+
+    from trtconvert.export import storage
+    from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products
+    from trtconvert.export.nodes.attention import attention_nodes
+
+    native = ir.load(onnx_file)
+    if attention_nodes(native):
+        lower_to_native(native)
+    expand_layers(native)
+    quantise_products(native)
+    storage.save(native, path)
+    onnx.checker.check_model(path, full_check=True)
+
+
 # What stages leave ----------------------------------------------------------------------------------------------------
 
 
@@ -505,19 +527,27 @@ def _converted_layers(model: DiffusionModel, calibration: Stage, plan: Stage) ->
 def _layer_records(calibration: Stage, plan: Stage) -> list[LayerRecord]:
     modes = _plan(plan)["layers"]
     return [
-        LayerRecord(
-            name=layer.name,
-            kind=layer.kind,
-            in_channels=layer.in_channels,
-            out_channels=layer.out_channels,
-            kernel=list(layer.kernel),
-            rows=layer.rows,
-            weight=layer.weight.name,
-            modes=row if any(row := modes.get(layer.name, [])) else [],
-            reason=layer.obstacle,
-        )
-        for layer in _layers(calibration)
+        _layer_record(layer, row if any(row := modes.get(layer.name, [])) else []) for layer in _layers(calibration)
     ]
+
+
+def _component_records(found: ComponentLayers) -> list[LayerRecord]:
+    converted = [_layer_record(layer.layer, layer.tables.modes.tolist()) for layer in found.converted.values()]
+    return converted + [_layer_record(layer, []) for layer in found.left]
+
+
+def _layer_record(layer: Layer, modes: list[int]) -> LayerRecord:
+    return LayerRecord(
+        name=layer.name,
+        kind=layer.kind,
+        in_channels=layer.in_channels,
+        out_channels=layer.out_channels,
+        kernel=list(layer.kernel),
+        rows=layer.rows,
+        weight=layer.weight.name,
+        modes=modes,
+        reason=layer.obstacle,
+    )
 
 
 def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:

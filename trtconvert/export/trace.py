@@ -42,7 +42,7 @@ from trtconvert.export.nodes.layers import (
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
-from trtconvert.interception import InterceptedDenoiser
+from trtconvert.interception import InterceptedDenoiser, Interception
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
 
@@ -109,6 +109,17 @@ def trace(
             got=", ".join(sorted(nodes)) or "no attention node",
             remedy="exclude the sites whose calls depend on the shape of the input, or whose results are not used",
         )
+    _require_layers(exported, layers)
+    fold_transposes(exported)
+    lower_to_function(exported)
+    return exported
+
+
+def _require_layers(exported: ir.Model, layers: Mapping[str, ConvertedLayer]) -> None:
+    """
+    Raises:
+        UserError: some were lost on the way.
+    """
     if (found := layer_nodes(exported)).keys() != layers.keys():
         raise UserError(
             "the exported model does not hold the layers that were calibrated",
@@ -116,16 +127,18 @@ def trace(
             got=", ".join(sorted(found)) or "no INT8 layer",
             remedy="exclude the layers whose calls depend on the shape of the input, or whose results are not used",
         )
-    fold_transposes(exported)
-    lower_to_function(exported)
-    return exported
 
 
-def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float32) -> ir.Model:
+def trace_component(
+    component: ModelComponent,
+    dtype: torch.dtype = torch.float32,
+    layers: Mapping[str, ConvertedLayer] | None = None,
+) -> ir.Model:
     """A text encoder or a half of a VAE as an ONNX model. Weights have their names in the model's state dict.
 
     Args:
         dtype: type of weights and floating-point inputs.
+        layers: to convert; others stay what they are in the model.
     Raises:
         UserError: the model cannot be exported.
     """
@@ -136,16 +149,25 @@ def trace_component(component: ModelComponent, dtype: torch.dtype = torch.float3
         )
         for spec in component.inputs
     }
-    return _exported(
-        in_type(component.module, dtype),
+    module = in_type(component.module, dtype)
+    if layers:
+        for name, layer in layers.items():
+            _check_layer(name, layer.tables)
+        module = _TracedComponent(module, layers)
+    exported = _exported(
+        module,
         inputs,
         component.inputs,
         [spec.name for spec in component.outputs],
         component.dims,
         title=component.title,
-        prefix="model.",
+        prefix="module.model." if layers else "model.",
         remedy=f"give model.options one size instead of a range, or take {component.name} out of the recipe",
     )
+    _require_layers(exported, layers or {})
+    if layers:
+        lower_to_function(exported)
+    return exported
 
 
 def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -351,6 +373,19 @@ class _TracedDenoiser(nn.Module):
             )
 
         return handler
+
+
+class _TracedComponent(nn.Module):
+    """Forward emits a node at each layer. There is no timestep."""
+
+    def __init__(self, module: nn.Module, layers: Mapping[str, ConvertedLayer]) -> None:
+        super().__init__()
+        self._hooks = layer_hooks(LayerEmitter(self, layers, model_tensors(module), 1.0))
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with Interception(self.module, self._hooks, torch.zeros(1)):
+            return self.module(*inputs)
 
 
 class LayerEmitter:

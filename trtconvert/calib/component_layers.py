@@ -1,0 +1,151 @@
+"""INT8 layers of a pipeline's other models: text encoders and VAEs, which follow no timestep.
+
+They are calibrated on what the pipeline passed while it was converted, and held to an error of the outputs: layers whose
+own output suffers most stay in their type, as many as that takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert.calib.layer_observer import LayerObserver
+from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
+from trtconvert.calib.sensitivity import Int8Layers
+from trtconvert.diffusion_model import ModelComponent
+from trtconvert.errors import GateError, UserError
+from trtconvert.interception import Interception
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LayerTables
+from trtconvert.linear.sites import (
+    ConvertedLayer,
+    Layer,
+    LayerCall,
+    LayerFinder,
+    LayerHandler,
+    layer_hooks,
+    model_tensors,
+    select_layers,
+    with_sources_among,
+)
+from trtconvert.recipe import LayersSection
+
+ROWS = 256
+"""Whole rows of a layer's input that are looked at: there is one call, or a few."""
+
+SHARE = 0.7
+"""Of the error limit that INT8 layers may take: the component's 16-bit type takes some as well."""
+
+SHARES_KEPT = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
+"""Of the layers, those whose own output is the closest; the largest share that keeps the limit is taken."""
+
+
+@dataclass(frozen=True)
+class ComponentLayers:
+    """What becomes of a component's layers.
+
+    Attributes:
+        converted: by name.
+        left: the others, with the reason in `obstacle`.
+        error: the largest relative L2 error of an output in torch, with these alone in INT8.
+    """
+
+    converted: dict[str, ConvertedLayer]
+    left: list[Layer]
+    error: float
+
+
+@torch.no_grad()
+def component_layers(source: ModelComponent, section: LayersSection, limit: float) -> ComponentLayers:
+    """The layers of a component that may be INT8.
+
+    Args:
+        section: how layers are chosen and their scales made, as for the denoiser.
+        limit: relative L2 error of each of the component's outputs.
+    Raises:
+        UserError: it has no layer that can be INT8, or NaN or Inf at the input of one.
+        GateError: no layer may be INT8.
+    """
+    finder = LayerFinder(source.module)
+    exact = _run(source, finder)
+    patterns = section.model_copy(update={"include": ["*"], "exclude": []})  # those of the recipe are the denoiser's
+    chosen, left = select_layers(finder.layers(), patterns.include, patterns.exclude, section.min_rows)
+    if not chosen:
+        reasons = sorted({layer.obstacle for layer in left})
+        raise UserError(
+            f"{source.name} has no layer that can be INT8",
+            expected="at least one linear layer or convolution of enough channels and rows",
+            got="; ".join(reasons) or "no layer at all",
+            remedy=f"set components.{source.name}.layers to exact",
+        )
+    observer = LayerObserver({layer.source for layer in chosen}, 1.0, 1, rows=ROWS)
+    _run(source, observer)
+    seen, tensors = observer.finish(), model_tensors(source.module)
+    readers: dict[str, list[Layer]] = {}
+    for layer in chosen:
+        readers.setdefault(layer.source, []).append(layer)
+    scales: dict[str, LayerScales] = {
+        name: choose_scales(
+            layers, seen[name], tensors, 1, statistic=section.scales, percentile=100.0, equalise=section.equalise
+        )
+        for name, layers in readers.items()
+    }
+    static = torch.tensor([int(LayerMode.STATIC)], dtype=torch.int32)
+    tables = layer_tables(source.module, chosen, scales, {layer.name: static for layer in chosen})
+    decibels = _decibels(source, tables)
+    by_quality = sorted(chosen, key=lambda layer: -decibels[layer.name])
+    error, kept = math.inf, list[Layer]()
+    for share in SHARES_KEPT:
+        best = {layer.name for layer in by_quality[: max(1, round(share * len(chosen)))]}
+        kept = [layer for layer in chosen if layer.name in best]
+        in_int8 = {layer.name: tables[layer.name] for layer in kept}
+        error = _error(_run(source, Int8Layers(in_int8, 1.0).handler()), exact)
+        if error <= SHARE * limit:
+            worse = [
+                replace(layer, obstacle=f"INT8 would leave {decibels[layer.name]:.0f} dB of its output")
+                for layer in chosen
+                if layer.name not in in_int8
+            ]
+            converted = {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in with_sources_among(kept)}
+            return ComponentLayers(converted, left + worse, error)
+    raise GateError(
+        f"gate missed: no layer of {source.name} can be INT8 within the error limit of components",
+        expected=f"an error of at most {SHARE:g} of verify.max_component_error, {SHARE * limit:g}",
+        got=f"{error:.3g} with the {len(kept)} layers that INT8 suits best, of {len(chosen)}",  # pyright: ignore[reportPossiblyUnbound]
+        remedy=f"set components.{source.name}.layers to exact, or raise verify.max_component_error",
+    )
+
+
+def _run(source: ModelComponent, handler: LayerHandler) -> tuple[Tensor, ...]:
+    return _forward(source.module, tuple(source.example[spec.name] for spec in source.inputs), handler)
+
+
+def _forward(module: nn.Module, inputs: Sequence[Tensor], handler: LayerHandler) -> tuple[Tensor, ...]:
+    with Interception(module, layer_hooks(handler), torch.zeros(1)):
+        return module(*inputs)
+
+
+def _decibels(source: ModelComponent, tables: Mapping[str, LayerTables]) -> dict[str, float]:
+    """Signal to quantisation noise of each layer's output, its input exact."""
+    layers, found = Int8Layers(tables, 1.0), dict[str, float]()
+
+    def compare(call: LayerCall) -> Tensor:
+        exact = call.exact()
+        if call.name in tables:
+            noise = (layers.output(call).double() - exact.double()).square().sum()
+            found[call.name] = float(10 * (exact.double().square().sum() / noise.clamp_min(1e-30)).log10())
+        return exact
+
+    _run(source, compare)
+    return found
+
+
+def _error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest relative L2 error of an output; infinite where one is not finite."""
+    pairs = [(a.double(), b.double()) for a, b in zip(got, exact, strict=True)]
+    errors = [float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
