@@ -24,8 +24,10 @@ def alone(tmp_path_factory):
 
 
 def recipe_in(folder, **calibration):
+    """Of a model with attention and layers of several kinds."""
     fields = {"samples": 2 * BATCHES, "steps": 3, "statistic": "elements"} | calibration
-    return tiny_recipe(folder, calibration=fields)
+    model, layers = {"source": "tiny_layers:build"}, {"modes": "static"}
+    return tiny_recipe(folder, model=model, layers=layers, calibration=fields)
 
 
 def free_port():
@@ -110,7 +112,7 @@ def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
     assert 2 <= len(kept) < BATCHES and not output.exists()
     for name in cache.glob("observed-*/rows-*.safetensors"):
         with safe_open(name, framework="pt") as file:
-            assert "denoiser/bin" in file.keys()  # noqa: SIM118 (not a dict): whole
+            assert {"denoiser/bin", "layer:skip/sample"} <= set(file.keys())
     for outcome in outcomes[:-1]:
         assert outcome.exit_code == 1
         for part in ("has lost the other processes", "expected: 2 running processes", "remedy: ", f"kept in {cache}"):

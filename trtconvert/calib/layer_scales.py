@@ -10,7 +10,7 @@ independent, so that no product with the weights is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,26 +118,32 @@ def choose_scales(
     """
     weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
     seen = _Points(rows)
-    fitted, held = seen.halves()
-    nothing, ones = torch.zeros_like(weight[0]), torch.ones_like(weight[0])
-    best = _Candidate.of(fitted, held, weight, nothing, ones)
+    halves = seen.halves()
+
+    def errors(choice: _Choice) -> list[float]:
+        """Of what is fitted to one half, on the other one, both ways."""
+        return [choice.fitted(mine, weight).error_on(other, mine) for mine, other in (halves, halves[::-1])]
+
+    def best_of(choices: Iterable[_Choice], plain: _Choice, gain: float) -> _Choice:
+        """The best of those that pay in both halves."""
+        found = {choice: errors(choice) for choice in (plain, *choices)}
+        pays = [
+            choice
+            for choice, here in found.items()
+            if all(mine < gain * without for mine, without in zip(here, found[plain], strict=True))
+        ]
+        return min(pays, key=lambda choice: sum(found[choice]), default=plain)
+
+    best = _Choice()
     if layers[0].kind == "linear":
-        for offset in fitted.offsets():
-            moved = _Candidate.of(fitted, held, weight, offset, ones)
-            if moved.error < OFFSET_GAIN * best.error:
-                best = moved
+        best = best_of((_Choice(_Points.middle), _Choice(_Points.middles)), best, OFFSET_GAIN)
     if equalise:
-        of_x, of_weight = fitted.amax(best.offset), weight.abs().amax(0)
-        plain = best.error
-        for exponent in EXPONENTS:
-            factor = _factor(of_x, of_weight, exponent)
-            candidate = _Candidate.of(fitted, held, weight, best.offset, factor)
-            if candidate.error < min(best.error, FACTOR_GAIN * plain):
-                best = candidate
+        best = best_of((replace(best, exponent=exponent) for exponent in EXPONENTS), best, FACTOR_GAIN)
+    chosen = best.fitted(seen, weight)
     scale = torch.stack(
-        [_scale_of(seen.of_bin(index), best, statistic, percentile / 100) for index in seen.nearest(bins)]
+        [_scale_of(seen.of_bin(index), chosen, statistic, percentile / 100) for index in seen.nearest(bins)]
     )
-    return LayerScales(best.factor.cpu(), best.offset.cpu(), short_scale(scale).cpu())
+    return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu())
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
@@ -169,8 +175,8 @@ class _Points:
         return self._of(self._rows.bin == index)
 
     def halves(self) -> tuple[_Points, _Points]:
-        """Every other call to fit offsets and factors, and the rest to see what they are worth: channels that were large
-        by chance in a few calls are so in half of them only. Of a single call, twice the same."""
+        """Every other call, and the rest: channels that were large by chance in a few calls are so in half of them only. Of a
+        single call, twice the same."""
         if len(self._rows.bin) < 2:
             return self, self
         return self._of(slice(0, None, 2)), self._of(slice(1, None, 2))
@@ -183,10 +189,14 @@ class _Points:
         seen = self._rows.bin.unique().tolist()
         return [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(bins)]
 
-    def offsets(self) -> list[Tensor]:
-        """[K] each: the middle of the whole range, and that of each channel's."""
+    def middle(self) -> Tensor:
+        """[K] the middle of the whole range, in every channel."""
         low, high = self._rows.low.amin(0), self._rows.high.amax(0)
-        return [torch.full_like(low, float(low.amin() + high.amax()) / 2), (low + high) / 2]
+        return torch.full_like(low, float(low.amin() + high.amax()) / 2)
+
+    def middles(self) -> Tensor:
+        """[K] the middle of each channel's range."""
+        return (self._rows.low.amin(0) + self._rows.high.amax(0)) / 2
 
     def amax(self, offset: Tensor) -> Tensor:
         """[K] largest magnitude of x less an offset."""
@@ -203,29 +213,47 @@ class _Points:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _Choice:
+    """How an offset and factors are made of points.
+
+    Attributes:
+        offset: gives it; None for none.
+        exponent: of SmoothQuant; None for no factors.
+    """
+
+    offset: Callable[[_Points], Tensor] | None = None
+    exponent: float | None = None
+
+    def fitted(self, seen: _Points, weight: Tensor) -> _Moved:
+        of_weight = weight.abs().amax(0)
+        offset = torch.zeros_like(of_weight) if self.offset is None else self.offset(seen)
+        factor = torch.ones_like(of_weight)
+        if self.exponent is not None:
+            factor = _factor(seen.amax(offset), of_weight, self.exponent)
+        scaled = weight / factor
+        stored, scale = quantise_weight(scaled)
+        difference = (stored.float() * scale[:, None] - scaled).double().square().sum(0)
+        return _Moved(offset, factor, scaled.double().square().sum(0), difference)
+
+
+@dataclass(frozen=True)
+class _Moved:
     """An offset and factors.
 
     Attributes:
-        squares: [K] squared norms of the weight of each channel of x̂.
-        error: that they come to.
+        squares: [K] squared norms of the weight of each channel of x̂; differences: of what quantising it changes.
     """
 
     offset: Tensor
     factor: Tensor
     squares: Tensor
-    error: float = 0.0
+    differences: Tensor
 
-    @staticmethod
-    def of(fitted: _Points, held: _Points, weight: Tensor, offset: Tensor, factor: Tensor) -> _Candidate:
-        """With the error on some points of the scale that is the best of others."""
-        scaled = weight / factor
-        stored, scale = quantise_weight(scaled)
-        difference = (stored.float() * scale[:, None] - scaled).double().square().sum(0)
-        candidate = _Candidate(offset, factor, scaled.double().square().sum(0))
+    def error_on(self, held: _Points, fitted: _Points) -> float:
+        """On some points, with the scale that is the best of others."""
         # The weights' error meets x, not x̂: see `layer_tables`.
-        of_weight = float(((held.x * factor).double().square().mean(0) * difference).sum())
-        return replace(candidate, error=candidate.error_at(held, candidate.best_limit(fitted)) + of_weight)
+        of_weight = ((held.x * self.factor).double().square().mean(0) * self.differences).sum()
+        return self.error_at(held, self.best_limit(fitted)) + float(of_weight)
 
     def best_limit(self, seen: _Points) -> float:
         """The range of least error."""
@@ -241,8 +269,8 @@ class _Candidate:
         return float(((error + beyond.mean(0)) * self.squares).sum())
 
 
-def _scale_of(seen: _Points, candidate: _Candidate, statistic: str, quantile: float) -> Tensor:
+def _scale_of(seen: _Points, moved: _Moved, statistic: str, quantile: float) -> Tensor:
     if statistic == "maxima":
-        maxima = (seen.amax_of_calls(candidate.offset) * candidate.factor).amax(1)
+        maxima = (seen.amax_of_calls(moved.offset) * moved.factor).amax(1)
         return torch.quantile(maxima, quantile) / LEVELS
-    return torch.tensor(candidate.best_limit(seen) / LEVELS, device=seen.x.device)
+    return torch.tensor(moved.best_limit(seen) / LEVELS, device=seen.x.device)
