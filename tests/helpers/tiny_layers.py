@@ -104,3 +104,11 @@ def model_of(denoiser: nn.Module, shape: tuple[int | str, ...], output: tuple[in
         inputs=(InputSpec("x", "float32", shape), InputSpec("timestep", "float32", ("batch",))),
         output=InputSpec("prediction", "float32", output or shape),
     )
+
+
+def build_overflowing() -> DiffusionModel:
+    """Whose MLP leaves the range of numbers."""
+    model = build()
+    with torch.no_grad():
+        model.denoiser.get_submodule("mlp.0").weight.mul_(1e38)
+    return model

@@ -1,0 +1,185 @@
+"""Calibrations with layers, from end to end: what is in the file, what is taken from one, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support import Quiet, refusal, run, tiny_recipe
+from tiny_layers import CHOSEN, LEFT, build
+
+from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
+from trtconvert.calib.calibration import Calibration
+from trtconvert.errors import UserError
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
+
+BINS = 2
+SECTION = CalibrationSection(samples=4, batch=2, steps=4, bins=BINS)
+
+
+def made(work, model=None, **options):
+    """A calibration of the tiny model, and its parts."""
+    model, of_layers = model or build(), LayersSection(**options)
+    parts = parts_to_convert(model, AttentionSection(), of_layers)
+    calibration = calibrate(
+        model, SECTION, "weights", parts.sites, work, Quiet(), layers=parts.layers, of_layers=of_layers
+    )
+    return calibration, parts
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("work"))
+
+
+def test_attention_and_layers_are_found_in_one_model(calibrated):
+    parts = calibrated[1]
+    assert [site.name for site in parts.sites] == ["denoiser"]
+    assert tuple(layer.name for layer in parts.layers) == CHOSEN
+    assert tuple(layer.name for layer in parts.left_layers) == LEFT
+
+
+def test_there_are_scales_of_each_tensor_that_layers_read(calibrated):
+    calibration, parts = calibrated
+    assert set(calibration.layers) == {layer.source for layer in parts.layers} == set(CHOSEN) - {"k", "v"}
+    channels = {layer.source: layer.in_channels for layer in parts.layers}
+    assert all(scales.flaw(channels[source], BINS) == "" for source, scales in calibration.layers.items())
+    assert any(len(scales.x_scale.unique()) == BINS for scales in calibration.layers.values())
+    # What a GELU gives is moved, images never are, and tied layers keep their one weight.
+    assert calibration.layers["mlp.2"].x_offset.all() and not calibration.layers["conv"].x_offset.any()
+    assert all((calibration.layers[name].x_factor == 1).all() for name in ("tied", "tied#2"))
+
+
+def test_observing_layers_changes_nothing_about_attention(calibrated, tmp_path):
+    plain, parts = made(tmp_path, modes="off")
+    assert parts.layers == parts.left_layers == [] and plain.layers == {}
+    for name, table in plain.tables["denoiser"].items():
+        assert torch.equal(table, calibrated[0].tables["denoiser"][name])
+
+
+def test_the_recipe_says_how_scales_are_made(calibrated, tmp_path):
+    calibration, _ = made(tmp_path, equalise=False, scales="maxima")
+    assert all((scales.x_factor == 1).all() for scales in calibration.layers.values())
+    # Percentiles of the calls' maxima clip hardly anything, ranges of least error may.
+    for source, scales in calibration.layers.items():
+        least = calibrated[0].layers[source]
+        if torch.equal(least.x_factor, scales.x_factor) and torch.equal(least.x_offset, scales.x_offset):
+            assert (least.x_scale <= scales.x_scale * 1.1).all()
+
+
+def test_the_file_gives_back_exactly_what_was_saved(calibrated, tmp_path):
+    calibration, _ = calibrated
+    calibration.save(tmp_path / "c.safetensors")
+    loaded = Calibration.load(tmp_path / "c.safetensors")
+    assert loaded.layers.keys() == calibration.layers.keys() and loaded.tables.keys() == calibration.tables.keys()
+    for source, scales in calibration.layers.items():
+        assert all(torch.equal(x, getattr(loaded.layers[source], name)) for name, x in vars(scales).items())
+
+
+def test_a_file_that_lacks_a_tensor_of_a_layer_is_none(calibrated, tmp_path):
+    path = tmp_path / "c.safetensors"
+    calibrated[0].save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file({name: x for name, x in tensors.items() if name != "skip/x_factor"}, path, metadata)
+    with pytest.raises(UserError, match="is not a calibration") as refused:
+        Calibration.load(path)
+    assert refused.value.got.startswith("skip: ")
+
+
+# Taken from a file ----------------------------------------------------------------------------------------------------
+
+
+def take(path, parts):
+    return taken(path, build(), "weights", BINS, parts.sites, parts.layers)
+
+
+def test_what_is_taken_is_what_is_needed(calibrated, tmp_path):
+    calibration, parts = calibrated
+    calibration.save(tmp_path / "c.safetensors")
+    some = replace(parts, layers=[layer for layer in parts.layers if layer.name in ("q", "skip")])
+    assert set(take(tmp_path / "c.safetensors", some).layers) == {"q", "skip"}
+    assert set(take(tmp_path / "c.safetensors", parts).layers) == set(calibration.layers)
+
+
+def test_a_calibration_without_layers_serves_no_recipe_with_them(calibrated, tmp_path):
+    _, parts = calibrated
+    plain, _ = made(tmp_path / "work", modes="off")
+    plain.save(tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="lacks the ranges of layers") as refused:
+        take(tmp_path / "c.safetensors", parts)
+    assert "conv, q, attended" in refused.value.expected and "attention alone" in refused.value.got
+    assert "layers.modes to off" in refused.value.remedy
+    assert take(tmp_path / "c.safetensors", replace(parts, layers=[])).layers == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"x_scale": torch.ones(BINS + 1)}, "x_scale of [3]"),
+        ({"x_factor": torch.ones(16)}, "x_factor of [16]"),
+        ({"x_offset": torch.zeros(32, dtype=torch.float16)}, "torch.float16"),
+        ({"x_scale": torch.tensor([1.0, float("nan")])}, "NaN"),
+        ({"x_factor": torch.zeros(32)}, "not positive"),
+    ],
+)
+def test_scales_that_cannot_be_used_are_refused(calibrated, tmp_path, change, got):
+    calibration, parts = calibrated
+    broken = {**calibration.layers, "q": replace(calibration.layers["q"], **change)}
+    replace(calibration, layers=broken).save(tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="holds scales that cannot be used") as refused:
+        take(tmp_path / "c.safetensors", parts)
+    assert refused.value.got.startswith("q: ") and got in refused.value.got and refused.value.remedy
+
+
+# The commands ---------------------------------------------------------------------------------------------------------
+
+
+def layered_recipe(folder, model="build", **sections):
+    folder.mkdir(exist_ok=True)
+    layers = {"modes": "static"} | sections.pop("layers", {})
+    return tiny_recipe(folder, model={"source": f"tiny_layers:{model}"}, layers=layers, **sections)
+
+
+def test_calibrate_says_how_many_inputs_of_layers_there_are(tmp_path):
+    recipe = layered_recipe(tmp_path)
+    outcome = run("calibrate", recipe, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    assert f"inputs of layers: {len(CHOSEN) - 2}" in outcome.output
+
+
+def test_a_recipe_that_takes_a_calibration_without_layers_is_refused_with_the_way_out(tmp_path):
+    plain = layered_recipe(tmp_path, layers={"modes": "off"})
+    assert run("calibrate", plain, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache").exit_code == 0
+
+    def building(modes):
+        taking = layered_recipe(tmp_path / "taking", layers={"modes": modes})
+        document = json.loads(taking.read_text()) | {"calibration": {"from": "../c.safetensors", "bins": 2}}
+        taking.write_text(json.dumps(document))
+        return run("build", taking, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+
+    refusal(building("static"), "lacks the ranges of layers", "attention alone", "set layers.modes to off")
+    assert building("off").exit_code == 0  # what the remedy says
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts"),
+    [
+        ({"include": ["no.*"]}, ["the layer pattern 'no.*' matches no layer", "mlp.0", "layers.include"]),
+        ({"exclude": ["mlp.1"]}, ["the layer pattern 'mlp.1' matches no layer", "layers.exclude"]),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused(tmp_path, layers, parts):
+    recipe = layered_recipe(tmp_path, layers=layers)
+    for command in ("calibrate", "build"):
+        refusal(run(command, recipe, "-o", tmp_path / "out", "--cache", tmp_path / "cache"), *parts)
+
+
+def test_nan_at_a_layer_is_told_with_its_timestep(tmp_path):
+    recipe = layered_recipe(tmp_path, "build_overflowing", calibration={"steps": 1})
+    refusal(
+        run("calibrate", recipe, "-o", tmp_path / "c.safetensors", "--cache", tmp_path / "cache"),
+        "NaN or Inf at the input of mlp.2 at timestep",
+    )
