@@ -9,6 +9,7 @@ import time
 import pytest
 from safetensors import safe_open
 from support import contents, environment, finish, start, tiny_recipe, torchrun
+from tiny_layers import WITH_CONV
 
 BATCHES = 8
 
@@ -26,7 +27,7 @@ def alone(tmp_path_factory):
 def recipe_in(folder, **calibration):
     """Of a model with attention and layers of several kinds."""
     fields = {"samples": 2 * BATCHES, "steps": 3, "statistic": "elements"} | calibration
-    model, layers = {"source": "tiny_layers:build"}, {"modes": "static"}
+    model, layers = {"source": "tiny_layers:build"}, {"modes": "static", "include": WITH_CONV}
     return tiny_recipe(folder, model=model, layers=layers, calibration=fields)
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import Quiet, refusal, run, tiny_recipe
-from tiny_layers import CHOSEN, LEFT, build
+from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
 
 from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
 from trtconvert.calib.calibration import Calibration
@@ -21,7 +21,7 @@ SECTION = CalibrationSection(samples=4, batch=2, steps=4, bins=BINS)
 
 def made(work, model=None, **options):
     """A calibration of the tiny model, and its parts."""
-    model, of_layers = model or build(), LayersSection(**options)
+    model, of_layers = model or build(), LayersSection(**{"include": WITH_CONV} | options)
     parts = parts_to_convert(model, AttentionSection(), of_layers)
     calibration = calibrate(
         model, SECTION, "weights", parts.sites, work, Quiet(), layers=parts.layers, of_layers=of_layers
@@ -139,7 +139,7 @@ def test_scales_that_cannot_be_used_are_refused(calibrated, tmp_path, change, go
 
 def layered_recipe(folder, model="build", **sections):
     folder.mkdir(exist_ok=True)
-    layers = {"modes": "static"} | sections.pop("layers", {})
+    layers = {"modes": "static", "include": WITH_CONV} | sections.pop("layers", {})
     return tiny_recipe(folder, model={"source": f"tiny_layers:{model}"}, layers=layers, **sections)
 
 

@@ -19,7 +19,10 @@ from trtconvert.models import DiffusionModel
 WIDTH, SIDE = 32, 4
 
 CHOSEN = ("conv", "q", "k", "v", "attended", "mlp.0", "mlp.2", "tied", "tied#2", "skip")
-"""Layers of `Layered` that are converted by default, in the order of their calls."""
+"""Layers of `Layered` that can be converted, in the order of their calls."""
+
+WITH_CONV = ["*", "conv"]
+"""Patterns of all of them: convolutions are taken where they are named."""
 
 LEFT = ("conv_in", "time", "out")
 
