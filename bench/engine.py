@@ -350,7 +350,7 @@ class Bench:
         shapes = ARCHITECTURES[self.model.name].shapes
         half = [{name: torch.randn(shape, device="cuda").half() for name, shape in shapes.items()} for _ in range(3)]
 
-        finder = LayerFinder(self.model.denoiser)
+        finder, section = LayerFinder(self.model.denoiser), LayersSection()
         bins: dict[str, list[AttentionTables]] = {}  # as calibration makes them: each of its own timesteps
         self.expected: dict[Mode, Tensor] = {}
         for mode in MODES:
@@ -362,7 +362,7 @@ class Bench:
             feed = {name: x.float() for name, x in half[0].items()}
             feed["timestep"].fill_(TIMESTEPS[mode])
             self.expected[mode] = intercepted(self.model, observe, finder if mode == MODES[0] else None)(**feed)
-        self.layers, _ = select_layers(finder.layers(), ["*"], [], LayersSection().min_rows)
+        self.layers, _ = select_layers(finder.layers(), ["*"], [], section.min_rows, section.kinds)
         self.tables = {
             site: AttentionTables(**{field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])})
             for site, found in bins.items()

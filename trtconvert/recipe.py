@@ -124,6 +124,12 @@ class LayersSection(_Section):
         "patterns of their own names take in.",
     )
     exclude: list[str] = Field(default=[], description="Patterns of layer names to leave as they are.")
+    kinds: list[Literal["linear", "conv"]] = Field(
+        default=["linear"],
+        min_length=1,
+        description="`linear` layers, and convolutions (`conv`). TensorRT's own INT8 convolutions make U-Nets no faster "
+        "beside group norms that are plugins; in engines for RTX GPUs they may.",
+    )
     min_rows: Count = Field(
         default=2,
         description="Rows (tokens, pixels) for each sample below which a layer stays as it is. 1 takes in modulations and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,12 +13,20 @@ from rich.text import Text
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, Manifest
 from trtconvert.calib.provenance import Provenance, read_provenance
+from trtconvert.evaluate.parts import layer_counts, left_by_plan, left_groups, mode_name, weight_bytes
+from trtconvert.linear.modes import LayerMode
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter, say
 
 ATTENTION = {
     "plugin": "INT8, our plugin",
     "native": "native, the model's precision, not INT8",
+}
+
+INT8_LAYERS = {
+    "native": "INT8, TensorRT's kernels",
+    "plugin": "INT8, our plugin where there is one",
+    "exact": "in 16 bits, with the weights that INT8 holds",
 }
 
 
@@ -63,8 +71,12 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         _row(table, "", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
         if component.is_denoiser:
             _row(table, "attention sites", _sites(component))
-        for modes, sites in _plans(component).items():
-            _row(table, "modes, low noise to high", f"{_runs(modes)}  ({sites} sites)")
+            for group in left_groups(component.sites):
+                _row(table, "", f"left: {group}")
+            for modes, count in _plans(site.modes for site in component.sites).items():
+                _row(table, "modes, low noise to high", f"{_runs(modes, _site_mode)}  ({count} sites)")
+        for line in _layers(component):
+            _row(table, *line)
     _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))
     quality = manifest.quality
     db, site, index = quality.worst_site()
@@ -75,6 +87,9 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         f"{quality.psnr:.1f} dB over {drawn}; worst {quality.psnr_worst:.1f} dB, seed {quality.psnr_worst_seed}",
     )
     _row(table, "worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
+    if (of_layers := quality.worst_layer()) is not None:
+        db, layer, index = of_layers
+        _row(table, "worst layer", f"{layer}, bin {index}: {db:.1f} dB signal to quantisation noise")
     _row(table, "exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
     if quality.component_errors:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in quality.component_errors.items())
@@ -84,19 +99,17 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     _row(table, "backend", f"{manifest.backend}: {manifest.backend_reason}")
     for name, component in manifest.components.items():
         of = "" if component.is_denoiser else f", {name}"
-        for (backend, library, attention), engines in groupby(
-            component.engines, key=lambda e: (e.backend, e.library, e.attention)
+        for (backend, library, attention, layers), engines in groupby(
+            component.engines, key=lambda e: (e.backend, e.library, e.attention, e.layers)
         ):
             sizes = ", ".join(f"{e.target} {_size(manifest.files[e.file].size)}" for e in engines)
-            _row(table, f"engines{of}", f"{sizes}; {backend} {library}; attention: {ATTENTION[attention]}")
+            computed = f"attention: {ATTENTION[attention]}" + (f"; layers: {INT8_LAYERS[layers]}" if layers else "")
+            _row(table, f"engines{of}", f"{sizes}; {backend} {library}; {computed}")
         for engine in component.engines:
             for line in _engine_lines(engine, component.dims):
                 _row(table, "", f"{engine.target}: {line}")
         size = _size(sum(f.size for file, f in manifest.files.items() if file.startswith(component.onnx)))
-        attention = (
-            "INT8, the op's function body (exact numerics, slow)" if component.is_denoiser else "its own precision"
-        )
-        _row(table, f"ONNX{of}", f"{size}, any ONNX Runtime, attention: {attention}")
+        _row(table, f"ONNX{of}", f"{size}, any ONNX Runtime, {_in_onnx(component)}")
 
 
 def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
@@ -128,11 +141,23 @@ def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
             f"a call takes {_microseconds(engine.plugin_us)} with the plugin, {_microseconds(engine.native_us)} with native "
             "attention at every site: the faster is kept"
         )
+    if engine.layers_us:
+        times = ", ".join(f"{_microseconds(us)} {kind}" for kind, us in engine.layers_us.items())
+        yield f"a call takes by how INT8 layers are computed {times}: the fastest is kept"
     if engine.with_plugins_us is not None and engine.plain_us is not None:
         yield (
             f"a call takes {_microseconds(engine.with_plugins_us)} with plugins, for group norms too, "
             f"{_microseconds(engine.plain_us)} without any: the faster is kept"
         )
+
+
+def _in_onnx(component: ComponentRecord) -> str:
+    """How the ONNX model computes."""
+    body = "INT8, the op's function body (exact numerics, slow)"
+    if component.is_denoiser and component.has_int8_layers:
+        return f"attention and layers: {body}"
+    layers = f"; layers: {body}" if component.has_int8_layers else ""
+    return f"attention: {body if component.is_denoiser else 'its own precision'}" + layers
 
 
 def _microseconds(us: float) -> str:
@@ -151,25 +176,51 @@ def _calibration(made: Provenance) -> str:
 def _sites(component: ComponentRecord) -> str:
     in_int8 = sum(site.in_int8 for site in component.sites)
     in_fp16 = sum(bool(site.modes) for site in component.sites) - in_int8
-    left = [f"{site.name}: {site.reason}" for site in component.sites if not site.modes]
-    return (
-        f"{len(component.sites)} found, {in_int8} in INT8"
-        + (f", {in_fp16} in FP16 by the plan" if in_fp16 else "")
-        + (f"; left: {'; '.join(left)}" if left else "")
+    return f"{len(component.sites)} found, {in_int8} in INT8" + (f", {in_fp16} in FP16 by the plan" if in_fp16 else "")
+
+
+def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
+    """Rows about a model's layers: label and text."""
+    layers = component.layers
+    if not layers:
+        return
+    in_int8, by_plan = sum(layer.in_int8 for layer in layers), left_by_plan(layers)
+    counts = ", ".join(f"{count} {mode}" for mode, count in layer_counts(layers).items())
+    yield (
+        "layers",
+        f"{len(layers)} found, {in_int8} in INT8"
+        + (f" ({counts})" if counts else "")
+        + (f", {len(by_plan)} in the model's type by the plan" if by_plan else ""),
     )
+    if in_int8:
+        ours, in_16_bits = map(_size, weight_bytes(layers))
+        yield "", f"their weights: {ours}, {in_16_bits} in 16 bits"
+    for group in left_groups(layers):
+        yield "", f"left: {group}"
+    if component.is_denoiser:
+        for modes, count in _plans(layer.modes for layer in layers).items():
+            yield "modes, low noise to high", f"{_runs(modes, _layer_mode)}  ({count} layers)"
 
 
-def _plans(component: ComponentRecord) -> dict[tuple[int, ...], int]:
-    """How many sites follow each row of modes."""
+def _plans(rows: Iterable[Sequence[int]]) -> dict[tuple[int, ...], int]:
+    """How many sites or layers follow each row of modes."""
     plans: dict[tuple[int, ...], int] = {}
-    for site in component.sites:
-        if site.modes:
-            plans[tuple(site.modes)] = plans.get(tuple(site.modes), 0) + 1
+    for modes in map(tuple, rows):
+        if modes:
+            plans[modes] = plans.get(modes, 0) + 1
     return plans
 
 
-def _runs(modes: tuple[int, ...]) -> str:
-    return ", ".join(f"{len(list(run))} × {Mode(mode).name.lower()}" for mode, run in groupby(modes))
+def _runs(modes: tuple[int, ...], name: Callable[[int], str]) -> str:
+    return ", ".join(f"{len(list(run))} × {name(mode)}" for mode, run in groupby(modes))
+
+
+def _site_mode(mode: int) -> str:
+    return Mode(mode).name.lower()
+
+
+def _layer_mode(mode: int) -> str:
+    return mode_name(LayerMode(mode))
 
 
 def _size(size: int) -> str:

@@ -67,7 +67,9 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
-    return Parts(chosen, left, *select_layers(finder.layers(), layers.include, layers.exclude, layers.min_rows))
+    return Parts(
+        chosen, left, *select_layers(finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds)
+    )
 
 
 def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:

@@ -72,8 +72,8 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
     """
     finder = LayerFinder(source.module)
     exact = _run(source, finder)
-    patterns = section.model_copy(update={"include": ["*"], "exclude": []})  # those of the recipe are the denoiser's
-    chosen, left = select_layers(finder.layers(), patterns.include, patterns.exclude, section.min_rows)
+    # The recipe's patterns are of the denoiser's names.
+    chosen, left = select_layers(finder.layers(), ["*"], [], section.min_rows, section.kinds)
     if not chosen:
         reasons = sorted({layer.obstacle for layer in left})
         raise UserError(

@@ -6,7 +6,7 @@ Found by what is called, as attention is: `linear`, `matmul` and `addmm` with a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -310,7 +310,11 @@ def _obstacle(call: LayerCall, batch: int) -> str:
 
 
 def select_layers(
-    layers: Sequence[Layer], include: Sequence[str], exclude: Sequence[str], min_rows: int
+    layers: Sequence[Layer],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    min_rows: int,
+    kinds: Collection[str] = ("linear", "conv"),
 ) -> tuple[list[Layer], list[Layer]]:
     """Split layers into those to convert and those to leave, which carry the reason in `obstacle`.
 
@@ -319,6 +323,7 @@ def select_layers(
 
     Args:
         min_rows: for each sample.
+        kinds: of layers that are converted; others too where a pattern other than `*` names them.
     Raises:
         UserError: a pattern matches nothing.
     """
@@ -339,6 +344,8 @@ def select_layers(
         reason = layer.obstacle
         if not (named or "*" in include) or any(fnmatchcase(layer.name, p) for p in exclude):
             reason = "the recipe excludes it"
+        elif not reason and not named and layer.kind not in kinds:
+            reason = "it is a convolution, which layers.kinds leaves out"
         elif not reason and not named and layer.name in ends:
             reason = f"{ends[layer.name]}; name it in layers.include to convert it"
         elif not reason and not named and layer.rows < min_rows:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
+from trtconvert.export.lowering.int8_layers import take_int8_layers
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.linear_layers import take_linear_layers
 from trtconvert.export.lowering.norms import take_norms
@@ -19,7 +20,11 @@ from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
 
 
 def lower_to_plugin(
-    model: ir.Model, *, refittable: bool = False, linear_profiles: Sequence[Mapping[str, int]] = ()
+    model: ir.Model,
+    *,
+    refittable: bool = False,
+    linear_profiles: Sequence[Mapping[str, int]] = (),
+    int8_layers: bool = False,
 ) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
@@ -34,6 +39,7 @@ def lower_to_plugin(
         refittable: weights keep their names, so norms and projections stay as they are.
         linear_profiles: where the GPU has a kernel for linear layers, the sizes of the dimensions that vary, for each
             optimisation profile; none elsewhere: these layers are left then.
+        int8_layers: whether INT8 layers become plugins as well (`take_int8_layers`), where there is a kernel.
     Returns:
         How many nodes were lowered.
     Raises:
@@ -48,6 +54,8 @@ def lower_to_plugin(
         pack_projections(model)
         share_projections(model)
         take_residual_norms(model)
+        if linear_profiles and int8_layers:
+            take_int8_layers(model, linear_profiles)
         if linear_profiles:
             take_linear_layers(model, linear_profiles)
     casts: _Casts = {}

@@ -1,0 +1,335 @@
+"""INT8 layers beside plugins, for plugins that compute them: rows are quantised by the norm in front of them, or by a kernel of
+their own, and multiplied by INT8 weights; GEGLU too.
+
+Beside plugins TensorRT has no product to fuse a Q with, so that Q/DQ gains nothing there: in Stable Diffusion's U-Nets a
+step takes as long as in 16 bits. Rows that a kernel quantises are in its registers as a whole, so that each has the scale
+of its own data, whatever
+was calibrated: that costs no time, and is closer (`LayerMode.DYNAMIC` in place of `STATIC`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
+from trtconvert.export.lowering.projections import is_weight
+from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
+from trtconvert.export.matching import constant_of, only_reader, producer_of
+from trtconvert.export.nodes.attention import is_attention
+from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.linear.modes import LayerMode
+
+INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "Int8ResidualNorm"
+"""Operators of the plugins."""
+
+_OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
+"""Plugins that give rows."""
+
+_FEWEST_ROWS, _FEWEST_OUTPUTS = 1024, 2**21
+"""With fewer the kernel leaves multiprocessors idle, as it does not split the depth."""
+
+_GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
+_NORMED, _SUM = 1, 0  # outputs of ResidualNorm
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """x̂ @ weight (+ bias), or GEGLU of it.
+
+    Attributes:
+        x: rows that x̂ is made of, [..., K]; factor, offset: [K] or None.
+        weight: of x̂, [K, N], or [N, K] of a Gemm; with geglu 2 N output channels.
+        bias: [N] FP32 or None.
+        nodes: what computes it, the last one last.
+    """
+
+    x: ir.Value
+    factor: np.ndarray | None
+    offset: np.ndarray | None
+    weight: Int8Weight
+    bias: np.ndarray | None
+    nodes: tuple[ir.Node, ...]
+    geglu: bool = False
+
+    @property
+    def result(self) -> ir.Value:
+        return self.nodes[-1].outputs[0]
+
+    @property
+    def rows_of(self) -> tuple[ir.Value, str]:
+        """What is quantised once for several layers."""
+        return self.x, self.weight.activation.source
+
+
+def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+    """Replace products with INT8 weights, and GEGLU of them, by nodes `Int8Linear` on quantised rows, in place.
+
+    Those whose rows a plugin or a layer norm gives, of sizes that the kernel is made for; the others stay products. Comes behind
+    `take_residual_norms`, whose nodes give quantised rows themselves where INT8 layers read them.
+
+    Args:
+        profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
+    Returns:
+        How many layers were replaced.
+    """
+    found = [layer for node in model.graph if (layer := _layer(node)) is not None and _pays(layer, profiles)]
+    rows: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
+    for layer in found:
+        if layer.rows_of not in rows:
+            rows[layer.rows_of] = _quantised(layer, found)
+        _replace(layer, *rows[layer.rows_of])
+    if found:
+        RemoveUnusedNodesPass()(model)  # weights, offsets and factors that nothing reads any more
+        for node in model.graph:
+            if node.domain == DOMAIN and node.op_type in (RESIDUAL_NORM, INT8_RESIDUAL_NORM, QUANTISE_ROWS):
+                # That layer's kernel leaves it little room.
+                behind = any(_producer(value, INT8_LINEAR) for value in node.inputs[:2])
+                if behind:
+                    node.attributes["starts_early"] = ir.AttrInt64("starts_early", 1)
+    return len(found)
+
+
+def _layer(node: ir.Node) -> _Layer | None:
+    weight = int8_weight_of(node.inputs[1]) if node.op_type in ("MatMul", "Gemm") and not node.domain else None
+    moved, product = node.inputs[0] if node.inputs else None, node.outputs[0]
+    if weight is None or moved is None or moved.dtype not in HALF or not weight.activation.is_int8:
+        return None
+    outputs = len(weight.scale)
+    bias: np.ndarray | None = None
+    nodes: tuple[ir.Node, ...] = (node,)
+    if node.op_type == "Gemm":
+        bias = constant_of(node.inputs[2]) if len(node.inputs) > 2 else None
+    elif (add := only_reader(product, "Add")) is not None:
+        added = next((x for x in add.inputs if is_weight(x, 1, outputs)), None)
+        if added is not None and added.dtype == product.dtype:
+            bias, nodes = constant_of(added), (node, add)
+    x, factor, offset = _before_moving(moved)
+    if not _is_border(x):
+        return None
+    layer = _Layer(x, factor, offset, weight, None if bias is None else bias.astype(np.float32), nodes)
+    return _as_geglu(layer) or layer
+
+
+def _before_moving(moved: ir.Value) -> tuple[ir.Value, np.ndarray | None, np.ndarray | None]:
+    """x of x̂ = (x − offset) · factor, as `expand_layers` wrote it."""
+    x, factor, offset = moved, None, None
+    for op_type in ("Mul", "Sub"):
+        node = producer_of(x, op_type)
+        numbers = constant_of(node.inputs[1]) if node is not None else None
+        if node is None or numbers is None or numbers.ndim != 1 or node.inputs[0] is None:
+            continue
+        if op_type == "Mul":
+            factor = numbers.astype(np.float32)
+        else:
+            offset = numbers.astype(np.float32)
+        x = node.inputs[0]
+    return x, factor, offset
+
+
+def _as_geglu(layer: _Layer) -> _Layer | None:
+    """Two layers in one product, and what GEGLU does with them."""
+    split = only_reader(layer.result, "Split")
+    if split is None or len(split.outputs) != 2:
+        return None
+    value, gate = split.outputs
+    gelu, product = only_reader(gate, "Gelu"), only_reader(value, "Mul")
+    if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
+        return None
+    joined, half = layer.result.shape, product.outputs[0].shape
+    if only_reader(gelu.outputs[0], "Mul") is not product or joined is None or half is None:
+        return None
+    if split.attributes.get_int("axis", 0) % len(joined) != len(joined) - 1 or joined[-1] != 2 * half[-1]:
+        return None
+    return replace(layer, nodes=(*layer.nodes, split, gelu, product), geglu=True)
+
+
+def _is_border(value: ir.Value) -> bool:
+    """Whether a plugin or a layer norm makes rows."""
+    producer = value.producer()
+    while producer is not None and producer.op_type == "Reshape" and not producer.domain:
+        source = producer.inputs[0]
+        producer = source.producer() if source is not None else None
+    if producer is None:
+        return False
+    own = is_attention(producer) or (producer.domain == DOMAIN and producer.op_type in _OWN)
+    geglu = producer.op_type == "Mul" and producer_of(producer.inputs[1], "Gelu") is not None
+    return own or producer.op_type == "LayerNormalization" or geglu
+
+
+def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
+    """Whether the sizes are known, and in each profile such that the kernel fills the GPU."""
+    shape = layer.result.shape
+    if shape is None:
+        return False
+    for sizes in profiles:
+        known = shape.evaluate(sizes)
+        if not known.is_static():
+            return False
+        *leading, width = known.numpy()
+        rows = math.prod(leading)
+        if rows < _FEWEST_ROWS or rows * width < _FEWEST_OUTPUTS:
+            return False
+    return True
+
+
+def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Value]:
+    """The payload and the scales of the rows that a layer reads: from the norm that gives them, or from a kernel of their own."""
+    norm = layer.x.producer()
+    if norm is not None and norm.op_type == RESIDUAL_NORM and layer.x is norm.outputs[_NORMED]:
+        return _from_norm(layer, layers, norm)
+    first = layer.nodes[0]
+    graph = first.graph
+    assert isinstance(graph, ir.Graph)
+    inputs, attributes = _rows_inputs(graph, layer)
+    node = ir.node(QUANTISE_ROWS, [layer.x, *inputs], attributes, domain=DOMAIN, num_outputs=2)
+    _type_rows(node.outputs[0], node.outputs[1], layer)
+    graph.insert_before(first, node)
+    return node.outputs[0], node.outputs[1]
+
+
+def _from_norm(layer: _Layer, layers: Sequence[_Layer], norm: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """A norm behind a residual, with quantised rows among its outputs; the normed rows too, where others read them."""
+    graph = norm.graph
+    assert isinstance(graph, ir.Graph)
+    inputs, attributes = _rows_inputs(graph, layer)
+    alike = {other.nodes[0] for other in layers if other.rows_of == layer.rows_of}
+    others = layer.x.is_graph_output() or any(reader not in alike for reader in _readers(layer.x))
+    attributes |= {"epsilon": norm.attributes["epsilon"].as_float(), "normed": int(others)}
+    if "starts_early" in norm.attributes:
+        attributes["starts_early"] = norm.attributes["starts_early"].as_int()
+    node = ir.node(
+        INT8_RESIDUAL_NORM, [*norm.inputs, *inputs], attributes, domain=DOMAIN, num_outputs=4 if others else 3
+    )
+    total, payload, row_scale, *normed = node.outputs
+    _type_rows(payload, row_scale, layer)
+    replaced, by = [norm.outputs[_SUM]], [total]
+    if normed:
+        replaced.append(norm.outputs[_NORMED])
+        by.append(normed[0])
+    for new, old in zip(by, replaced, strict=True):
+        new.type, new.shape = copy.copy(old.type), old.shape
+    if normed:
+        ir.convenience.replace_nodes_and_values(graph, norm, [norm], [node], replaced, by)
+    else:
+        # What reads the normed rows is replaced by its layers, and goes.
+        graph.insert_after(norm, node)
+        ir.convenience.replace_all_uses_with(replaced, by, replace_graph_outputs=True)
+    return payload, row_scale
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Node]:
+    """Products that read a value, through offsets and factors; else what reads it."""
+    for reader, _ in value.uses():
+        if reader.op_type in ("Sub", "Mul") and not reader.domain and constant_of(reader.inputs[1]) is not None:
+            yield from _readers(reader.outputs[0])
+        else:
+            yield reader
+
+
+def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[str, Any]]:
+    """How rows are quantised: the inputs and attributes that plugins which give such rows have in common."""
+    activation, source = layer.weight.activation, layer.weight.activation.source
+    modes = _modes(activation)
+    mode_set = sum(1 << mode for mode in sorted(set(modes)))
+    timed = len(set(modes)) > 1
+    attributes: dict[str, Any] = {
+        "mode_set": mode_set,
+        "timestep_max": float(activation.timestep_max),
+        "factor": int(layer.factor is not None),
+        "offset": int(layer.offset is not None),
+        "timestep": int(timed),
+        "plugin_version": str(VERSION),
+        "plugin_namespace": "",
+    }
+    inputs = []
+    if layer.factor is not None:
+        inputs.append(_constant(graph, f"{source}: factor", layer.factor))
+    if layer.offset is not None:
+        inputs.append(_constant(graph, f"{source}: offset", layer.offset))
+    if timed:
+        assert activation.timestep is not None
+        inputs += [activation.timestep, _constant(graph, f"{source}: modes", np.array(modes, np.int32))]
+    return inputs, attributes
+
+
+def _modes(activation: Activation) -> tuple[int, ...]:
+    """Of each bin, as the plugins compute them: rows in hand have scales of their own."""
+    return tuple(int(LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode) for mode in activation.modes)
+
+
+def _type_rows(payload: ir.Value, row_scale: ir.Value, layer: _Layer) -> None:
+    shape = layer.x.shape
+    assert shape is not None and isinstance(shape[-1], int)
+    divisor = 2 if int(LayerMode.WEIGHT_ONLY) in _modes(layer.weight.activation) else 4
+    payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([*shape[:-1], shape[-1] // divisor])
+    row_scale.type, row_scale.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([*shape[:-1], 1])
+
+
+def _replace(layer: _Layer, payload: ir.Value, row_scale: ir.Value) -> None:
+    last, old = layer.nodes[-1], layer.result
+    graph = last.graph
+    assert isinstance(graph, ir.Graph) and old.dtype is not None
+    weight, scale, bias = layer.weight, layer.weight.scale, layer.bias
+    outputs = len(scale)
+    in_two = (2, outputs // 2) if layer.geglu else (outputs,)
+    inputs = [
+        payload,
+        row_scale,
+        _packed(graph, weight, in_two),
+        _constant(graph, f"{weight.name}: scale", scale.reshape(in_two)),
+    ]
+    if bias is not None:
+        inputs.append(_constant(graph, f"{weight.name}: bias of {last.name or old.name}", bias.reshape(in_two)))
+    mode_set = sum(1 << mode for mode in sorted(set(_modes(weight.activation))))
+    attributes = {
+        "mode_set": mode_set,
+        "activation": _GEGLU if layer.geglu else 0,
+        "bias": int(bias is not None),
+        "residual": 0,
+        "bfloat16": int(old.dtype == ir.DataType.BFLOAT16),
+        "plugin_version": str(VERSION),
+        "plugin_namespace": "",
+    }
+    node = ir.node(INT8_LINEAR, inputs, attributes, domain=DOMAIN)
+    node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
+    ir.convenience.replace_nodes_and_values(graph, last, layer.nodes, [node], [old], node.outputs)
+
+
+def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...]) -> ir.Value:
+    """A weight as INT32 [*rows, K / 4], four channels in each."""
+    name = f"trtconvert/{weight.name}, packed"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    channels = weight.shape.numpy()[1 - weight.axis]
+    shape = (*rows, channels // 4)
+
+    def packed() -> ir.Tensor:
+        integers = weight.integers()
+        by_output = np.ascontiguousarray(integers if weight.axis == 0 else integers.T)
+        return ir.Tensor(by_output.view(np.int32).reshape(shape), dtype=ir.DataType.INT32)
+
+    return add_initializer(graph, ir.LazyTensor(packed, ir.DataType.INT32, ir.Shape(shape), name=name))
+
+
+def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    name = f"trtconvert/{name}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))
+
+
+def _producer(value: ir.Value | None, op_type: str) -> bool:
+    """Whether one of our plugins makes a value, perhaps seen in another shape."""
+    while (reshape := producer_of(value, "Reshape")) is not None:
+        value = reshape.inputs[0]
+    producer = value.producer() if value is not None else None
+    return producer is not None and producer.domain == DOMAIN and producer.op_type == op_type
