@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import WEIGHTS, Built, finish, start, tiny_recipe
+from tiny_layers import WITH_CONV
 
 from trtconvert.models.digits import digits_model
 
@@ -54,6 +55,18 @@ def tiny_build(tmp_path_factory) -> Built:
     """A model of one attention, converted. Leave its files as they are."""
     folder = tmp_path_factory.mktemp("tiny")
     return built(folder, tiny_recipe(folder))
+
+
+@pytest.fixture(scope="session")
+def layered_build(tmp_path_factory) -> Built:
+    """A model with layers of every kind, attention and layers converted. Leave its files as they are."""
+    folder = tmp_path_factory.mktemp("layered")
+    sections = {
+        "model": {"source": "tiny_layers:build"},
+        "layers": {"modes": "static", "include": WITH_CONV},
+        "calibration": {"samples": 16},
+    }
+    return built(folder, tiny_recipe(folder, **sections))
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,7 @@ class PairedQuality(_Record):
         fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
         nonfinite_sites: site: samples for which its attention gave a NaN or Inf in full precision.
         nonfinite_int8_sites: the same in INT8, where torch runs it; what a bundle computes inside cannot be seen.
+        nonfinite_int8_layers: likewise of INT8 layers.
     """
 
     psnr: float
@@ -124,6 +125,7 @@ class PairedQuality(_Record):
     fid_full: float
     nonfinite_sites: dict[str, int]
     nonfinite_int8_sites: dict[str, int] = {}
+    nonfinite_int8_layers: dict[str, int] = {}
 
 
 class Evaluation(_Record):
@@ -266,7 +268,10 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
         )
     if source is None or request.int8 == "bundle":
         return bundle["denoiser"], bundle.backend
-    where = torch.cuda.get_device_name() + ", our kernels" if request.device == "cuda" else "the CPU, the specification"
+    where = "the CPU, the specification"
+    if request.device == "cuda":
+        layers = any(component.has_int8_layers for component in bundle.manifest.components.values())
+        where = torch.cuda.get_device_name() + ", our kernels" + (", layers by the specification" if layers else "")
     return TorchInt8(source, bundle.folder, bundle.manifest), f"torch on {where}"
 
 
@@ -371,7 +376,8 @@ class _Pairs:
         int8, finite = self._drawing.draw(self._int8, seeds)
         shard = self._seen("int8", int8, finite)
         if isinstance(self._int8, TorchInt8):
-            shard |= {f"int8-site.{name}": torch.tensor(n) for name, n in self._int8.take_nonfinite().items()}
+            for kind, counts in self._int8.take_nonfinite().items():
+                shard |= {f"int8-{kind}.{name}": torch.tensor(n) for name, n in counts.items()}
         if self._source is None:
             return shard
         full, finite, broken = self._full(seeds)
@@ -547,7 +553,7 @@ def _compare(
 def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, other: _FeatureSet) -> PairedQuality:
     errors, indices, start = [], [], 0
     measured: dict[str, list[Tensor]] = {"ssim": [], "lpips": []}
-    broken: dict[str, dict[str, int]] = {"site": {}, "int8-site": {}}
+    broken: dict[str, dict[str, int]] = {"site": {}, "int8-site": {}, "int8-layer": {}}
     for shard in pairs.stream():
         keep = shard["int8.finite"] & shard["full.finite"]
         indices.append(start + keep.nonzero()[:, 0])
@@ -575,4 +581,5 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
         fid_full=metrics.frechet_distance(full.moments["pooled"], other.moments["pooled"]),
         nonfinite_sites=broken["site"],
         nonfinite_int8_sites=broken["int8-site"],
+        nonfinite_int8_layers=broken["int8-layer"],
     )

@@ -99,11 +99,18 @@ def watch_line(evaluation: Evaluation) -> str:
     seen = [f"{quality.nonfinite} of {evaluation.samples} samples, {name}" for name, quality in sets if quality]
     paired = evaluation.paired
     text = "; ".join(seen)
-    for name, sites in (
-        (("full precision", paired.nonfinite_sites), ("INT8", paired.nonfinite_int8_sites)) if paired else ()
-    ):
-        if broken := [f"{site} {count}" for site, count in sites.items() if count]:
-            text += f"; sites in {name}: {', '.join(broken)}"
+    broken = (
+        {
+            "sites in full precision": paired.nonfinite_sites,
+            "sites in INT8": paired.nonfinite_int8_sites,
+            "layers in INT8": paired.nonfinite_int8_layers,
+        }
+        if paired
+        else {}
+    )
+    for where, counts in broken.items():
+        if found := [f"{name} {count}" for name, count in counts.items() if count]:
+            text += f"; {where}: {', '.join(found)}"
     return text
 
 

@@ -1,8 +1,10 @@
-"""A bundle's INT8 attention inside the torch model it was made from: the kernels on a GPU, the specification on a CPU."""
+"""A bundle's INT8 attention and layers inside the torch model it was made from: attention by the kernels on a GPU and by the
+specification on a CPU, layers by the specification."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,15 +12,19 @@ from torch import Tensor
 
 from trtconvert.attention import kernel
 from trtconvert.attention.sites import SiteCall, attention_hooks
-from trtconvert.bundle import Manifest
+from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.calib.layer_scales import LayerScales, layer_tables
+from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.interception import InterceptedDenoiser
+from trtconvert.linear.reference import LayerTables
+from trtconvert.linear.sites import LayerCall, LayerFinder, layer_hooks, with_sources_among
+from trtconvert.models.denoiser import intercepted
 
 
 class TorchInt8:
-    """The model in the bundle's type, on its own device, with the bundle's scales and modes at every converted site.
+    """The model in the bundle's type, on its own device, with the bundle's scales and modes at every converted site and layer.
 
     Args:
         model: that the bundle was made from.
@@ -35,12 +41,17 @@ class TorchInt8:
         self._sites = Int8Sites(
             tables, model.timestep_max, attention.scaling, attention.smooth_k, compute=kernel.attention
         )
+        of_layers = _tables_of_layers(model, _denoiser(manifest).layers, calibration.layers)
+        self._layers = Int8Layers({name: of.to(device) for name, of in of_layers.items()}, model.timestep_max)
         self._dtype = getattr(torch, manifest.recipe.model.dtype)
         self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
         self._names = [spec.name for spec in model.inputs]
-        self._nonfinite: dict[str, Tensor] = {}
+        self._nonfinite: dict[str, dict[str, Tensor]] = {"site": {}, "layer": {}}
+        hooks = dict(attention_hooks(self._attend))
+        if of_layers:
+            hooks |= layer_hooks(self._compute)
         denoiser = copy.deepcopy(model.denoiser).to(self._dtype)
-        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, attention_hooks(self._attend))
+        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         given = dict(zip(self._names, inputs, strict=False)) | named
@@ -49,15 +60,48 @@ class TorchInt8:
                 **{name: x.to(self._dtype) if name in self._floating else x for name, x in given.items()}
             )
 
-    def take_nonfinite(self) -> dict[str, int]:
-        """Converted site: for how many calls on a sample it gave a NaN or Inf, since this was asked last."""
-        found, self._nonfinite = self._nonfinite, {}
-        return {site: int(count) for site, count in found.items()}
+    def take_nonfinite(self) -> dict[str, dict[str, int]]:
+        """Of kind "site" and "layer", by name: for how many calls on a sample it gave a NaN or Inf, since this was asked last."""
+        found, self._nonfinite = self._nonfinite, {"site": {}, "layer": {}}
+        return {kind: {name: int(count) for name, count in counts.items()} for kind, counts in found.items()}
 
     def _attend(self, call: SiteCall) -> Tensor:
         if call.name not in self._sites.tables:
             return call.exact()
         out = self._sites.attention(call)
-        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
-        self._nonfinite[call.name] = self._nonfinite.get(call.name, torch.zeros_like(rows)) + rows
+        self._watch("site", call.name, out)
         return out
+
+    def _compute(self, call: LayerCall) -> Tensor:
+        if call.name not in self._layers.tables:
+            return call.exact()
+        out = self._layers.output(call)
+        self._watch("layer", call.name, out.reshape(len(call.timestep), -1))
+        return out
+
+    def _watch(self, kind: str, name: str, out: Tensor) -> None:
+        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
+        counts = self._nonfinite[kind]
+        counts[name] = counts.get(name, torch.zeros_like(rows)) + rows
+
+
+def _denoiser(manifest: Manifest) -> ComponentRecord:
+    return next(component for component in manifest.components.values() if component.is_denoiser)
+
+
+def _tables_of_layers(
+    model: DiffusionModel, records: Sequence[LayerRecord], scales: Mapping[str, LayerScales]
+) -> dict[str, LayerTables]:
+    """The tables that the bundle's layers have, by name."""
+    modes = {record.name: torch.tensor(record.modes, dtype=torch.int32) for record in records if record.in_int8}
+    if not modes:
+        return {}
+    finder = LayerFinder(model.denoiser)
+    device = next(model.denoiser.parameters()).device
+    inputs = model.example(0, {name: opt for name, (_, opt, _) in model.dims.items()})
+    with torch.no_grad():
+        intercepted(model, layers=finder)(**{name: x.to(device) for name, x in inputs.items()})
+    # Scales have the names of the first layers that read each tensor, among all that could be INT8.
+    able = {record.name for record in records if not record.reason}
+    layers = with_sources_among([layer for layer in finder.layers() if layer.name in able])
+    return layer_tables(model.denoiser, [layer for layer in layers if layer.name in modes], scales, modes)
