@@ -18,7 +18,7 @@ def test_equal_reasons_are_one_group_the_largest_first():
         *(layer(f"few.{i}", reason="it has 1 rows") for i in range(5)),
     ]
     assert [str(group) for group in left_groups(layers)] == [
-        "5, few.0, few.1, few.2, …: it has 1 rows",
+        "few.0, few.1, few.2 and 2 more: it has 1 rows",
         "end: it is the last layer",
     ]
 

@@ -4,23 +4,18 @@ import math
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
-from browser import Page, chromium
+from report_pages import HOSTILE, Document, assert_shown, evaluation_of
 from support import refusal, run
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import read_manifest, write_manifest
 from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.evaluate import charts
-from trtconvert.evaluate.evaluation import Evaluation, PairedQuality, SetQuality
 from trtconvert.evaluate.report import gates, render
-
-HOSTILE = '<script>alert("1")</script>&\'"'
-VOID = {"meta", "link", "img", "br", "hr"}
 
 
 def point(name, speed, psnr, **further):
@@ -43,31 +38,6 @@ FRONTIER = Frontier(
 )
 
 
-class Document(HTMLParser):
-    """The elements of a page with their attributes and text; refuses what is not nested as it should be."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.open, self.elements = [], []
-        self.feed(html)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
-
-    def all(self, *tags):
-        return [attributes for tag, attributes in self.elements if tag in tags]
-
-
 @pytest.fixture(scope="module")
 def bundle(digits_build, tmp_path_factory):
     """The digits with a frontier."""
@@ -76,27 +46,6 @@ def bundle(digits_build, tmp_path_factory):
     (folder / "frontier.json").write_text(FRONTIER.model_dump_json())
     write_manifest(folder, read_manifest(folder))
     return folder
-
-
-def evaluation_of(manifest, **changes):
-    def quality(fid):
-        return SetQuality(
-            nonfinite=0, fid=fid, sfid=2.0, kid=0.01, kid_std=0.001, inception_score=9.1, inception_score_std=0.1,
-            precision=0.7, recall=0.6, accuracy=0.98,
-        )  # fmt: skip
-
-    fields = {
-        "created": "2026-01-01T00:00:00+00:00", "bundle": manifest.digest, "model": manifest.model,
-        "weights": manifest.weights, "samples": 1000, "steps": 100, "solver": "ddim", "seed": 1, "features": "classifier",
-        "features_identity": "0", "reference": "digits", "reference_count": 360, "reference_identity": "0",
-        "backend": "ONNX Runtime", "int8": quality(5.25), "full": quality(5.0), "other": quality(5.125),
-        "paired": PairedQuality(
-            psnr=40.0, psnr_worst=30.0, psnr_worst_seed=7, ssim=0.99, ssim_worst=0.9, lpips=0.01, lpips_worst=0.1,
-            fid_int8=1.0, fid_full=1.0, nonfinite_sites={"a": 0},
-        ),
-        "versions": {},
-    }  # fmt: skip
-    return Evaluation.model_validate(fields | changes)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +172,10 @@ def test_a_damaged_bundle(bundle, tmp_path):
 # Charts
 
 
-@pytest.mark.parametrize("ramp", [charts.ERROR_RAMP, charts.RANGE_RAMP, tuple(charts.MODE_FILLS.values())])
+@pytest.mark.parametrize(
+    "ramp",
+    [charts.ERROR_RAMP, charts.RANGE_RAMP, tuple(charts.MODE_FILLS.values()), tuple(charts.LAYER_FILLS.values())],
+)
 def test_text_can_be_read_on_every_colour(ramp):
     for share in torch.linspace(0, 1, 101).tolist():
         fill = charts.blend(ramp, share)
@@ -244,7 +196,8 @@ def test_text_of_the_page_can_be_read_in_both_schemes(scheme):
 
 
 def test_ramps_darken():
-    for ramp in (charts.ERROR_RAMP, charts.RANGE_RAMP, tuple(charts.MODE_FILLS.values())):
+    fills = (charts.MODE_FILLS, charts.LAYER_FILLS)
+    for ramp in (charts.ERROR_RAMP, charts.RANGE_RAMP, *(tuple(of.values()) for of in fills)):
         shades = [charts.luminance(colour) for colour in ramp]
         assert shades == sorted(shades, reverse=True)
 
@@ -314,42 +267,10 @@ def test_ticks_are_round_and_inside():
 # A browser
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    executable = chromium()
-    if executable is None:
-        pytest.skip("needs Chromium, and there is none (Debian: apt-get install chromium)")
-    page = Page(executable, tmp_path_factory.mktemp("profile"))
-    yield page
-    page.close()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_shows_it(report, page, tmp_path, width, scheme):
-    page.open(report, width, scheme=scheme)
-    assert page.complaints() == []
-    assert [url for url in page.requests() if not url.startswith("data:")] == [report.as_uri()]
-    assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
-    assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
-    small = "[...document.querySelectorAll('td, th, p, dd, dt, a')].filter(e => parseFloat(getComputedStyle(e).fontSize) < 12)"
-    assert page.evaluate(f"{small}.length") == 0
-    names = "[...document.querySelectorAll('tbody th')].filter(e => e.offsetWidth > 0 && e.offsetWidth < 60)"
-    assert page.evaluate(f"{names}.length") == 0  # no name is broken letter by letter
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(20, 22, 26)") == (scheme == "dark")
-    path = tmp_path / "page.png"
-    page.screenshot(path)
-    assert_drawn(path, width)
-
-
-def assert_drawn(path: Path, width: int) -> None:
-    """The screenshot is of this width and is a page, not an empty one."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        assert image.width == width and image.height > 2000
-        assert len(image.convert("RGB").getcolors(1 << 24)) > 50
+    assert_shown(page, report, tmp_path / "page.png", width, scheme)
 
 
 def test_the_browser_itself_would_complain(page, tmp_path):

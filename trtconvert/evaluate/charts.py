@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from trtconvert.attention.modes import Mode
 from trtconvert.calib import frontier as search
+from trtconvert.evaluate.parts import mode_name
+from trtconvert.linear.modes import LayerMode
 
 ERROR_RAMP = ("#fff4e8", "#fddcb0", "#f8b06a", "#de7431", "#9c3d10")
 RANGE_RAMP = ("#eef5fb", "#c9def0", "#86b6dd", "#3f82bd", "#164e86")
@@ -19,6 +21,12 @@ MODE_FILLS = {
     Mode.BALANCED: "#6cbb9b",
     Mode.AGGRESSIVE: "#17694c",
     Mode.FP8: "#24306e",
+}
+
+LAYER_FILLS = {
+    LayerMode.WEIGHT_ONLY: "#c3e6d6",
+    LayerMode.DYNAMIC: "#6cbb9b",
+    LayerMode.STATIC: "#17694c",
 }
 
 DARK_INK, LIGHT_INK = "#000000", "#ffffff"
@@ -39,10 +47,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Sites by timestep bins.
+    """Sites or layers by timestep bins.
 
     Attributes:
-        columns: heads of the columns; rows: the site's name and its cells.
+        columns: heads of the columns; rows: the name of the site or layer and its cells.
         legend: colours with their meaning, from left to right.
     """
 
@@ -63,7 +71,7 @@ def heat_map(
     """Coloured numbers.
 
     Args:
-        values: site: a number per column, None where nothing was seen.
+        values: site or layer: a number per column, None where nothing was seen.
         ramp: colours from the smallest to the largest value; the other way round if `inverted`.
         form: a number as text.
         log: colours follow the logarithm; values are positive then.
@@ -89,13 +97,23 @@ def heat_map(
 
 def mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
     """Which precision each site has at each time."""
+    return _named_map(modes, columns, {int(mode): (mode.name.lower(), fill) for mode, fill in MODE_FILLS.items()})
 
+
+def layer_mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
+    """How each layer computes at each time."""
+    return _named_map(modes, columns, {int(mode): (mode_name(mode), fill) for mode, fill in LAYER_FILLS.items()})
+
+
+def _named_map(
+    modes: Mapping[str, Sequence[int]], columns: Sequence[str], named: Mapping[int, tuple[str, str]]
+) -> HeatMap:
     def cell(mode: int) -> Cell:
-        fill = MODE_FILLS[Mode(mode)]
-        return Cell(Mode(mode).name.lower(), fill, ink_on(fill))
+        name, fill = named[mode]
+        return Cell(name, fill, ink_on(fill))
 
-    legend = [(fill, mode.name.lower()) for mode, fill in MODE_FILLS.items()]
-    return HeatMap(columns, [(site, [cell(mode) for mode in row]) for site, row in modes.items()], legend)
+    legend = [(fill, name) for name, fill in named.values()]
+    return HeatMap(columns, [(name, [cell(mode) for mode in row]) for name, row in modes.items()], legend)
 
 
 def blend(ramp: Sequence[str], share: float) -> str:
@@ -286,8 +304,10 @@ class Point:
     """A plan as text, and where it is drawn.
 
     Attributes:
-        speed: of attention, relative to FP16 everywhere; psnr: in dB; further: the other figures.
+        speed: of attention, and of layers where the search decided about them, relative to FP16 everywhere; psnr: in dB;
+            further: the other figures.
         int8_values: share of sites and steps whose second product is INT8 too.
+        layers: how many layers are INT8.
         kept: whether the plan keeps the budget; allowed: whether the search might choose it; chosen: whether it was built;
             exact: whether its samples are full precision's.
         label_anchor: SVG's text-anchor for its label, away from the nearer edge.
@@ -298,6 +318,7 @@ class Point:
     psnr: str
     further: Sequence[str]
     int8_values: str
+    layers: str
     kept: bool
     allowed: bool
     chosen: bool
@@ -314,6 +335,7 @@ class Frontier:
     Attributes:
         points: fastest first; budget: height of the line that a plan must stay above.
         further: headings of the figures beside PSNR.
+        with_layers: whether the plans differ in their layers, whose time is in their speed then.
         gpu, date: where and when the kernels' times were measured.
     """
 
@@ -323,6 +345,7 @@ class Frontier:
     budget: float
     budget_text: str
     further: Sequence[str]
+    with_layers: bool
     gpu: str
     date: str
 
@@ -360,6 +383,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             "exact" if point.psnr >= EXACT_DB else f"{point.psnr:.1f} dB",
             [f"{point.figures[name]:.4g}" for name in further],
             f"{point.int8_values:.0%}",
+            f"{sum(map(any, point.layers.values()))} of {len(point.layers)}",
             point.keeps_budget,
             point.allowed,
             point.name == tried.chosen,
@@ -377,5 +401,7 @@ def frontier(tried: search.Frontier) -> Frontier:
         yticks=[(y(tick), f"{tick:g}") for tick in linear_ticks(low_y, high_y)],
     )
     headings = [FIGURES[name] for name in further]
-    budget = round(y(min_psnr), 1)
-    return Frontier(ticked, points, best, budget, f"budget, {min_psnr:g} dB", headings, tried.gpu, tried.date)
+    budget, with_layers = round(y(min_psnr), 1), len({point.layers for point in points}) > 1
+    return Frontier(
+        ticked, points, best, budget, f"budget, {min_psnr:g} dB", headings, with_layers, tried.gpu, tried.date
+    )

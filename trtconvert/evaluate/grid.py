@@ -23,7 +23,7 @@ def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
         full, int8: [N, C, H, W] in [0, 1], C 1 or 3.
     """
     difference = (full - int8).abs() * DIFFERENCE_GAIN
-    rows = (("full precision", full), ("INT8 attention", int8), (f"{DIFFERENCE_GAIN}x difference", difference))
+    rows = (("full precision", full), ("INT8", int8), (f"{DIFFERENCE_GAIN}x difference", difference))
     _save_rows(rows, path, COMPARED, LABEL_WIDTH)
 
 

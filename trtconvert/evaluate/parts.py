@@ -21,11 +21,19 @@ class LeftGroup:
     reason: str
     names: list[str]
 
+    @property
+    def shown(self) -> list[str]:
+        """The first few names."""
+        return self.names[:SHOWN_NAMES]
+
+    @property
+    def more(self) -> str:
+        """How many there are beside these, in words."""
+        further = len(self.names) - SHOWN_NAMES
+        return f" and {further} more" if further > 0 else ""
+
     def __str__(self) -> str:
-        """The reason, and the first few names."""
-        count = len(self.names)
-        names = ", ".join(self.names[:SHOWN_NAMES]) + (", …" if count > SHOWN_NAMES else "")
-        return f"{names}: {self.reason}" if count == 1 else f"{count}, {names}: {self.reason}"
+        return f"{', '.join(self.shown)}{self.more}: {self.reason}"
 
 
 def left_groups(records: Iterable[SiteRecord | LayerRecord]) -> list[LeftGroup]:

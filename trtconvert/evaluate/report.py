@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,35 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from trtconvert.attention.modes import INT8_VALUES, Mode
-from trtconvert.bundle import ComponentRecord, Manifest, check_files, read_manifest
+from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, check_files, read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
+from trtconvert.evaluate.parts import LeftGroup, layer_counts, left_by_plan, left_groups, weight_bytes
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.evaluate.verify import error_limit
 from trtconvert.files import whole_file
+from trtconvert.linear.reference import LEVELS
 
 SAMPLES, FRONTIER = "samples.png", "frontier.json"
 """Files of a bundle that the report shows where they are there."""
 
 ATTENTION = {"plugin": "INT8", "native": "the model's own precision, not INT8"}
-"""What an engine's attention runs in, for people."""
+"""What an engine's attention runs in, for people,"""
+
+INT8_LAYERS = {
+    "": "",
+    "native": "INT8, TensorRT's kernels",
+    "plugin": "INT8, our kernels where there are some",
+    "exact": "16 bits, with the weights that INT8 holds",
+}
+"""and its layers."""
 
 FOLDED_CHARTS = 12
-"""With more sites than this, the charts by head are folded away at first."""
+"""With more sites than this, the charts by head are folded away at first; with more layers, all but the weakest."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,10 @@ def gates(manifest: Manifest) -> list[Gate]:
     """The gates that the build passed, as `verify.check_gates` compares them."""
     quality, section = manifest.quality, manifest.recipe.verify
     db, site, index = quality.worst_site()
-    max_error = error_limit(section, (site.modes for site in manifest.sites))
+    max_error = error_limit(
+        section, (site.modes for site in manifest.sites), (layer.modes for layer in _denoiser_layers(manifest))
+    )
+    of_layer = quality.worst_layer()
     return [
         Gate(
             "Images against full precision, PSNR",
@@ -126,6 +139,15 @@ def gates(manifest: Manifest) -> list[Gate]:
             f"at least {section.min_site_sqnr:g} dB",
             f"{db:.1f} dB",
             db >= section.min_site_sqnr,
+        ),
+        *(
+            Gate(
+                f"Worst layer, {layer} in bin {layer_bin}",
+                f"at least {section.min_site_sqnr:g} dB",
+                f"{layer_db:.1f} dB",
+                layer_db >= section.min_site_sqnr,
+            )
+            for layer_db, layer, layer_bin in ([] if of_layer is None else [of_layer])
         ),
         Gate(
             "Exported arithmetic against the torch reference, relative error",
@@ -158,19 +180,30 @@ def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
     modes = [mode for site in sites for mode in site.modes]
     in_int8 = sum(site.in_int8 for site in sites)
     share = sum(Mode(mode) in INT8_VALUES for mode in modes) / len(modes) if modes else 0.0
+    limit = f"SQNR; the gate is {section.min_site_sqnr:g} dB"
     found = [
         Tile("Images match full precision", f"{quality.psnr:.1f} dB", f"PSNR; the gate is {section.min_psnr:g} dB"),
-        Tile(
-            "Worst attention site",
-            f"{quality.worst_site()[0]:.1f} dB",
-            f"SQNR; the gate is {section.min_site_sqnr:g} dB",
-        ),
-        Tile("Sites in INT8", f"{in_int8} of {len(sites)}", "attention calls of the model"),
-        Tile("Both products in INT8", f"{share:.0%}", "of converted sites and timesteps"),
+        Tile("Worst attention site", f"{quality.worst_site()[0]:.1f} dB", limit),
     ]
+    if (of_layer := quality.worst_layer()) is not None:
+        found.append(Tile("Worst layer", f"{of_layer[0]:.1f} dB", limit))
+    found.append(
+        Tile(
+            "Sites in INT8",
+            f"{in_int8} of {len(sites)}",
+            f"attention calls; both products in {share:.0%} of their timesteps",
+        )
+    )
+    if layers := _denoiser_layers(manifest):
+        converted = sum(layer.in_int8 for layer in layers)
+        found.append(Tile("Layers in INT8", f"{converted} of {len(layers)}", "linear layers and convolutions"))
     if evaluation is not None and (first := rows(evaluation)[0]).difference:
         found.append(Tile("FID, INT8 less full precision", first.difference, f"noise between seeds {first.noise}"))
     return found
+
+
+def _denoiser_layers(manifest: Manifest) -> list[LayerRecord]:
+    return [layer for component in manifest.components.values() if component.is_denoiser for layer in component.layers]
 
 
 def _component_view(name: str, component: ComponentRecord, manifest: Manifest, folder: Path) -> dict[str, Any]:
@@ -179,9 +212,11 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
     view: dict[str, Any] = {
         "name": name,
         "record": component,
-        "left": [site for site in component.sites if not site.modes],
+        "left": left_groups(component.sites),
+        "layers": _layers_view(component),
         "engines": [
-            (engine, ATTENTION[engine.attention], manifest.files[engine.file].size) for engine in component.engines
+            (engine, ATTENTION[engine.attention], INT8_LAYERS[engine.layers], manifest.files[engine.file].size)
+            for engine in component.engines
         ],
         "onnx_size": manifest.files[component.onnx].size,
         "maps": [],
@@ -237,10 +272,80 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
             )
         )
     view["calibration"] = calibration.provenance
+    if component.has_int8_layers:
+        view["layers"] |= _layer_maps(component, manifest, calibration, starts)
     view["heads"] = charts.head_charts(ranges, starts)
     counted = {site: _by_tensor(calibration.magnitudes[site]) for site in converted if site in calibration.magnitudes}
     if counted:
         view["histograms"] = charts.magnitude_charts(counted, OCTAVES.start)
+    return view
+
+
+def _layers_view(component: ComponentRecord) -> dict[str, Any] | None:
+    """What the template shows of a model's layers; None where there are none."""
+    layers = component.layers
+    if not layers:
+        return None
+    in_int8, in_16_bits = weight_bytes(layers)
+    by_plan = left_by_plan(layers)
+    return {
+        "found": len(layers),
+        "converted": sum(layer.in_int8 for layer in layers),
+        "counts": ", ".join(f"{count} {mode}" for mode, count in layer_counts(layers).items()),
+        "in_int8": in_int8,
+        "in_16_bits": in_16_bits,
+        "left": [*([LeftGroup("the plan leaves it so", by_plan)] if by_plan else []), *left_groups(layers)],
+        "weakest": None,
+        "maps": [],
+    }
+
+
+def _layer_maps(
+    component: ComponentRecord, manifest: Manifest, calibration: Calibration, starts: list[str]
+) -> dict[str, Any]:
+    """Maps of a denoiser's INT8 layers, and one of the weakest where they are many."""
+    converted = {layer.name: layer.modes for layer in component.layers if layer.in_int8}
+    sqnr = {name: row for name, row in manifest.quality.layer_sqnr.items() if name in converted}
+    inputs = {name: scales for name, scales in calibration.layers.items() if name in converted}
+    equalised = sum(bool((scales.x_factor != 1).any()) for scales in inputs.values())
+    moved = sum(bool(scales.x_offset.any()) for scales in inputs.values())
+    view: dict[str, Any] = {}
+
+    def of_errors(title: str, rows: Mapping[str, Sequence[float | None]]) -> tuple[str, str, charts.HeatMap]:
+        text = "Signal to quantisation noise in dB against the layer in full precision; dark cells are the weakest."
+        return title, text, charts.heat_map(rows, starts, charts.ERROR_RAMP, lambda db: f"{db:.1f}", inverted=True)
+
+    seen = {name: [db for db in row if db is not None] for name, row in sqnr.items()}
+    weakest = sorted((name for name in sqnr if seen[name]), key=lambda name: min(seen[name]))[:FOLDED_CHARTS]
+    if weakest and len(converted) > FOLDED_CHARTS:
+        view["weakest"] = of_errors(f"The {len(weakest)} weakest layers", {name: sqnr[name] for name in weakest})
+    view["maps"] = [
+        *([of_errors("Error of each layer", sqnr)] if weakest else []),
+        *(
+            [
+                (
+                    "Mode of each layer",
+                    "How it computes in each timestep bin: INT8 weights alone, with a scale per token, or with the bin's static "
+                    "scale.",
+                    charts.layer_mode_map(converted, starts),
+                )
+            ]
+            if len({mode for row in converted.values() for mode in row}) > 1
+            else []
+        ),
+        (
+            "Range of each input",
+            "The magnitude that INT8 covers (127 times the scale). Layers that read the same tensor share it, under the name of "
+            f"the first. Of {len(inputs)} inputs {equalised} have channels that are equalised, {moved} that are moved.",
+            charts.heat_map(
+                {name: (scales.x_scale * LEVELS).tolist() for name, scales in inputs.items()},
+                starts,
+                charts.RANGE_RAMP,
+                lambda value: f"{value:#.3g}".rstrip("."),
+                log=True,
+            ),
+        ),
+    ]
     return view
 
 

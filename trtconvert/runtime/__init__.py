@@ -268,7 +268,8 @@ def _loaded(
             got=why,
             remedy=remedy,
         )
-    words = "ONNX Runtime on the CPU, INT8 attention as the op's function body"
+    layers = " and layers" if any(component.has_int8_layers for component in components.values()) else ""
+    words = f"ONNX Runtime on the CPU, INT8 attention{layers} as the op's function body"
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {why}"
         if builder.device_architecture() is not None:  # without a GPU nobody expects them to
@@ -320,8 +321,15 @@ def _on_gpu(
         opened.pop_all()  # all are loaded: they stay open
     kinds = {"plugin": "INT8 attention in our plugin", "native": "attention in the model's precision"}
     denoisers = [record for name, record in records.items() if manifest.components[name].is_denoiser]
-    attention = ", ".join(dict.fromkeys(kinds[record.attention] for record in denoisers))
-    return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {attention}", scratch)
+    of_layers = {
+        "": "",
+        "native": "INT8 layers in TensorRT's kernels",
+        "plugin": "INT8 layers in our plugin",
+        "exact": "layers in 16 bits, with the weights that INT8 holds",
+    }
+    words = (kinds[record.attention] for record in denoisers), (of_layers[record.layers] for record in records.values())
+    said = ", ".join(dict.fromkeys(text for part in words for text in part if text))
+    return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {said}", scratch)
 
 
 def _is_cpu(device: str | int | torch.device) -> bool:
