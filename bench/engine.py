@@ -388,7 +388,7 @@ class Bench:
         scales = {
             source: choose_scales(
                 layers, rows[source].to("cuda"), tensors, len(MODES), statistic=section.scales, percentile=99.0,
-                equalise=section.equalise,
+                equalise=section.equalise, offsets=section.offsets,
             )
             for source, layers in readers.items()
         }  # fmt: skip
@@ -464,7 +464,9 @@ class Bench:
         for peer, (what, native, layers) in LAYER_PEERS.items():
             if peer not in peers:
                 continue
-            options = EngineSection(layers=layers)
+            # What `trtconvert compile` builds first, see `engine.layers`.
+            kind = ("plugin" if has_group_norms(exported) else "native") if layers == "auto" else layers
+            options = EngineSection(layers=kind)
             with Phase(f"{self.model.name}: built, {what}") as building:
                 model = tensorrt.lowered(exported, list(sites) if native else [], options, [{}])
                 plan = tensorrt.build_lowered(trt, model, path, inputs, [{}], options, Notices())

@@ -441,14 +441,13 @@ def measure(output: Path) -> None:
     """Measure the attention kernels on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
     from rich.console import Console
 
-    from trtconvert.attention.modes import Mode
-    from trtconvert.calib.measure import SHAPES, write_kernel_cost
+    from trtconvert.calib.measure import steps, write_kernel_cost
     from trtconvert.files import whole_file
     from trtconvert.progress import Reporter
 
     reporter = Reporter(Console(highlight=False), main.was_stopped)
     with whole_file(output, "give another file with -o") as partial, reporter.live(), reporter.stage("measure") as bar:
-        bar.total(len(SHAPES) * len(Mode))
+        bar.total(steps())
         write_kernel_cost(partial, bar.step)
     click.echo(f"written to {output}")
 

@@ -146,6 +146,12 @@ class LayersSection(_Section):
         default=True,
         description="SmoothQuant: channels of activations are scaled, and weights the other way, where that lowers the error.",
     )
+    offsets: bool = Field(
+        default=False,
+        description="Subtract the middle of each channel's range from activations where that lowers the error, as behind a "
+        "GELU, and add its product with the weights to the bias. For ONNX Runtime and our kernels; TensorRT's "
+        "own (Q/DQ) take a wider scale instead.",
+    )
     scales: Literal["least-error", "maxima"] = Field(
         default="least-error",
         description="Scales of activations: those of least squared error, or the calibration's percentile of the calls' maxima.",

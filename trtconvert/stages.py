@@ -77,7 +77,9 @@ def component_stage(
     reads = {"weights": weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
     in_int8 = asked.get("layers") == "int8"
     if in_int8:
-        reads["layers"] = recipe.layers.model_dump(mode="json", include={"kinds", "min_rows", "equalise", "scales"})
+        reads["layers"] = recipe.layers.model_dump(
+            mode="json", include={"kinds", "min_rows", "equalise", "offsets", "scales"}
+        )
 
     def make(folder: Path, bar: Bar) -> None:
         import onnx

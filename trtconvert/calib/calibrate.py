@@ -205,6 +205,7 @@ def _layer_scales(
             calibration.bins,
             statistic=section.scales,
             percentile=calibration.percentile,
+            offsets=section.offsets,
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_source),
         )
         for source, of_source in readers.items()

@@ -90,7 +90,14 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
         readers.setdefault(layer.source, []).append(layer)
     scales: dict[str, LayerScales] = {
         name: choose_scales(
-            layers, seen[name], tensors, 1, statistic=section.scales, percentile=100.0, equalise=section.equalise
+            layers,
+            seen[name],
+            tensors,
+            1,
+            statistic=section.scales,
+            percentile=100.0,
+            equalise=section.equalise,
+            offsets=section.offsets,
         )
         for name, layers in readers.items()
     }

@@ -104,6 +104,7 @@ def choose_scales(
     statistic: str,
     percentile: float,
     equalise: bool,
+    offsets: bool,
 ) -> LayerScales:
     """Scales for the layers that read one tensor.
 
@@ -114,7 +115,7 @@ def choose_scales(
         bins: T.
         statistic: "least-error": the scale of least squared error; "maxima": the percentile of the calls' maxima.
         percentile: of "maxima".
-        equalise: whether factors may be used.
+        equalise: whether factors may be used; offsets: whether offsets may.
     """
     weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
     seen = _Points(rows)
@@ -135,7 +136,7 @@ def choose_scales(
         return min(pays, key=lambda choice: sum(found[choice]), default=plain)
 
     best = _Choice()
-    if layers[0].kind == "linear":
+    if offsets and layers[0].kind == "linear":
         best = best_of((_Choice(_Points.middle), _Choice(_Points.middles)), best, OFFSET_GAIN)
     if equalise:
         best = best_of((replace(best, exponent=exponent) for exponent in EXPONENTS), best, FACTOR_GAIN)

@@ -16,6 +16,9 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.calib.cost import AttentionShape
 from trtconvert.errors import BackendUnavailable
+from trtconvert.linear import kernel as linear_kernel
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LayerTables, quantise_weight
 
 _HEADS = ((1, 24, 128), (2, 10, 64), (2, 8, 40))
 _PROMPT = 77
@@ -27,13 +30,26 @@ SHAPES = (
 )
 """The sizes of common diffusion models, to their own tokens and to prompts; what lies between them is interpolated."""
 
+LAYER_SHAPES = (
+    (2048, 1280, 1280), (2048, 3840, 1280), (2048, 10240, 1280), (2048, 1280, 5120), (8192, 320, 320), (8192, 640, 640),
+    (8192, 1920, 640), (8192, 640, 2560), (8192, 1152, 1152), (8192, 4608, 1152), (8192, 1152, 4608), (4608, 3072, 3072),
+    (4608, 12288, 3072), (4608, 3072, 12288), (17160, 1536, 1536), (17160, 8960, 1536), (17160, 1536, 8960),
+)  # fmt: skip
+"""Rows, output and input channels of the layers of common diffusion models."""
+
+_LAYER_MODES = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
+
 INPUTS = 3
 """Sets of inputs that take turns, so that no call finds its own in the cache."""
 
 
-def measure_kernels(shapes: Sequence[AttentionShape] = SHAPES, done: Callable[[], None] = lambda: None) -> str:
-    """Times of every mode as JSON text, see `KernelCost.load`. FP16, quantisation inside, dynamic scales; see
-    `device_microseconds`.
+def measure_kernels(
+    shapes: Sequence[AttentionShape] = SHAPES,
+    done: Callable[[], None] = lambda: None,
+    layer_shapes: Sequence[tuple[int, int, int]] = LAYER_SHAPES,
+) -> str:
+    """Times of attention in every mode, and of layers in 16 bits (torch) and in INT8, as JSON text, see `KernelCost.load`. FP16,
+    quantisation inside, dynamic scales; see `device_microseconds`.
 
     Args:
         done: called after each shape and mode.
@@ -53,9 +69,23 @@ def measure_kernels(shapes: Sequence[AttentionShape] = SHAPES, done: Callable[[]
             seconds = device_microseconds([_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
             rows.append({"mode": int(mode), "shape": list(vars(shape).values()), "seconds": round(seconds, 9)})
             done()
+    layers = []
+    for shape in layer_shapes:
+        for mode in _LAYER_MODES:
+            seconds = device_microseconds([_layer_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
+            layers.append({"mode": int(mode), "shape": list(shape), "seconds": round(seconds, 9)})
+            done()
     table = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    return json.dumps(table, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n'
+    parts = [
+        f' "{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in of_name) + "\n ]"
+        for name, of_name in (("rows", rows), ("layers", layers))
+    ]
+    return json.dumps(table, indent=1)[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
+
+
+def steps() -> int:
+    """How often `done` is called for the usual shapes."""
+    return len(SHAPES) * len(Mode) + len(LAYER_SHAPES) * len(_LAYER_MODES)
 
 
 def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
@@ -73,3 +103,20 @@ def _call(shape: AttentionShape, mode: Mode, seed: int) -> Callable[[], Tensor]:
     tables = tables_from_data(q, k, v, mode)
     timestep = torch.zeros(shape.batch, device="cuda")
     return lambda: kernel.attention(q, k, v, timestep, tables, scaling="dynamic")
+
+
+def _layer_call(shape: tuple[int, int, int], mode: LayerMode, seed: int) -> Callable[[], Tensor]:
+    rows, outputs, channels = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, channels, device="cuda", generator=generator).half()
+    weight = torch.randn(outputs, channels, device="cuda", generator=generator) * channels**-0.5
+    if mode == LayerMode.EXACT:
+        half, bias = weight.half(), torch.zeros(outputs, device="cuda", dtype=torch.float16)
+        return lambda: torch.nn.functional.linear(x, half, bias)
+    stored, scale = quantise_weight(weight)
+    nothing, ones = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
+    modes = torch.tensor([int(mode)], dtype=torch.int32)
+    tables = LayerTables(
+        stored, scale, torch.zeros(outputs, device="cuda"), ones, nothing, x.abs().amax().float()[None] / 127, modes
+    )
+    return lambda: linear_kernel.linear(x, None, tables)

@@ -393,7 +393,8 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     from trtconvert.export.nodes.attention import attention_nodes
 
     model = model.clone()
-    expand_layers(model, exact=options.layers == "exact")  # first: rewrites look for products
+    # First: rewrites look for products.
+    expand_layers(model, exact=options.layers == "exact", offsets=options.layers == "plugin")
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
         take_group_norms(model)

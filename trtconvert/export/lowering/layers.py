@@ -28,14 +28,18 @@ from trtconvert.export.nodes.layers import (
     table_of,
 )
 from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LEVELS
 
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
-def expand_layers(model: ir.Model, *, exact: bool = False) -> int:
+def expand_layers(model: ir.Model, *, exact: bool = False, offsets: bool = False) -> int:
     """Replace INT8 layers by offsets, factors and products in the type of their inputs, in place. Weights are `Int8Weight`.
 
     Args:
+        offsets: subtract them from activations, for our kernels. Without, activations have a scale that covers the offsets too:
+            TensorRT 10.6 gives wrong results where a Q follows a subtraction (it quantises what is subtracted from), also
+            where it tells of no such thing.
         exact: products of the layers' own inputs, in 16 bits, with the numbers that their weights in INT8 stand for. Weights and
             biases have their names in the state dict, as the exporter gives them.
     Returns:
@@ -52,8 +56,8 @@ def expand_layers(model: ir.Model, *, exact: bool = False) -> int:
             result = _exact_product(new, node, name)
         else:
             if key not in moved:
-                moved[key] = _moved(new, node)
-            result = _product(new, node, name, moved[key])
+                moved[key] = _moved(new, node, offsets)
+            result = _product(new, node, name, moved[key], offsets)
         result.name = old.name
         ir.convenience.replace_nodes_and_values(graph, node, [node], new.nodes, [old], [result])
     if nodes:
@@ -155,12 +159,12 @@ class _New:
         return add_initializer(self.graph, ir.Tensor(array.astype(self.dtype.numpy()), dtype=self.dtype, name=name))
 
 
-def _moved(new: _New, node: ir.Node) -> ir.Value:
+def _moved(new: _New, node: ir.Node, offsets: bool) -> ir.Value:
     """x̂ of a node, of x or, where that is a concatenation of channels, of each of its parts, so that products can still
     be split."""
     inputs, source = inputs_of(node), node.metadata_props[SOURCE_METADATA]
     factor = table_of(inputs["x_factor"])
-    offset = table_of(inputs["x_offset"]) if "x_offset" in inputs else np.zeros_like(factor)
+    offset = _offset_of(inputs) if offsets else np.zeros_like(factor)
     x = new.x
     concat = producer_of(x, "Concat")
     widths = _widths(concat, x) if concat is not None and is_read_once(x) else None
@@ -212,9 +216,7 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
     def weight() -> np.ndarray:
         return read().astype(np.float32) * scale.reshape(-1, 1, *places) * factor.reshape(1, -1, *places)
 
-    bias = table_of(inputs["bias"])
-    if "x_offset" in inputs and (offset := table_of(inputs["x_offset"])).any():
-        bias = (bias.astype(np.float64) - weight().astype(np.float64) @ offset).astype(np.float32)
+    bias = _without_offset(node)
     named = metadata.get(WEIGHT_METADATA) or f"{inputs['weight'].name}, exact"
     of_bias = None
     if metadata.get(BIAS_METADATA) is not None or bias.any():
@@ -227,6 +229,18 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
     turned = _lazy(new, named + TRANSPOSED, lambda: weight().T, shape[::-1])
     product = new.op("MatMul", [new.x, turned], result)
     return product if of_bias is None else new.op("Add", [product, of_bias], result)
+
+
+def _without_offset(node: ir.Node) -> np.ndarray:
+    """[N] the bias of a layer's own input."""
+    inputs = inputs_of(node)
+    bias, offset = table_of(inputs["bias"]), _offset_of(inputs)
+    if not offset.any():
+        return bias
+    tensor = ir.convenience.get_const_tensor(inputs["weight"])
+    assert tensor is not None
+    sums = _read(tensor)().astype(np.float64) @ (offset * table_of(inputs["x_factor"])).astype(np.float64)
+    return (bias - sums * table_of(inputs["weight_scale"])).astype(np.float32)
 
 
 def _lazy(new: _New, name: str, numbers: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.Value:
@@ -249,17 +263,28 @@ def _conv_attributes(node: ir.Node, shape: Sequence[int]) -> dict[str, object]:
     }
 
 
-def _product(new: _New, node: ir.Node, name: str, x: ir.Value) -> ir.Value:
+def _offset_of(inputs: Mapping[str, ir.Value]) -> np.ndarray:
+    """[K] what is subtracted; zeros for a convolution."""
+    return table_of(inputs["x_offset"]) if "x_offset" in inputs else np.zeros_like(table_of(inputs["x_factor"]))
+
+
+def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool) -> ir.Value:
     inputs, result = inputs_of(node), node.outputs[0]
+    scales, bias = table_of(inputs["x_scale"]), table_of(inputs["bias"])
+    offset = _offset_of(inputs)
+    if not offsets and offset.any():
+        moved = np.abs(offset) * table_of(inputs["x_factor"])
+        scales = (scales + moved.max() / LEVELS).astype(np.float32)
+        bias = _without_offset(node)
     timed = inputs.get(TIMESTEP)
     activation = Activation(
         node.metadata_props[SOURCE_METADATA],
-        tuple(table_of(inputs["x_scale"]).tolist()),
+        tuple(scales.tolist()),
         tuple(LayerMode(mode) for mode in table_of(inputs["modes"]).tolist()),
         timed,
         node.attributes["timestep_max"].as_float(),
     )
-    stored, scale, bias = inputs["weight"], table_of(inputs["weight_scale"]), table_of(inputs["bias"])
+    stored, scale = inputs["weight"], table_of(inputs["weight_scale"])
     tensor = ir.convenience.get_const_tensor(stored)
     assert tensor is not None
     # One name for one weight: tied layers have one initialiser.

@@ -1,0 +1,152 @@
+"""INT8 linear layers on a GPU: the CUDA kernels through the C API and ctypes.
+
+The shared library knows neither torch nor Python, so one build serves every version of both. What is computed is specified by
+`trtconvert.linear.reference`; on a CPU, and for what the kernels do not take, that is what runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from trtconvert.library import load_library
+from trtconvert.linear import reference
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LayerTables
+
+_QUANTISE_VERSION, _LINEAR_VERSION = 1, 1  # TRTCONVERT_QUANTISE_VERSION, TRTCONVERT_INT8_LINEAR_VERSION
+_MESSAGE_BYTES = 512
+_DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
+_IN_STEP, _OUT_STEP = 16, 8
+
+
+class _ModeTable(ctypes.Structure):
+    """TrtConvertModeTable of layer_modes.h."""
+
+    _fields_ = [
+        ("mode_set", ctypes.c_int32),
+        ("num_bins", ctypes.c_int32),
+        ("batch", ctypes.c_int32),
+        ("timestep_max", ctypes.c_float),
+        ("timestep", ctypes.c_void_p),
+        ("modes", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+    ]
+
+
+class _QuantiseParams(ctypes.Structure):
+    """TrtConvertQuantiseParams of quantise.h."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("rows", ctypes.c_int64),
+        ("channels", ctypes.c_int32),
+        ("data_type", ctypes.c_int32),
+        ("table", _ModeTable),
+        *[(name, ctypes.c_void_p) for name in ("x", "factor", "offset", "payload", "row_scale", "stream")],
+        ("starts_early", ctypes.c_int32),
+    ]
+
+
+class _LinearParams(ctypes.Structure):
+    """TrtConvertInt8LinearParams of int8_linear.h, up to the stream; what was appended to it is zero."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("rows", ctypes.c_int64),
+        *[(name, ctypes.c_int32) for name in ("in_channels", "out_channels", "data_type", "activation", "mode_set")],
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("x", "row_scale", "weight", "weight_scale", "bias", "residual", "y", "stream")
+        ],
+        ("out_table", _ModeTable),
+        *[(name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")],
+        ("target_arch", ctypes.c_int32),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = load_library()
+    for name, params in (("quantise", _QuantiseParams), ("int8_linear", _LinearParams)):
+        getattr(library, f"trtconvert_{name}_run").argtypes = [
+            ctypes.POINTER(params),
+            ctypes.c_char_p,
+            ctypes.c_size_t,
+        ]
+    return library
+
+
+def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_max: float = 1000.0) -> Tensor:
+    """`reference.linear` by the kernels, where x is of 16 bits on a GPU and channels are whole vectors of theirs.
+
+    Args:
+        x, timestep, tables, timestep_max: see there. Of the tables `modes` is read on the host.
+    Raises:
+        BackendUnavailable: a GPU tensor, and no library was built.
+        RuntimeError: the GPU has no kernel, or CUDA failed.
+    """
+    outputs, channels = tables.weight.shape
+    if not x.is_cuda or x.dtype not in _DATA_TYPES or channels % _IN_STEP or outputs % _OUT_STEP:
+        return reference.linear(x, timestep, tables, timestep_max=timestep_max)
+    held = _Held(x.device)
+    rows = x.contiguous().view(-1, channels)
+    count = len(rows)
+    table = _ModeTable(mode_set=_mode_set(tables), num_bins=len(tables.modes), batch=1, timestep_max=timestep_max)
+    if timestep is not None:
+        table.batch = len(timestep)
+        table.timestep = held(timestep.float())
+    elif len(tables.modes) > 1:
+        raise ValueError("timestep: expected one for each sample with tables of several bins, got none; pass it")
+    if table.mode_set & (table.mode_set - 1):
+        table.modes = held(tables.modes.to(torch.int32))
+    if table.mode_set & 1 << LayerMode.STATIC:
+        table.x_scale = held(tables.x_scale)
+    wide = 2 if table.mode_set & 1 << LayerMode.WEIGHT_ONLY else 1
+    payload = torch.empty(count * channels * wide, dtype=torch.int8, device=x.device)
+    row_scale = torch.empty(count, dtype=torch.float32, device=x.device)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    quantise = _QuantiseParams(
+        struct_size=ctypes.sizeof(_QuantiseParams), version=_QUANTISE_VERSION, rows=count, channels=channels,
+        data_type=_DATA_TYPES[x.dtype], table=table, x=rows.data_ptr(),
+        factor=held(tables.x_factor), offset=held(tables.x_offset) if tables.x_offset.any() else None,
+        payload=payload.data_ptr(), row_scale=row_scale.data_ptr(), stream=stream,
+    )  # fmt: skip
+    y = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
+    product = _LinearParams(
+        struct_size=ctypes.sizeof(_LinearParams), version=_LINEAR_VERSION, rows=count, in_channels=channels,
+        out_channels=outputs, data_type=_DATA_TYPES[x.dtype], mode_set=table.mode_set, x=payload.data_ptr(),
+        row_scale=row_scale.data_ptr(), weight=held(tables.weight), weight_scale=held(tables.weight_scale),
+        bias=held(tables.bias), y=y.data_ptr(), stream=stream,
+    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        _run("trtconvert_quantise_run", quantise)
+        _run("trtconvert_int8_linear_run", product)
+    return y.view(*x.shape[:-1], outputs)
+
+
+class _Held:
+    """Tensors on a device, kept until their work is enqueued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._tensors = device, list[Tensor]()
+
+    def __call__(self, tensor: Tensor) -> int:
+        there = tensor.to(self._device).contiguous()
+        self._tensors.append(there)
+        return there.data_ptr()
+
+
+def _mode_set(tables: LayerTables) -> int:
+    return sum(1 << mode for mode in set(tables.modes.tolist()))
+
+
+def _run(name: str, params: ctypes.Structure) -> None:
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    if getattr(_library(), name)(ctypes.byref(params), message, _MESSAGE_BYTES):
+        raise RuntimeError(message.value.decode(errors="replace"))
