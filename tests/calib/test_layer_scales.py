@@ -17,6 +17,7 @@ from trtconvert.linear.reference import LEVELS, conv, linear, short_scale
 from trtconvert.linear.sites import LayerCall, model_tensors
 
 MAX = 1000.0
+OPTIONS = {"statistic": "least-error", "percentile": 99.0, "equalise": True, "offsets": True}
 
 
 def layer_and_model(channels=64, outputs=64, *, weight=None, kernel=()):
@@ -43,7 +44,7 @@ def calls(make, count=16):
 
 
 def chosen(layer, model, rows, bins=1, **options):
-    fields = {"statistic": "least-error", "percentile": 99.0, "equalise": True} | options
+    fields = {"statistic": "least-error", "percentile": 99.0, "equalise": True, "offsets": True} | options
     return choose_scales([layer], rows, model_tensors(model), bins, **fields)
 
 
@@ -89,6 +90,7 @@ def test_what_lies_on_one_side_of_zero_is_moved(function):
     assert (scales.x_offset > 0.5).all()
     unmoved = LayerScales(torch.ones(64), torch.zeros(64), short_scale(rows.high.amax() / LEVELS)[None])
     assert static_error(layer, model, scales, unseen) < static_error(layer, model, unmoved, unseen)
+    assert not chosen(layer, model, rows, offsets=False).x_offset.any()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,7 +118,10 @@ def test_factors_are_chosen_for_all_that_read_the_tensor():
     model = Called(lambda self, x: self.a(x) + self.b(x), a=heads[0], b=heads[1])
     layers = layers_of(model, random(2, 8, 64))
     assert [layer.source for layer in layers] == ["a", "a"]
-    rows, options = rows_of(*calls(lambda x: x)), {"statistic": "least-error", "percentile": 99.0, "equalise": True}
+    rows, options = (
+        rows_of(*calls(lambda x: x)),
+        {"statistic": "least-error", "percentile": 99.0, "equalise": True, "offsets": True},
+    )
     both = choose_scales(layers, rows, model_tensors(model), 1, **options)
     alone = choose_scales(layers[:1], rows, model_tensors(model), 1, **options)
     assert torch.equal(alone.x_factor, torch.ones(64))

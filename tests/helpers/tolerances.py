@@ -49,6 +49,10 @@ way is 2e-3 of its output; of such calls the median keeps to WHOLE_DENOISER."""
 HALF_DENOISER = 1e-2
 """As HALF_INPUTS, through six blocks in FP16 whose matrix products sum in FP16 or FP32 as a runtime likes."""
 
+HALF_LAYERS = 1.5e-2
+"""As HALF_INPUTS, through ten INT8 layers one behind the other in FP16, each of which rounds to steps of a hundredth: 9e-3 was
+seen of Q/DQ and of the nodes' bodies."""
+
 HISTOGRAM_STEP = {"q": 1 + 1 / 64, "k": 1 + 1 / 64, "v": 1 + 1 / 16}
 """A percentile read off a histogram lies in the same step as the element it stands for: 64 steps per octave, 16 for channels."""
 
@@ -85,7 +89,15 @@ for the worst pipeline with three instruction sets, 43 and more for others."""
 
 # Quantised against unquantised layers. -----------------------------------------------------------------------------------
 
+INT8_WEIGHTS = 1e-2
+"""Relative L2 error of a weight, or of what a small model makes of it, rounded to INT8 with a scale for each output channel:
+0.006 of 32 channels of N(0, 1)."""
+
 LAYER_ERROR = {LayerMode.WEIGHT_ONLY: 0.01, LayerMode.DYNAMIC: 0.014, LayerMode.STATIC: 0.018}
 """Relative L2 error on inputs and weights of N(0, 1). A step is the largest of a row's elements over 127, 3.3 / 127 of 1,024
 channels, and rounding errs by a step over √12: 0.0075 for weights and as much for tokens; 0.010 where one scale is of all tokens,
 whose largest element is 4.5. Squares add: 0.0075, 0.0106 and 0.013. Another third is for the luck of the draw."""
+
+LAYERS_OF_A_BLOCK = 8e-3
+"""Relative L2 error of ten INT8 layers as plugins against their specification: FP16 between them, and its rounding turns some of the
+quantised numbers, each by one step."""

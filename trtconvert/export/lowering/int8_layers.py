@@ -81,13 +81,17 @@ def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
     Returns:
         How many layers were replaced.
     """
-    found = [layer for node in model.graph if (layer := _layer(node)) is not None and _pays(layer, profiles)]
     rows: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
-    for layer in found:
-        if layer.rows_of not in rows:
-            rows[layer.rows_of] = _quantised(layer, found)
-        _replace(layer, *rows[layer.rows_of])
-    if found:
+    count = 0
+    for geglu in (True, False):  # the latter may read the former
+        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and _pays(layer, profiles)]
+        found = [layer for layer in layers if layer.geglu == geglu]
+        for layer in found:
+            if layer.rows_of not in rows:
+                rows[layer.rows_of] = _quantised(layer, layers)
+            _replace(layer, *rows[layer.rows_of])
+        count += len(found)
+    if count:
         RemoveUnusedNodesPass()(model)  # weights, offsets and factors that nothing reads any more
         for node in model.graph:
             if node.domain == DOMAIN and node.op_type in (RESIDUAL_NORM, INT8_RESIDUAL_NORM, QUANTISE_ROWS):
@@ -95,7 +99,7 @@ def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
                 behind = any(_producer(value, INT8_LINEAR) for value in node.inputs[:2])
                 if behind:
                     node.attributes["starts_early"] = ir.AttrInt64("starts_early", 1)
-    return len(found)
+    return count
 
 
 def _layer(node: ir.Node) -> _Layer | None:

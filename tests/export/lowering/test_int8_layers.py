@@ -1,0 +1,253 @@
+"""INT8 layers as plugins: the lowered graph computes what the layers specify, by an evaluator that knows what plugins compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import tiny_models
+import tolerances
+import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import tables_from_data
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export.lowering import expand_layers, int8_layers, lower_to_native
+from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, take_int8_layers
+from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
+from trtconvert.export.nodes.common import DOMAIN
+from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LayerTables, linear, quantise_weight
+from trtconvert.linear.sites import ConvertedLayer, LayerFinder, select_layers
+from trtconvert.models.denoiser import intercepted
+
+CHANNELS, HEADS, TOKENS, BATCH = 64, 2, 24, 2
+MAX = 1000.0
+
+
+class Block(nn.Module):
+    """A transformer block as U-Nets have it: self-attention, attention to a text, GEGLU, each behind a residual norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(CHANNELS) for _ in range(3))
+        self.q, self.k, self.v, self.out = (nn.Linear(CHANNELS, CHANNELS, bias=i == 3) for i in range(4))
+        self.q2, self.k2, self.v2, self.out2 = (nn.Linear(CHANNELS, CHANNELS, bias=i == 3) for i in range(4))
+        self.up, self.down = nn.Linear(CHANNELS, 8 * CHANNELS), nn.Linear(4 * CHANNELS, CHANNELS)
+        for norm in self.norms:
+            nn.init.normal_(norm.weight, 1, 0.2)
+            nn.init.normal_(norm.bias, 0, 0.2)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+        h = self.norms[0](x)
+        x = x + self.out(attend(self.q(h), self.k(h), self.v(h)))
+        h = self.norms[1](x)
+        x = x + self.out2(attend(self.q2(h), self.k2(text), self.v2(text)))
+        value, gate = self.up(self.norms[2](x)).chunk(2, -1)
+        return x + self.down(value * F.gelu(gate))
+
+
+def block() -> DiffusionModel:
+    torch.manual_seed(0)
+    shapes = {"x": (BATCH, TOKENS, CHANNELS), "timestep": (BATCH,), "text": (BATCH, 8, CHANNELS)}
+    return DiffusionModel(
+        "block", Block().eval().requires_grad_(False), tuple(InputSpec(n, "float32", s) for n, s in shapes.items()),
+        InputSpec("out", "float32", shapes["x"]), "timestep", MAX, torch.linspace(0.01, 9, int(MAX)), {},
+        tiny_models.build().sample,
+    )  # fmt: skip
+
+
+def tables(layer, modes, model) -> LayerTables:
+    """Of channels that are moved and equalised; activations of about N(0, 1) fit the scale."""
+    generator = torch.Generator().manual_seed(len(layer.source))  # all that read one tensor share them
+    factor = torch.rand(layer.in_channels, generator=generator) + 0.5
+    offset = torch.randn(layer.in_channels, generator=generator) * 0.1
+    weight = model.denoiser.get_submodule(layer.name).weight
+    bias = model.denoiser.get_submodule(layer.name).bias
+    stored, scale = quantise_weight(weight / factor)
+    moved = ((stored.double() @ (offset * factor).double()) * scale).float()
+    return LayerTables(
+        stored, scale, moved + (0 if bias is None else bias), factor, offset, torch.full((len(modes),), 6 / 127),
+        torch.tensor(modes, dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Layers of any size are taken."""
+    monkeypatch.setattr(int8_layers, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(int8_layers, "_FEWEST_OUTPUTS", 1)
+
+
+def lowered(modes):
+    """A block's graph with INT8 layers as plugins, TensorRT's own attention in the end; its inputs, and what it should give."""
+    model = block()
+    finder = LayerFinder(model.denoiser)
+    inputs = model.example(0, {})
+    attention = {}
+
+    def observe(call):
+        attention[call.name] = tables_from_data(call.q, call.k, call.v, Mode.FP16)
+        return call.exact()
+
+    intercepted(model, observe, finder)(**inputs)
+    layers, _ = select_layers(finder.layers(), ["*", "q", "down"], [], 2)
+    converted = {layer.name: ConvertedLayer(layer, tables(layer, modes, model)) for layer in layers}
+    assert len(converted) == 10
+    options = SiteOptions(MAX, "calibrated", True)
+    graph = trace(model, attention, options, layers=converted, dims={}, dtype=torch.float16)
+    expand_layers(graph, offsets=True)
+    take_residual_norms(graph)
+    count = take_int8_layers(graph, [{}])
+    lower_to_native(graph)
+    # Rows in hand have scales of their own, in place of calibrated ones.
+    in_hand = [LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode for mode in modes]
+    as_computed = {
+        name: layer.tables.with_modes(torch.tensor(in_hand, dtype=torch.int32)) for name, layer in converted.items()
+    }
+    expected = lambda timestep: intercepted(  # noqa: E731
+        model, layers=lambda c: linear(c.x, c.timestep, as_computed[c.name], timestep_max=MAX)
+    )(**inputs | {"timestep": timestep})
+    return graph, count, inputs, expected
+
+
+def rows(x, inputs, mode_set, timestep_max, factor, offset, timestep):
+    """The payload of quantised rows as INT32 and their scales, as quantise.h says."""
+    given = list(inputs)
+    x = x.astype(np.float32)
+    of_factor = given.pop(0) if factor else 1.0
+    x = (x - (given.pop(0) if offset else 0.0)) * of_factor
+    mode = mode_set.bit_length() - 1
+    if timestep:
+        t, modes = given[:2]
+        mode = int(modes[np.clip(np.floor(t * len(modes) / timestep_max), 0, len(modes) - 1).astype(int)].min())
+    if mode == LayerMode.WEIGHT_ONLY:
+        return x.astype(np.float16).view(np.int32), np.full((*x.shape[:-1], 1), -1, np.float32)
+    assert mode == LayerMode.DYNAMIC
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True) / 127, 2.0**-100).astype(np.float32)
+    payload = np.clip(np.rint(x / scale), -127, 127).astype(np.int8)
+    if mode_set & 1 << LayerMode.WEIGHT_ONLY:  # the buffer is made for 16 bits
+        payload = np.concatenate([payload, np.zeros_like(payload)], -1)
+    return payload.view(np.int32), scale
+
+
+class QuantiseRows(OpRun):
+    op_domain = DOMAIN
+
+    def _run(self, x, *inputs, mode_set, timestep_max, factor, offset, timestep, starts_early=0, **_):
+        return rows(x, inputs, mode_set, timestep_max, factor, offset, timestep)
+
+
+def normed(x, residual, weight, bias, epsilon):
+    total = (x.astype(np.float32) + residual).astype(np.float16)
+    wide = total.astype(np.float32)
+    mean, variance = wide.mean(-1, keepdims=True), wide.var(-1, keepdims=True)
+    return total, (wide - mean) / np.sqrt(variance + epsilon) * weight + bias
+
+
+class ResidualNorm(OpRun):
+    op_domain = DOMAIN
+
+    def _run(self, x, residual, weight, bias, *, epsilon, **_):
+        total, norm = normed(x, residual, weight, bias, epsilon)
+        return total, norm.astype(np.float16)
+
+
+class Int8ResidualNorm(OpRun):
+    op_domain = DOMAIN
+
+    def _run(
+        self, x, residual, weight, bias, *inputs, epsilon, normed, mode_set, timestep_max, factor, offset, timestep, **_
+    ):
+        total, norm = globals()["normed"](x, residual, weight, bias, epsilon)
+        quantised = rows(norm, inputs, mode_set, timestep_max, factor, offset, timestep)
+        return (total, *quantised, *([norm.astype(np.float16)] if normed else []))
+
+
+class Int8Linear(OpRun):
+    op_domain = DOMAIN
+
+    def _run(self, x, row_scale, weight, weight_scale, *bias, mode_set, activation, **_):
+        weight = weight.view(np.int8).astype(np.float64).reshape(-1, weight.shape[-1] * 4)
+        if row_scale.ravel()[0] < 0:
+            sums, scale = x.view(np.float16).astype(np.float64) @ weight.T, 1.0
+        else:
+            integers = x.view(np.int8)[..., : weight.shape[1]]
+            sums, scale = integers.astype(np.float64) @ weight.T, row_scale
+        y = sums * scale * weight_scale.ravel() + (bias[0].ravel() if bias else 0)
+        if activation:
+            value, gate = np.split(y, 2, -1)
+            y = value * F.gelu(torch.from_numpy(gate)).numpy()
+        return (y.astype(np.float16),)
+
+
+PLUGINS = [QuantiseRows, ResidualNorm, Int8ResidualNorm, Int8Linear]
+
+
+def run(graph, inputs, timestep):
+    model = ir.to_proto(graph)
+    if not any(x.domain == DOMAIN for x in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    feed = {name: x.half().numpy() for name, x in inputs.items() if name != "timestep"} | {"timestep": timestep.numpy()}
+    return torch.from_numpy(ReferenceEvaluator(model, new_ops=PLUGINS).run(None, feed)[0]).float()
+
+
+@pytest.mark.parametrize(
+    ("modes", "timesteps"),
+    [([3], [500.0]), ([2, 3], [100.0, 900.0]), ([1, 3], [100.0, 900.0]), ([1], [1.0])],
+    ids=["static", "both in INT8", "16 bits late", "weights alone"],
+)
+def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
+    graph, count, inputs, expected = lowered(modes)
+    operators = [node.op_type for node in graph.graph if node.domain == DOMAIN]
+    if modes == [1]:  # nothing to gain in speed
+        assert count == 0 and QUANTISE_ROWS not in operators
+    else:
+        assert (
+            count == operators.count(INT8_LINEAR) == 8
+        )  # q, k, v, out, q2, out2, GEGLU and what is behind it; not of the text
+        assert operators.count(INT8_RESIDUAL_NORM) == 2 and RESIDUAL_NORM not in operators
+        assert operators.count(QUANTISE_ROWS) == 4  # of the first norm, of both attentions, of GEGLU
+    for t in timesteps:
+        timestep = torch.full((BATCH,), t)
+        assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.LAYERS_OF_A_BLOCK
+
+
+def test_the_samples_of_a_step_compute_in_the_most_careful_of_their_modes(everywhere):
+    graph, _, inputs, expected = lowered([1, 3])
+    timestep = torch.tensor([900.0, 100.0])
+    assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.LAYERS_OF_A_BLOCK
+
+
+def test_normed_rows_that_others_read_too_stay(everywhere, monkeypatch):
+    graph, *_ = lowered([3])
+    assert all(node.attributes["normed"].as_int() == 0 for node in graph.graph if node.op_type == INT8_RESIDUAL_NORM)
+    monkeypatch.setattr(int8_layers, "_pays", lambda layer, _: layer.geglu)
+    graph, *_ = lowered([3])
+    (norm,) = (node for node in graph.graph if node.op_type == INT8_RESIDUAL_NORM)
+    assert norm.attributes["normed"].as_int() == 0 and len(norm.outputs) == 3
+
+
+def test_weights_are_stored_four_channels_in_an_integer(everywhere):
+    graph, *_ = lowered([3])
+    stored = {name: x for name, x in graph.graph.initializers.items() if name.endswith("packed")}
+    assert len(stored) == 8 and all(x.dtype == ir.DataType.INT32 for x in stored.values())
+    assert sum(x.const_value.size * 4 for x in stored.values()) == CHANNELS * CHANNELS * (6 + 8 + 4)
+    products = [node for node in graph.graph if node.op_type == "MatMul" and node.inputs[1].const_value is not None]
+    assert len(products) == 2  # keys and values of the text
+
+
+def test_small_layers_stay_products():
+    graph, count, *_ = lowered([3])
+    assert count == 0 and not any(node.op_type == INT8_LINEAR for node in graph.graph)
