@@ -99,5 +99,5 @@ channels, and rounding errs by a step over √12: 0.0075 for weights and as much
 whose largest element is 4.5. Squares add: 0.0075, 0.0106 and 0.013. Another third is for the luck of the draw."""
 
 LAYERS_OF_A_BLOCK = 8e-3
-"""Relative L2 error of ten INT8 layers as plugins against their specification: FP16 between them, and its rounding turns some of the
-quantised numbers, each by one step."""
+"""Relative L2 error of ten INT8 layers as plugins against their specification: FP16 between them, and its rounding turns
+some of the quantised numbers, each by one step."""
