@@ -1,0 +1,342 @@
+"""One plan for attention and layers: optimal, a layer INT8 in all timestep bins or in none, plans of either alone beside it."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from support import refusal, reused, run, tiny_recipe
+from tiny_layers import CHOSEN, WITH_CONV, build
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import tables_from_data
+from trtconvert.attention.schedules import compute_sigma_schedule
+from trtconvert.bundle import read_manifest
+from trtconvert.calib.budget import Measure, limits
+from trtconvert.calib.cost import KernelCost
+from trtconvert.calib.frontier import Frontier, read_frontier
+from trtconvert.calib.layer_scales import LayerScales, layer_tables
+from trtconvert.calib.plan import fastest_plan, layer_modes, search_plan
+from trtconvert.calib.sensitivity import LAYERS_OF, Int8Layers, Int8Sites, Sensitivity, measure_sensitivity
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, select_layers
+from trtconvert.models.denoiser import intercepted
+from trtconvert.recipe import LayersSection
+
+BINS = 2
+NAMES = ["site", LAYERS_OF + "q", LAYERS_OF + "skip"]
+STATIC = int(LayerMode.STATIC)
+
+
+# The knapsack ---------------------------------------------------------------------------------------------------------
+
+
+def random_choices(seed, names):
+    generator = torch.Generator().manual_seed(seed)
+    cost = torch.rand(len(names), BINS, len(Mode), generator=generator, dtype=torch.float64)
+    cost[..., 0] = 0
+    time = 1 + torch.rand(len(names), BINS, len(Mode), generator=generator, dtype=torch.float64)
+    return cost, time
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("limit", [1e-3, 0.6, 1.2, 10.0])
+def test_no_plan_within_the_limit_is_faster_among_those_whose_layers_are_int8_in_all_bins_or_in_none(seed, limit):
+    names = NAMES[:2]
+    cost, time = random_choices(seed, names)
+    plan = fastest_plan(names, cost, time, limit, whole=[1])
+    chosen = torch.stack([plan[name] for name in names]).long()[..., None]
+    assert cost.gather(-1, chosen).sum() <= limit * (1 + 1e-6)
+    assert plan[NAMES[1]].bool().all() or not plan[NAMES[1]].any()
+    feasible = [
+        sum(time[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS))
+        for modes in itertools.product(range(len(Mode)), repeat=2 * BINS)
+        if sum(cost[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS)) <= limit
+        and len({modes[BINS + t] == 0 for t in range(BINS)}) == 1
+    ]
+    assert float(time.gather(-1, chosen).sum()) == pytest.approx(float(min(feasible)), rel=1e-6)
+
+
+def test_a_layer_may_change_between_int8_modes():
+    """Its weights are the same in all of them."""
+    cost = torch.zeros(1, BINS, len(Mode), dtype=torch.float64)
+    cost[0, 0, STATIC] = 5
+    cost[..., 1:3], cost[..., 4] = 0.1, math.inf
+    time = torch.tensor([4.0, 3.5, 3.0, 1.0, math.inf], dtype=torch.float64).expand(1, BINS, len(Mode))
+    assert fastest_plan(["a"], cost, time, 1.0, whole=[0])["a"].tolist() == [LayerMode.DYNAMIC, LayerMode.STATIC]
+
+
+def test_a_layer_that_one_bin_cannot_bear_is_int8_in_none():
+    cost = torch.zeros(1, BINS, len(Mode), dtype=torch.float64)
+    cost[0, 1, 1:] = math.inf
+    time = torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0], dtype=torch.float64).expand(1, BINS, len(Mode))
+    assert not fastest_plan(["a"], cost, time, 1.0, whole=[0])["a"].any()
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS):
+    """A search over a site and two groups of layers whose samples are what the error model foretells.
+
+    Args:
+        layer_error: of a group in INT8; layer_seconds: its time then, of 4 in 16 bits.
+        steps: share of the steps in each bin.
+    """
+    error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
+    error[..., 0] = 0
+    error[0, :, 1:4] = torch.tensor([1e-5, 3e-5, 1e-4], dtype=torch.float64)
+    error[1:, :, STATIC] = layer_error
+    seen = torch.tensor(steps, dtype=torch.float64)
+    error[:, seen == 0] *= 0  # of NaN it stays NaN
+    inf = math.inf
+    seconds = torch.tensor([[4, 3, 2, 1, inf], *[[4, inf, inf, layer_seconds, inf]] * 2], dtype=torch.float64)
+    sensitivity = Sensitivity(NAMES, error, torch.ones(BINS, dtype=torch.float64), seen)
+    measures = [Measure("psnr", lambda *_: 0.0, True, psnr)]
+
+    def measure(plan):
+        chosen = torch.stack([plan[name] for name in NAMES]).long()[..., None]
+        total = float(error.nan_to_num().gather(-1, chosen).sum())
+        return {"psnr": 150.0 if total == 0 else -10 * math.log10(total)}
+
+    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), measures, measure)
+    return Frontier(gpu="", date="", limits=limits(measures), points=points)
+
+
+def test_attention_alone_layers_alone_and_both_are_compared():
+    points = {point.name: point for point in searched(20.0).points}
+    alone, layers, both = (
+        points[name]
+        for name in ("aggressive everywhere", "fp16 everywhere, layers static", "aggressive everywhere, layers static")
+    )
+    assert alone.layers == {"q": [0, 0], "skip": [0, 0]} and alone.modes == {"site": [3, 3]}
+    assert layers.layers == {"q": [3, 3], "skip": [3, 3]} and layers.modes == {"site": [0, 0]}
+    assert (both.modes, both.layers) == (alone.modes, layers.layers)
+    # Times of 12 in 16 bits: of the site 4, of each group 4.
+    assert [round(point.speed, 6) for point in (alone, layers, both)] == [round(12 / t, 6) for t in (9, 6, 3)]
+
+
+def test_the_fastest_that_keeps_the_budget_is_chosen_from_all():
+    found = searched(20.0).choose(None)
+    assert found.modes == {"site": [3, 3]} and found.layers == {"q": [3, 3], "skip": [3, 3]}
+
+
+def test_layers_that_ruin_the_samples_stay():
+    frontier = searched(30.0, layer_error=1.0)
+    found = frontier.choose(None)
+    assert found.modes == {"site": [3, 3]} and not any(any(row) for row in found.layers.values())
+    assert not next(point for point in frontier.points if "layers static" in point.name).keeps_budget
+
+
+def test_layers_that_are_no_faster_stay():
+    found = searched(20.0, layer_seconds=5.0).choose(None)
+    assert found.modes == {"site": [3, 3]} and not any(any(row) for row in found.layers.values())
+
+
+def test_every_plan_has_layers_in_all_bins_or_in_none():
+    for point in searched(33.0).points:
+        assert all(all(row) or not any(row) for row in point.layers.values()), point
+
+
+@pytest.mark.parametrize("unseen", range(BINS))
+def test_a_bin_without_steps_does_not_keep_layers_from_being_int8(unseen):
+    """Attention stays in FP16 there; a layer has its weights for all bins."""
+    found = searched(20.0, steps=[float(index != unseen) for index in range(BINS)]).choose(None)
+    assert found.modes["site"][unseen] == Mode.FP16
+    assert found.layers == {"q": [3, 3], "skip": [3, 3]}
+
+
+@pytest.mark.xfail(
+    strict=True, reason="Frontier.choose takes the first plan whose attention is FP16 for full precision"
+)
+def test_where_no_plan_keeps_the_budget_full_precision_is_chosen():
+    found = searched(200.0).choose(None)
+    assert not any(any(row) for row in (*found.modes.values(), *found.layers.values()))
+
+
+# Sensitivity and modes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def int8():
+    """The tiny model's INT8 layers, and its attention."""
+    model, finder, tables = build(), None, {}
+    finder = LayerFinder(model.denoiser)
+    inputs = model.example(0, {"batch": 2})
+
+    def attend(call):
+        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.PRECISION)
+        return call.exact()
+
+    with torch.no_grad():
+        intercepted(model, attend, finder)(**inputs)
+    chosen, _ = select_layers(finder.layers(), WITH_CONV, [], 2)
+    scales = {
+        layer.source: LayerScales(
+            torch.ones(layer.in_channels), torch.zeros(layer.in_channels), torch.full((BINS,), 0.05)
+        )
+        for layer in chosen
+    }
+    modes = {layer.name: torch.tensor([STATIC] * BINS) for layer in chosen}
+    sites = {
+        name: type(table)(*(x.expand(BINS, *x.shape[1:]) for x in vars(table).values()))
+        for name, table in tables.items()
+    }
+    layers = Int8Layers(layer_tables(model.denoiser, chosen, scales, modes), model.timestep_max)
+    return model, Int8Sites(sites, model.timestep_max, "calibrated", True), layers
+
+
+def test_sensitivities_of_layers_are_the_errors_that_one_group_makes(int8):
+    model, sites, layers = int8
+    groups = {"q": ["q", "k", "v"], "skip": ["skip"]}
+    steps: list[int] = []
+    found = measure_sensitivity(
+        model, sites, BINS, modes=[Mode.FP16, Mode.PRECISION], layers=layers, groups=groups,
+        layer_modes=[LayerMode.STATIC], seeds=range(2), steps=4, done=lambda: steps.append(1),
+    )  # fmt: skip
+    assert found.sites == ["denoiser", LAYERS_OF + "q", LAYERS_OF + "skip"] and len(steps) == 4 + BINS + 1 - 1
+    assert found.error[1:, :, [0, STATIC]].isfinite().all() and found.error[1:, :, 1:3].isnan().all()
+    # A first step from seeds alone: what the group's layers in INT8 change at the output.
+    calls = []
+
+    def watched(*inputs, **named):
+        output = intercepted(model)(*inputs, **named)
+        alone = Int8Layers({name: layers.tables[name] for name in ("q", "k", "v")}, model.timestep_max)
+        calls.append(float((intercepted(model, layers=alone.handler())(*inputs, **named) - output).square().mean()))
+        return output
+
+    with torch.no_grad():
+        model.sample(watched, range(2), steps=4, solver="ddim")
+    assert float(found.error[1, :, STATIC].sum()) == pytest.approx(sum(calls) / 2, rel=1e-4)  # two steps a bin
+
+
+def layer_of(kind="linear", name="a"):
+    return Layer(
+        name, kind, 32, 32, 16, name, TensorRef(name, 0, (32, 32), (32, 1)), kernel=(3, 3) if kind == "conv" else ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("modes", "linear", "conv"),
+    [
+        ("auto", [3, 3], [3, 3]),
+        ("static", [3, 3], [3, 3]),
+        ("dynamic", [2, 2], [3, 3]),  # convolutions have no scales per token
+        ("weight_only", [1, 1], [1, 1]),
+        (["weight_only", "dynamic"], [1, 2], [1, 3]),
+    ],
+)
+def test_stated_modes_are_those_of_every_layer(modes, linear, conv):
+    plan = layer_modes(LayersSection(modes=modes), [layer_of(), layer_of("conv", "b")], BINS)
+    assert {name: row.tolist() for name, row in plan.items()} == {"a": linear, "b": conv}
+    assert all(row.dtype == torch.int32 for row in plan.values())
+
+
+def test_layers_that_are_off_have_none():
+    assert layer_modes(LayersSection(modes="off"), [layer_of()], BINS) == {}
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def table(path, *, attention=(4, 3, 2, 1), layers=((0, 4.0), (3, 1.0)), sizes=((64, 32, 32), (4096, 1024, 1024))):
+    """A table of made-up times: of attention by mode, of layers by mode, both in some unit of work."""
+    rows = [{"mode": m, "shape": [1, 1, 16, 16, 32], "seconds": s * 1e-5} for m, s in enumerate(attention)]
+    of_layers = [
+        {"mode": mode, "shape": list(shape), "seconds": s * 1e-9 * math.prod(shape) ** 0.5}
+        for mode, s in layers
+        for shape in sizes
+    ]
+    path.write_text(json.dumps({"gpu": "made up", "date": "2026-01-01", "rows": rows, "layers": of_layers}))
+    return path
+
+
+def test_times_of_layers_are_interpolated_over_their_work(tmp_path):
+    cost = KernelCost.load(table(tmp_path / "t.json"))
+    small, large = layer_of(), Layer("b", "linear", 1024, 1024, 4096, "b", TensorRef("b", 0, (1024, 1024), (1024, 1)))
+    assert cost.layer_seconds(large, 1, LayerMode.STATIC) == pytest.approx(1e-9 * (4096 * 1024 * 1024) ** 0.5)
+    assert cost.layer_seconds(large, 1, LayerMode.EXACT) == pytest.approx(
+        4 * cost.layer_seconds(large, 1, LayerMode.STATIC)
+    )
+    between = cost.layer_seconds(small, 64, LayerMode.STATIC)
+    assert cost.layer_seconds(small, 4, LayerMode.STATIC) < between < cost.layer_seconds(large, 1, LayerMode.STATIC)
+    # A square root of the work between measured sizes, as the table has it.
+    assert between == pytest.approx(1e-9 * (64 * 16 * 32 * 32) ** 0.5, rel=1e-6)
+    assert cost.layer_seconds(small, 1, LayerMode.DYNAMIC) == math.inf  # not measured
+
+
+# Builds ---------------------------------------------------------------------------------------------------------------
+
+
+def planned(folder, *, times=None, layers=None, **plan):
+    """A build of the tiny model that searches a plan for attention and layers."""
+    table(folder / "times.json", **times or {})
+    of_layers = {"modes": "auto", "include": WITH_CONV} | (layers or {})
+    sections = {"model": {"source": "tiny_layers:build"}, "attention": {"modes": "auto"}, "layers": of_layers}
+    document = json.loads(tiny_recipe(folder, calibration={"samples": 16}, **sections).read_text())
+    document["plan"] = {"min_psnr": 20, "samples": 2, "steps": 4, "kernel_cost": "times.json"} | plan
+    (folder / "recipe.yaml").write_text(json.dumps(document))
+    return run("build", folder / "recipe.yaml", "-o", folder / "bundle", "--cache", folder / "cache")
+
+
+def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
+    outcome = planned(tmp_path)
+    assert outcome.exit_code == 0, outcome.output
+    frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
+    component = read_manifest(tmp_path / "bundle").components["denoiser"]
+    names = {point.name for point in frontier.points}
+    assert {"aggressive everywhere", "fp16 everywhere, layers static", "aggressive everywhere, layers static"} <= names
+    chosen = next(point for point in frontier.points if point.name == frontier.chosen)
+    assert set(chosen.layers) == set(CHOSEN)
+    assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == {
+        name: row for name, row in chosen.layers.items() if any(row)
+    }
+    assert {site.name: site.modes for site in component.sites} == chosen.modes
+    # Layers that read one tensor have one mode: it is quantised once.
+    assert all(point.layers["q"] == point.layers["k"] == point.layers["v"] for point in frontier.points)
+
+    # Others of the same search, by their names: layers alone, and attention alone.
+    outcome = planned(tmp_path, point="fp16 everywhere, layers static")
+    component = read_manifest(tmp_path / "bundle").components["denoiser"]
+    assert reused(outcome)["search"] and not any(site.in_int8 for site in component.sites)
+    assert sum(layer.in_int8 for layer in component.layers) == len(CHOSEN)
+    outcome = planned(tmp_path, point="balanced everywhere")
+    component = read_manifest(tmp_path / "bundle").components["denoiser"]
+    assert reused(outcome)["search"] and component.sites[0].modes == [Mode.BALANCED] * 2
+    assert not component.has_int8_layers
+    assert "10 in the model's type by the plan" in " ".join(outcome.output.replace("│", " ").split())
+
+
+def test_stated_layers_are_the_same_in_all_plans(tmp_path):
+    outcome = planned(tmp_path, layers={"modes": ["weight_only", "static"]})
+    assert outcome.exit_code == 0, outcome.output
+    frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
+    rows = {name: [LayerMode.WEIGHT_ONLY, LayerMode.STATIC] for name in CHOSEN}
+    assert all(point.layers == rows for point in frontier.points)
+    assert not any("layers" in point.name for point in frontier.points)
+    component = read_manifest(tmp_path / "bundle").components["denoiser"]
+    assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == rows
+
+
+def test_layers_that_are_off_take_no_part_in_a_search(tmp_path):
+    outcome = planned(tmp_path, layers={"modes": "off", "include": ["*"]}, times={"layers": ()})
+    assert outcome.exit_code == 0, outcome.output
+    assert not any(point.layers for point in read_frontier(tmp_path / "bundle" / "frontier.json").points)
+    assert read_manifest(tmp_path / "bundle").components["denoiser"].layers == []
+
+
+@pytest.mark.xfail(strict=True, reason="a plan is infeasible where no time of layers is known, and nobody says so")
+@pytest.mark.parametrize("times", [{"layers": ()}, {"layers": ((3, 1.0),)}])
+def test_a_table_without_times_of_layers_is_refused_before_the_calibration(tmp_path, times):
+    outcome = planned(tmp_path, times=times)
+    refusal(outcome, "times.json", "layers", "trtconvert measure")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.xfail(strict=True, reason="convolutions have no dynamic mode, and are measured in it all the same")
+def test_a_search_among_dynamic_layers_leaves_convolutions_a_mode_that_they_have(tmp_path):
+    outcome = planned(tmp_path, layer_candidates=["dynamic"], times={"layers": ((0, 4.0), (2, 1.0), (3, 1.0))})
+    assert outcome.exit_code == 0, outcome.output
+    points = read_frontier(tmp_path / "bundle" / "frontier.json").points
+    assert all(math.isfinite(point.psnr) for point in points)
