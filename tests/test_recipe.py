@@ -97,6 +97,11 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
         ("attention:\n  include: []\n", 3, "attention.include", "at least one entry", "[]"),
         ("attention:\n  include:\n    - a\n    - {b: 1}\n", 5, "attention.include.1", "text", "a mapping"),
         ("attention:\n  smooth_k: perhaps\n", 3, "attention.smooth_k", "true or false", "'perhaps'"),
+        ("layers:\n  include: []\n", 3, "layers.include", "at least one entry", "[]"),
+        ("layers:\n  min_rows: 0\n", 3, "layers.min_rows", "greater than or equal to 1", "0"),
+        ("layers: static\n", 2, "layers", "a mapping of fields", "'static'"),
+        ("layers:\n  modes: [static, off]\n", 3, "layers.modes.1", "'weight_only', 'dynamic' or 'static'", "'off'"),
+        ("plan:\n  layer_candidates: []\n", 3, "plan.layer_candidates", "at least one entry", "[]"),
         ("engine:\n  targets: [sm80, sm80]\n", 3, "engine.targets", "each target once", "['sm80', 'sm80']"),
         ("engine:\n  shapes:\n    batch: [4, 2, 1]\n", 4, "engine.shapes.batch", "min <= opt <= max", "[4, 2, 1]"),
         ("engine:\n  shapes:\n    batch: [1, 2]\n", 4, "engine.shapes.batch", "a size, or [min, opt, max]", "[1, 2]"),
@@ -141,6 +146,12 @@ def test_a_value_that_does_not_fit_is_refused(tmp_path, text, line, field, expec
     [
         ("attention:\n  modes: agressive\n", "3: 'attention.modes'", "aggressive"),
         ("attention:\n  modes:\n    - balanced\n    - precison\n", "5: 'attention.modes.1'", "precision"),
+        ("layers:\n  modes: statick\n", "3: 'layers.modes'", "static"),
+        ("layers:\n  modes: weight-only\n", "3: 'layers.modes'", "weight_only"),
+        ("layers:\n  modes:\n    - static\n    - dynamc\n", "5: 'layers.modes.1'", "dynamic"),
+        ("layers:\n  scales: max\n", "3: 'layers.scales'", "maxima"),
+        ("layers:\n  kinds: [linear, convs]\n", "3: 'layers.kinds.1'", "conv"),
+        ("components: {vae_decoder: {layers: int4}}\n", "2: 'components.vae_decoder.layers'", "int8"),
         ("engine:\n  backend: tensorrt-rtx\n", "3: 'engine.backend'", "tensorrt_rtx"),
         ("engine:\n  targets: [sm75, sm81]\n", "3: 'engine.targets.1'", "sm8"),
     ],
@@ -150,6 +161,29 @@ def test_a_misspelt_choice_is_answered_with_the_nearest_once(tmp_path, text, pla
     assert f"recipe.yaml:{place} does not fit" in message
     assert f"did you mean '{nearest}" in message
     assert message.count("does not fit") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "off"), [("off", True), ('"off"', True), ("auto", False), ("[static, dynamic]", False)]
+)
+def test_layers_are_off_by_a_word_that_old_yaml_takes_for_false(tmp_path, text, off):
+    recipe = load(tmp_path, MODEL + f"layers:\n  modes: {text}\ncalibration: {{bins: 2}}\n")
+    assert recipe.layers.off == off
+
+
+@pytest.mark.parametrize("section", ["attention", "layers"])
+@pytest.mark.parametrize("modes", ["[]", "[{0}]", "[{0}, {0}, {0}]"])
+def test_a_list_of_modes_has_one_for_each_timestep_bin(tmp_path, section, modes):
+    listed = modes.format("balanced" if section == "attention" else "static")
+    message = refused(tmp_path, MODEL + f"calibration: {{bins: 2}}\n{section}:\n  modes: {listed}\n")
+    assert f"expected: one entry of {section}.modes per timestep bin: calibration.bins is 2, the modes are" in message
+    assert f"the modes are {modes.count('0')}" in message and "remedy: " in message
+
+
+@pytest.mark.xfail(strict=True, reason="a check of the whole recipe has no line, and nothing that was got")
+def test_a_list_of_modes_of_the_wrong_length_is_told_with_its_line(tmp_path):
+    message = refused(tmp_path, MODEL + "calibration: {bins: 2}\nlayers:\n  modes: [static]\n")
+    assert "recipe.yaml:4: 'layers.modes' does not fit" in message and "got: ['static']" in message
 
 
 def test_bfloat16_is_refused_before_anything_is_done(tmp_path):
