@@ -88,6 +88,8 @@ def everywhere(monkeypatch):
     """Layers of any size are taken."""
     monkeypatch.setattr(int8_layers, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(int8_layers, "_FEWEST_OUTPUTS", 1)
+    monkeypatch.setattr(int8_layers, "_LEAST_DEPTH", 1)
+    monkeypatch.setattr(int8_layers, "_SAVED_PER_OPERATION", 1.0)
 
 
 def lowered(modes):

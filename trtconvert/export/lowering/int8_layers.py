@@ -37,6 +37,14 @@ _OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
 _FEWEST_ROWS, _FEWEST_OUTPUTS = 1024, 2**21
 """With fewer the kernel leaves multiprocessors idle, as it does not split the depth."""
 
+_SAVED_PER_OPERATION = 0.74e-9
+"""Microseconds that INT8 products save on an H100: the difference of the rates of both kernels."""
+_ROWS_APART, _PER_NUMBER_APART = 3.0, 1e-6
+"""Microseconds of a kernel that quantises rows, and of each of their numbers: two bytes are read, one is written."""
+_LEAST_SAVED, _LEAST_DEPTH = 0.5, 640
+"""What a product has to save all the same; and channels below which its result takes most of the time, but for GEGLU's,
+half as wide."""
+
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
 _NORMED, _SUM = 1, 0  # outputs of ResidualNorm
 
@@ -170,8 +178,9 @@ def _is_border(value: ir.Value) -> bool:
 
 
 def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
-    """Whether the sizes are known, and in each profile such that the kernel fills the GPU."""
-    shape = layer.result.shape
+    """Whether the sizes are known, and in each profile such that the kernel fills the GPU and saves more than its rows cost."""
+    shape, depth = layer.result.shape, int(layer.weight.shape.numpy()[1 - layer.weight.axis])
+    apart = not _comes_from_norm(layer)
     if shape is None:
         return False
     for sizes in profiles:
@@ -182,13 +191,23 @@ def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
         rows = math.prod(leading)
         if rows < _FEWEST_ROWS or rows * width < _FEWEST_OUTPUTS:
             return False
+        saved = _SAVED_PER_OPERATION * 2 * rows * len(layer.weight.scale) * depth
+        cost = _ROWS_APART + _PER_NUMBER_APART * rows * depth if apart else 0.0
+        if saved - cost < _LEAST_SAVED or (depth < _LEAST_DEPTH and not layer.geglu):
+            return False
     return True
+
+
+def _comes_from_norm(layer: _Layer) -> bool:
+    """Whether its rows are normed by a plugin, which quantises them on the way."""
+    norm = layer.x.producer()
+    return norm is not None and norm.op_type == RESIDUAL_NORM and layer.x is norm.outputs[_NORMED]
 
 
 def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Value]:
     """The payload and the scales of the rows that a layer reads: from the norm that gives them, or from a kernel of their own."""
     norm = layer.x.producer()
-    if norm is not None and norm.op_type == RESIDUAL_NORM and layer.x is norm.outputs[_NORMED]:
+    if norm is not None and _comes_from_norm(layer):
         return _from_norm(layer, layers, norm)
     first = layer.nodes[0]
     graph = first.graph

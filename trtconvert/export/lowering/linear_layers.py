@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.initializers import changed_initializer
+from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS
 from trtconvert.export.lowering.int8_weights import int8_weight_of
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
@@ -60,7 +61,7 @@ class _Layer:
         return self.nodes[-1].outputs[0]
 
 
-def take_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+def take_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *, beside_int8: bool = False) -> int:
     """Replace GEGLU, and linear layers that only plugins read, by nodes `Linear`, in place.
 
     Only those of 16 bits that read what a plugin gives, or a layer norm: what TensorRT fuses with products it no longer does once
@@ -69,12 +70,14 @@ def take_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -
 
     Args:
         profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
+        beside_int8: take those with INT8 weights too, which `take_int8_layers` has left in 16 bits.
     Returns:
         How many nodes the graph has got.
     """
     count = 0
     for find in (_geglu, _alone):  # the latter may read the former
-        found = [layer for node in model.graph if (layer := find(node)) is not None and _pays(layer, profiles)]
+        candidates = [layer for node in model.graph if (layer := find(node, beside_int8)) is not None]
+        found = [layer for layer in candidates if _pays(layer, profiles)]
         for layer in found:
             _replace(layer)
         count += len(found)
@@ -88,16 +91,16 @@ def take_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -
     return count
 
 
-def _alone(matmul: ir.Node) -> _Layer | None:
+def _alone(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
     """A linear layer that only plugins read."""
-    layer = _layer(matmul)
+    layer = _layer(matmul, beside_int8)
     readers = list(_readers(layer.result)) if layer is not None else []
     return layer if readers and all(_is_plugin(node) for node in readers) else None
 
 
-def _geglu(matmul: ir.Node) -> _Layer | None:
+def _geglu(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
     """Two layers in one product, and what GEGLU does with them."""
-    layer = _layer(matmul)
+    layer = _layer(matmul, beside_int8)
     split = only_reader(layer.result, "Split") if layer is not None else None
     if layer is None or split is None or len(split.outputs) != 2:
         return None
@@ -118,7 +121,7 @@ def _geglu(matmul: ir.Node) -> _Layer | None:
     return replace(layer, nodes=(*layer.nodes, split, gelu, product), geglu=True)
 
 
-def _layer(matmul: ir.Node) -> _Layer | None:
+def _layer(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
     """A linear layer of sizes that the kernel takes, whose input TensorRT does not fuse with what makes it."""
     if matmul.op_type != "MatMul" or matmul.domain:
         return None
@@ -129,7 +132,7 @@ def _layer(matmul: ir.Node) -> _Layer | None:
     width = product.shape[-1] if product.shape is not None else None
     if not isinstance(width, int) or not is_weight(weight, 2, width) or not _is_border(x):
         return None
-    if (in_int8 := int8_weight_of(weight)) is not None and in_int8.activation.is_int8:
+    if not beside_int8 and (in_int8 := int8_weight_of(weight)) is not None and in_int8.activation.is_int8:
         return None
     assert weight.const_value is not None
     depth = weight.const_value.shape[0]
@@ -141,7 +144,9 @@ def _layer(matmul: ir.Node) -> _Layer | None:
 
 def _is_plugin(node: ir.Node | None) -> bool:
     return is_attention(node) or (
-        node is not None and node.domain == DOMAIN and node.op_type in (LINEAR, RESIDUAL_NORM)
+        node is not None
+        and node.domain == DOMAIN
+        and node.op_type in (LINEAR, RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS)
     )
 
 

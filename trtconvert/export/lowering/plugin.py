@@ -57,7 +57,7 @@ def lower_to_plugin(
         if linear_profiles and int8_layers:
             take_int8_layers(model, linear_profiles)
         if linear_profiles:
-            take_linear_layers(model, linear_profiles)
+            take_linear_layers(model, linear_profiles, beside_int8=int8_layers)
     casts: _Casts = {}
     for node in nodes.values():
         node.overload = ""
