@@ -12,8 +12,9 @@ from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
 
 from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.identity import calibration_reads
 from trtconvert.errors import UserError
-from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, ModelSection, Recipe
 
 BINS = 2
 SECTION = CalibrationSection(samples=4, batch=2, steps=4, bins=BINS)
@@ -132,6 +133,17 @@ def test_scales_that_cannot_be_used_are_refused(calibrated, tmp_path, change, go
     with pytest.raises(UserError, match="holds scales that cannot be used") as refused:
         take(tmp_path / "c.safetensors", parts)
     assert refused.value.got.startswith("q: ") and got in refused.value.got and refused.value.remedy
+
+
+def test_what_was_observed_serves_all_modes():
+    def reads(**layers):
+        recipe = Recipe(model=ModelSection(source="tiny_layers:build"), layers=LayersSection(**layers))
+        return calibration_reads(recipe, "weights")
+
+    assert reads(modes="static") == reads(modes="weight_only") == reads(modes=["dynamic"] * 10) != reads(modes="off")
+    assert reads(modes="off") == reads(modes="off", min_rows=7)
+    others = ({"min_rows": 7}, {"equalise": False}, {"offsets": True}, {"scales": "maxima"}, {"kinds": ["conv"]})
+    assert all(reads(**other) != reads() for other in (*others, {"include": ["q"]}, {"exclude": ["q"]}))
 
 
 # The commands ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,13 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import QualityRecord
+from trtconvert.calib.layer_scales import LayerScales, layer_tables
+from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.errors import GateError
-from trtconvert.evaluate.verify import Int8Sites, check_gates, draw, psnr, relative_error, site_sqnr
+from trtconvert.evaluate.verify import check_gates, draw, error_limit, output_sqnr, psnr, relative_error
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LEVELS
+from trtconvert.linear.sites import LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import VerifySection
 
@@ -21,6 +26,8 @@ GOOD = QualityRecord(
     site_sqnr={"a": [30.0, 20.0], "b": [None, 25.0]}, error=1e-3, lowering_difference=0.01, lowering_limit=0.1,
 )  # fmt: skip
 MODES = {"a": [1, 3], "b": [1, 3]}
+WITH_LAYERS = GOOD.model_copy(update={"layer_sqnr": {"x": [40.0, 18.0], "y": [None, 35.0]}})
+LAYERS = {"x": [1, 3], "y": [1, 3], "left by the plan": [0, 0]}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +42,37 @@ def sites(digits):
     with torch.no_grad():
         intercepted(digits, handler)(**digits.example(0, {"batch": 16, "height": 8, "width": 8}))
     return Int8Sites(tables, digits.timestep_max, "calibrated", True)
+
+
+@pytest.fixture(scope="module")
+def layers(digits):
+    """Some of the model's layers, their inputs' ranges as wide as they are seen."""
+    finder, largest = LayerFinder(digits.denoiser), {}
+
+    def handler(call):
+        largest[call.name] = max(largest.get(call.name, 0.0), float(call.x.abs().amax()))
+        return finder(call)
+
+    with torch.no_grad():
+        intercepted(digits, layers=handler)(**digits.example(0, {"batch": 16, "height": 8, "width": 8}))
+    chosen, _ = select_layers(finder.layers(), ["blocks.2.*"], ["*.modulation"], 2)
+    scales = {
+        layer.source: LayerScales(
+            torch.ones(layer.in_channels),
+            torch.zeros(layer.in_channels),
+            torch.full((BINS,), 1.5 * largest[layer.source] / LEVELS),
+        )
+        for layer in chosen
+    }
+    modes = {layer.name: torch.tensor([LayerMode.STATIC] * BINS) for layer in chosen}
+    return Int8Layers(layer_tables(digits.denoiser, chosen, scales, modes), digits.timestep_max)
+
+
+def sqnr(model, sites=None, layers=None):
+    """dB of sites and of layers."""
+    sites = sites or Int8Sites({}, model.timestep_max, "calibrated", True)
+    layers = layers or Int8Layers({}, model.timestep_max)
+    return output_sqnr(model, sites, layers, BINS, seed=0, done=lambda: None)
 
 
 def test_psnr_of_a_known_error():
@@ -89,8 +127,8 @@ def test_a_site_with_bad_scales_stands_out_where_they_are_used(digits, sites):
     scale = table.k_scale.clone()
     scale[1] *= 0.01  # clips nearly every key in the upper half of the schedule
     spoiled["blocks.2.attn"] = AttentionTables(**{**vars(table), "k_scale": scale})
-    good = site_sqnr(digits, sites, BINS, seed=0, done=lambda: None)
-    bad = site_sqnr(digits, Int8Sites(spoiled, sites.timestep_max, "calibrated", True), BINS, seed=0, done=lambda: None)
+    good, _ = sqnr(digits, sites)
+    bad, _ = sqnr(digits, Int8Sites(spoiled, sites.timestep_max, "calibrated", True))
     lost = {(s, b): good[s][b] - bad[s][b] for s in good for b in range(BINS) if abs(good[s][b] - bad[s][b]) > 1}
     assert list(lost) == [("blocks.2.attn", 1)]
     assert lost["blocks.2.attn", 1] > 10
@@ -99,13 +137,72 @@ def test_a_site_with_bad_scales_stands_out_where_they_are_used(digits, sites):
 def test_nan_at_a_site_is_not_taken_for_a_bin_without_steps(digits, sites):
     broken = replace(digits, denoiser=copy.deepcopy(digits.denoiser))
     broken.denoiser.get_parameter("blocks.1.attn.qkv.bias").data[-1] = torch.inf  # a channel of the values
-    of_the_model = site_sqnr(broken, sites, BINS, seed=0, done=lambda: None)
+    of_the_model, _ = sqnr(broken, sites)
     assert all(math.isnan(db) for db in of_the_model["blocks.1.attn"])
     table = sites.tables["blocks.2.attn"]
     spoiled = {**sites.tables, "blocks.2.attn": replace(table, v_scale=table.v_scale * 0)}
     spoiled = Int8Sites(spoiled, sites.timestep_max, "calibrated", True)
-    of_the_scales = site_sqnr(digits, spoiled, BINS, seed=0, done=lambda: None)
+    of_the_scales, _ = sqnr(digits, spoiled)
     assert all(math.isnan(db) for db in of_the_scales["blocks.2.attn"])
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_quality_record_finds_the_worst_layer_where_there_is_one():
+    assert WITH_LAYERS.worst_layer() == (18.0, "x", 1) and GOOD.worst_layer() is None
+
+
+def test_a_good_build_with_layers_passes():
+    check_gates(WITH_LAYERS, MODES, VerifySection(), LAYERS)
+
+
+@pytest.mark.parametrize("db", [14.0, math.nan])
+def test_the_gate_of_sites_counts_layers_and_names_the_worst(db):
+    bad = WITH_LAYERS.model_copy(update={"layer_sqnr": {"x": [40.0, db], "y": [None, 35.0]}})
+    with pytest.raises(GateError, match="noise of the worst site or layer") as raised:
+        check_gates(bad, MODES, VerifySection(), LAYERS)
+    assert "the worst layer is x in timestep bin 1, mode static" in raised.value.got
+    assert "exclude x in layers.exclude" in raised.value.remedy and raised.value.got.startswith(f"{db:.4g}; ")
+
+
+def test_layers_of_int8_products_have_room_for_roundings_that_fall_the_other_way():
+    rough, section = WITH_LAYERS.model_copy(update={"error": 0.02}), VerifySection()
+    check_gates(rough, MODES, section, LAYERS)
+    weights_alone = {"x": [1, 1], "y": [1, 1]}
+    with pytest.raises(GateError, match="torch reference"):
+        check_gates(rough, MODES, section, weights_alone)
+    limits = [error_limit(section, MODES.values(), [[mode]]) for mode in LayerMode]
+    assert limits == [0.01, 0.01, 0.03, 0.03]
+    assert error_limit(VerifySection(max_error=0.5), MODES.values(), LAYERS.values()) == 0.5
+
+
+def test_the_error_of_a_layer_is_that_of_the_layer_alone(digits, layers):
+    """Each sees exact inputs, whatever the others do."""
+    _, together = sqnr(digits, layers=layers)
+    assert set(together) == {f"blocks.2.{name}" for name in ("attn.qkv", "attn.out", "mlp.0", "mlp.2")}
+    name = "blocks.2.mlp.2"
+    _, alone = sqnr(digits, layers=Int8Layers({name: layers.tables[name]}, layers.timestep_max))
+    assert alone[name] == together[name]
+    assert all(30 < db < 50 for row in together.values() for db in row)
+
+
+def test_a_layer_with_bad_scales_stands_out_where_they_are_used(digits, layers):
+    table = layers.tables["blocks.2.mlp.0"]
+    scale = table.x_scale * torch.tensor([1.0, 0.05])
+    spoiled = {**layers.tables, "blocks.2.mlp.0": replace(table, x_scale=scale)}
+    _, good = sqnr(digits, layers=layers)
+    _, bad = sqnr(digits, layers=Int8Layers(spoiled, layers.timestep_max))
+    lost = {(n, b): good[n][b] - bad[n][b] for n in good for b in range(BINS) if abs(good[n][b] - bad[n][b]) > 1}
+    assert list(lost) == [("blocks.2.mlp.0", 1)] and lost["blocks.2.mlp.0", 1] > 10
+
+
+def test_nan_at_a_layer_is_not_taken_for_a_bin_without_steps(digits, layers):
+    table = layers.tables["blocks.2.mlp.0"]
+    spoiled = {"blocks.2.mlp.0": replace(table, x_scale=table.x_scale * torch.tensor([0.0, 1.0]))}
+    _, found = sqnr(digits, layers=Int8Layers(spoiled, layers.timestep_max))
+    first, second = found["blocks.2.mlp.0"]
+    assert math.isnan(first) and second > 30
 
 
 def test_samples_do_not_depend_on_the_batch_they_are_drawn_in(digits):

@@ -1,0 +1,136 @@
+"""Builds with INT8 layers in every mode, and without: what the bundle holds, computes and tells."""
+
+import json
+
+import onnx
+import pytest
+import torch
+from support import run, tiny_recipe
+from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
+from tolerances import WHOLE_DENOISER
+
+from trtconvert import runtime
+from trtconvert.bundle import read_manifest
+from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.plan import make_plan
+from trtconvert.evaluate.torch_int8 import TorchInt8
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export.nodes.layers import LAYER_METADATA
+from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.linear.modes import LayerMode
+from trtconvert.recipe import AttentionSection
+
+
+def built(folder, attention=("precision", "balanced"), **layers):
+    """A build of the tiny model with layers."""
+    sections = {
+        "model": {"source": "tiny_layers:build"},
+        "attention": {"modes": attention},
+        "layers": {"modes": "static", "include": WITH_CONV} | layers,
+        "calibration": {"samples": 16},
+    }
+    recipe = tiny_recipe(folder, **sections)
+    return run("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache")
+
+
+def layers_of(folder):
+    """The bodies of the nodes of layers in the bundle's ONNX, by layer."""
+    nodes = onnx.load(folder / "denoiser.onnx").graph.node
+    metadata = [({entry.key: entry.value for entry in node.metadata_props}, node) for node in nodes]
+    return {found[LAYER_METADATA]: node.overload for found, node in metadata if LAYER_METADATA in found}
+
+
+def rows(linear, conv=None):
+    return {name: list(conv or linear) if name == "conv" else list(linear) for name in CHOSEN}
+
+
+MODES = {
+    "static": rows([3, 3]),
+    "dynamic": rows([2, 2], [3, 3]),
+    "weight_only": rows([1, 1]),
+    ("weight_only", "dynamic"): rows([1, 2], [1, 3]),
+}
+
+
+@pytest.fixture(params=MODES, ids=str)
+def bundle_of(request, tmp_path):
+    """Modes, and a bundle with them; what attention does meanwhile makes no difference."""
+    modes = request.param
+    if modes == "static":
+        return modes, request.getfixturevalue("layered_build").bundle
+    attention = "sigma-rule" if modes == "dynamic" else ["precision", "balanced"]
+    outcome = built(tmp_path, attention, modes=modes if isinstance(modes, str) else list(modes))
+    assert outcome.exit_code == 0, outcome.output
+    return modes, tmp_path / "bundle"
+
+
+def test_a_bundle_computes_its_layers_as_the_recipe_says(bundle_of):
+    modes, folder = bundle_of
+    manifest = read_manifest(folder)
+    component = manifest.components["denoiser"]
+    assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == MODES[modes]
+    assert tuple(layer.name for layer in component.layers if not layer.in_int8) == LEFT
+    assert all(layer.reason for layer in component.layers if not layer.in_int8)
+    assert set(manifest.quality.layer_sqnr) == set(CHOSEN)
+    assert all(db is not None and db > 20 for row in manifest.quality.layer_sqnr.values() for db in row)
+    if modes == "dynamic":
+        plan = make_plan(AttentionSection(modes="sigma-rule"), ["denoiser"], build().sigmas, 2)
+        assert component.sites[0].modes == plan["denoiser"].tolist()
+    # A node of each layer, with the body of its modes.
+    names = {name: [LayerMode(mode).name.lower() for mode in sorted(set(row))] for name, row in MODES[modes].items()}
+    of_conv = "_".join(names["conv"]) + "_timed_2d"
+    expected = {name: "_".join(found) + "_timed" for name, found in names.items()} | {"conv": of_conv}
+    assert layers_of(folder) == expected
+    # And the whole is what torch computes by the specification, in each timestep bin.
+    bundle, model = runtime.load(folder), build()
+    inputs = model.example(3, {"batch": 2})
+    for timestep in (100.0, 900.0):
+        given = inputs | {"timestep": torch.full((2,), timestep)}
+        expected_output = TorchInt8(model, bundle.folder, manifest)(**given)
+        assert relative_error(bundle["denoiser"](**given), expected_output) < WHOLE_DENOISER
+
+
+def test_layers_that_are_off_leave_no_trace(tmp_path):
+    """Neither in the ONNX, whose nodes and weights are the model's own beside attention, nor in records."""
+    assert built(tmp_path, modes="off", include=["*"]).exit_code == 0
+    manifest = read_manifest(tmp_path / "bundle")
+    component = manifest.components["denoiser"]
+    assert component.layers == [] and manifest.quality.layer_sqnr == {} and not component.has_int8_layers
+    calibration = Calibration.load(tmp_path / "bundle" / manifest.calibration)
+    assert calibration.layers == {}
+    written = onnx.load(tmp_path / "bundle" / "denoiser.onnx")
+    model = build()
+    tables = calibration.with_modes({"denoiser": torch.tensor(component.sites[0].modes, dtype=torch.int32)})
+    alone = trace(model, tables, SiteOptions(model.timestep_max, "calibrated", True), dims=model.dims)
+    assert [(node.domain, node.op_type) for node in written.graph.node] == [(n.domain, n.op_type) for n in alone.graph]
+    assert {tensor.name for tensor in written.graph.initializer} == set(alone.graph.initializers)
+    assert [function.name for function in written.functions] == ["Int8Attention"]
+
+
+def test_a_calibration_that_is_taken_gives_the_bundle_that_it_came_from(tmp_path):
+    assert built(tmp_path, modes="static", include=["q", "mlp.*"]).exit_code == 0
+    (tmp_path / "taking").mkdir()
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text())
+    recipe["calibration"] = {"from": "../bundle/calibration.safetensors", "bins": 2}
+    (tmp_path / "taking" / "recipe.yaml").write_text(json.dumps(recipe))
+    folder = tmp_path / "taking"
+    outcome = run("build", folder / "recipe.yaml", "-o", folder / "bundle", "--cache", folder / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    files = [(tmp_path / of / "denoiser.onnx").read_bytes() for of in ("bundle", "taking/bundle")]
+    assert files[0] == files[1]
+
+
+def test_layers_of_half_precision(tmp_path):
+    """The type of the model is that of activations between layers."""
+    recipe = tiny_recipe(
+        tmp_path, model={"source": "tiny_layers:build", "dtype": "float16"}, layers={"modes": "static", "include": WITH_CONV},
+        calibration={"samples": 16}, verify={"max_error": 0.03},
+    )  # fmt: skip
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    model = build()
+    bundle = runtime.load(tmp_path / "bundle")
+    inputs = {name: x.half() if name == "x" else x for name, x in model.example(3, {"batch": 2}).items()}
+    got = bundle["denoiser"](**inputs)
+    assert got.dtype == torch.float16
+    assert relative_error(got, TorchInt8(model, bundle.folder, bundle.manifest)(**inputs)) < 0.03
