@@ -23,9 +23,10 @@ from trtconvert import models, runtime
 from trtconvert.attention.sites import find_sites
 from trtconvert.cache import Cache
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.sensitivity import Int8Sites
+from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.evaluate.torch_int8 import tables_of_layers
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.diffusers import diffusers_model, load_pipeline
@@ -57,7 +58,7 @@ class Converted:
         return load_pipeline(self.pipeline)
 
 
-def convert(folder: Path, name: str, dtype: str = "float32", **options) -> Converted:
+def convert(folder: Path, name: str, dtype: str = "float32", *, layers: str = "off", **options) -> Converted:
     """Save a tiny pipeline and run the whole build on it."""
     make, own = PIPELINES[name]
     make().save_pretrained(folder / "pipeline")
@@ -69,7 +70,7 @@ def convert(folder: Path, name: str, dtype: str = "float32", **options) -> Conve
             "options": {"tokens": 8, "batch": [1, 1, 2]} | own | options,
         },
         "attention": {"modes": ["precision", "balanced"]},
-        "layers": {"modes": "off"},
+        "layers": {"modes": layers},
         "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
         "engine": {"backend": "onnxruntime"},
         "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
@@ -83,13 +84,15 @@ def convert(folder: Path, name: str, dtype: str = "float32", **options) -> Conve
 
 @pytest.fixture(scope="module", params=NAMES)
 def converted(request, tmp_path_factory) -> Converted:
-    return convert(tmp_path_factory.mktemp(request.param), request.param)
+    layers = "static" if request.param == "flux" else "off"
+    return convert(tmp_path_factory.mktemp(request.param), request.param, layers=layers)
 
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory) -> Converted:
-    """With a range of sizes: its tokens follow height and width."""
-    return convert(tmp_path_factory.mktemp("ranges"), "flux", height=[32, 32, 64], width=[32, 32, 64])
+    """With a range of sizes: its tokens follow height and width. Attention and layers in INT8."""
+    sizes = {"height": [32, 32, 64], "width": [32, 32, 64]}
+    return convert(tmp_path_factory.mktemp("ranges"), "flux", layers="static", **sizes)
 
 
 def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
@@ -97,10 +100,12 @@ def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
     manifest = runtime.load(converted.bundle).manifest
     component = manifest.components["denoiser"]
     modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in component.sites}
-    tables = Calibration.load(converted.bundle / manifest.calibration).with_modes(modes)
+    calibration = Calibration.load(converted.bundle / manifest.calibration)
     attention = manifest.recipe.attention
-    sites = Int8Sites(tables, component.timestep_max, attention.scaling, attention.smooth_k)
-    denoiser = intercepted(converted.model, sites.handler())
+    sites = Int8Sites(calibration.with_modes(modes), component.timestep_max, attention.scaling, attention.smooth_k)
+    tables = tables_of_layers(converted.model, component.layers, calibration.layers)
+    layers = Int8Layers(tables, component.timestep_max).handler() if tables else None
+    denoiser = intercepted(converted.model, sites.handler(), layers)
     return DiffusersDenoiser(
         denoiser,
         component.diffusers,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trtconvert.attention import kernel
 from trtconvert.attention.sites import SiteCall, attention_hooks
-from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest
+from trtconvert.bundle import LayerRecord, Manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
@@ -41,7 +41,8 @@ class TorchInt8:
         self._sites = Int8Sites(
             tables, model.timestep_max, attention.scaling, attention.smooth_k, compute=kernel.attention
         )
-        of_layers = _tables_of_layers(model, _denoiser(manifest).layers, calibration.layers)
+        records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
+        of_layers = tables_of_layers(model, records, calibration.layers)
         self._layers = Int8Layers({name: of.to(device) for name, of in of_layers.items()}, model.timestep_max)
         self._dtype = getattr(torch, manifest.recipe.model.dtype)
         self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
@@ -85,14 +86,15 @@ class TorchInt8:
         counts[name] = counts.get(name, torch.zeros_like(rows)) + rows
 
 
-def _denoiser(manifest: Manifest) -> ComponentRecord:
-    return next(component for component in manifest.components.values() if component.is_denoiser)
-
-
-def _tables_of_layers(
+def tables_of_layers(
     model: DiffusionModel, records: Sequence[LayerRecord], scales: Mapping[str, LayerScales]
 ) -> dict[str, LayerTables]:
-    """The tables that the bundle's layers have, by name."""
+    """The tables that a bundle's INT8 layers have, by name.
+
+    Args:
+        model: that the bundle was made from.
+        records: of its denoiser's layers; scales: of its calibration.
+    """
     modes = {record.name: torch.tensor(record.modes, dtype=torch.int32) for record in records if record.in_int8}
     if not modes:
         return {}
