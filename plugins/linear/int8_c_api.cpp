@@ -5,6 +5,8 @@
 #include "common/layer_modes.h"
 #include "common/report.h"
 #include "common/sm90/tensor_map.h"
+#include "linear/few_rows.h"
+#include "linear/kernel_mma.h"
 #include "linear/sm90/int8_launch.h"
 
 namespace trtconvert::linear {
@@ -26,41 +28,43 @@ TrtConvertStatus check(const TrtConvertInt8LinearParams* c, Report& report) {
   if (c->activation < TRTCONVERT_NO_ACTIVATION || c->activation > TRTCONVERT_GELU_TANH)
     return report.invalid_int("activation", "0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh)", c->activation);
   if (check_mode_set(c->mode_set, report)) return report.status;
+  if (c->target_arch != 0 && c->target_arch != 80) return report.invalid_int("target_arch", "0 or 80", c->target_arch);
+  if (!c->out_table.mode_set) return TRTCONVERT_OK;
+  if (c->out_table.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))
+    return report.invalid_int("out_table.mode_set", "0 (none) or 8 (static)", c->out_table.mode_set);
   if (has_mode(c->mode_set, TRTCONVERT_WEIGHT_ONLY))
-    return report.invalid_int("mode_set", "a sum of 4 (dynamic) and 8 (static)", c->mode_set);
-  return TRTCONVERT_OK;
+    return report.invalid_int("mode_set", "a sum of 4 (dynamic) and 8 (static) where quantised rows are wanted", c->mode_set);
+  if (c->out_channels % kVector)
+    return report.invalid_int("out_channels", "16..65536 in steps of 16 where quantised rows are wanted", c->out_channels);
+  return check_table(c->out_table, c->rows, report);
 }
 
 TrtConvertStatus check_tensors(const TrtConvertInt8LinearParams& c, Report& report) {
-  if (report.check_tensors({{"x", c.x}, {"row_scale", c.row_scale}, {"weight", c.weight}, {"weight_scale", c.weight_scale},
-                            {"bias", c.bias, true}, {"residual", c.residual, true}, {"y", c.y}}))
+  const bool quantises = c.out_table.mode_set, scaled = c.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_WEIGHT_ONLY);
+  if (report.check_tensors({{"x", c.x}, {"row_scale", c.row_scale, !scaled}, {"weight", c.weight}, {"weight_scale", c.weight_scale},
+                            {"bias", c.bias, true}, {"residual", c.residual, true}, {"y", c.y, quantises}}))
     return report.status;
-  if (c.residual && c.activation)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "residual: expected null with an activation, got %p", c.residual);
-  return TRTCONVERT_OK;
+  if (c.residual && (c.activation || quantises))
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "residual: expected null with an activation or quantised rows, got %p", c.residual);
+  if (!quantises) return TRTCONVERT_OK;
+  if (c.y) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "y: expected null where quantised rows are wanted, got %p", c.y);
+  if (report.check_tensors({{"out_factor", c.out_factor, true}, {"out_offset", c.out_offset, true}, {"out_payload", c.out_payload},
+                            {"out_row_scale", c.out_row_scale}}))
+    return report.status;
+  return check_table_tensors(c.out_table, report);
 }
 
-#ifdef TRTCONVERT_SM90
+// Rows that are taken together: with as many of the columns as thread blocks have at once they read least, and what they read stays in
+// the L2 cache until the last of them has read it.
+constexpr int kGroupRows = 2048;
 
-// Row tiles that are taken together: with as many of the columns as thread blocks have at once they read least, and what they read
-// stays in the L2 cache until the last of them has read it.
-constexpr int kGroupRows = 16;
+int tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); }
 
-TrtConvertStatus run(const TrtConvertInt8LinearParams& c, const Device& device, Report& report) {
-  const bool bf16 = c.data_type == TRTCONVERT_BFLOAT16, geglu = c.activation == TRTCONVERT_GEGLU;
-  const Int8Instance instance =
-      choose_int8_instance(c.rows, c.out_channels, c.in_channels, geglu, bf16, device.multiprocessors);
-  const int columns = instance.out_columns(), weight_rows = c.out_channels * (geglu ? 2 : 1);
-  const int box_rows = (geglu ? columns : instance.columns) / instance.cluster;
-  using sm90::kInt8Bytes;
-  Maps maps;
-  if (!sm90::describe_rows(maps.x, kInt8Bytes, c.x, c.rows, c.in_channels, kTileRows, kRowBytes, CU_TENSOR_MAP_SWIZZLE_128B) ||
-      !sm90::describe_rows(maps.weight, kInt8Bytes, c.weight, weight_rows, c.in_channels, box_rows, kRowBytes,
-                           CU_TENSOR_MAP_SWIZZLE_128B) ||
-      !sm90::describe_rows(maps.y, sm90::float16_type(bf16), c.y, c.rows, c.out_channels, kBlockRows, kStoreColumns,
-                           CU_TENSOR_MAP_SWIZZLE_64B))
-    return report.fail(TRTCONVERT_CUDA_ERROR, "int8 linear: expected a driver that describes tensors to the copy engine, got none");
-  const auto tiles = [](int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); };
+bool is_geglu(const TrtConvertInt8LinearParams& c) { return c.activation == TRTCONVERT_GEGLU; }
+bool is_bf16(const TrtConvertInt8LinearParams& c) { return c.data_type == TRTCONVERT_BFLOAT16; }
+
+// For tiles of so many rows, columns and channels.
+Int8Params params_of(const TrtConvertInt8LinearParams& c, int tile_rows, int tile_columns, int tile_depth) {
   Int8Params p = {};
   p.row_scale = c.row_scale;
   p.weight_scale = reinterpret_cast<const float2*>(c.weight_scale);
@@ -68,17 +72,112 @@ TrtConvertStatus run(const TrtConvertInt8LinearParams& c, const Device& device, 
   p.residual = static_cast<const uint32_t*>(c.residual);
   p.rows = static_cast<int>(c.rows);
   p.columns = c.out_channels;
-  p.row_tiles = tiles(c.rows, kTileRows * instance.cluster);
-  p.column_tiles = tiles(c.out_channels, columns);
-  p.depth_tiles = tiles(c.in_channels, kRowBytes);
-  p.group_rows = kGroupRows / instance.cluster;
+  p.row_tiles = tiles(c.rows, tile_rows);
+  p.column_tiles = tiles(c.out_channels, tile_columns);
+  p.depth_tiles = tiles(c.in_channels, tile_depth);
+  p.group_rows = kGroupRows / tile_rows;
   p.activation = static_cast<TrtConvertActivation>(c.activation);
   p.may_be_16bit = has_mode(c.mode_set, TRTCONVERT_WEIGHT_ONLY);
-  return report.launched(launch_int8_linear(p, maps, instance, device.multiprocessors, static_cast<cudaStream_t>(c.stream)),
-                         "int8 linear");
+  if (!c.out_table.mode_set) return p;
+  p.out_table = c.out_table;
+  p.out_factor = reinterpret_cast<const float2*>(c.out_factor);
+  p.out_offset = reinterpret_cast<const float2*>(c.out_offset);
+  p.out_row_scale = c.out_row_scale;
+  p.out_sample_rows = static_cast<int>(c.rows / c.out_table.batch);
+  return p;
+}
+
+constexpr cudaError_t kNotDescribed = cudaErrorNotSupported;
+
+cudaError_t run_few_rows(const TrtConvertInt8LinearParams& c, const Device& device) {
+  FewRowsParams p = {};
+  p.x = static_cast<const uint4*>(c.x);
+  p.row_scale = c.row_scale;
+  p.weight = static_cast<const uint4*>(c.weight);
+  p.weight_scale = c.weight_scale;
+  p.bias = c.bias;
+  p.residual = static_cast<const uint16_t*>(c.residual);
+  p.y = static_cast<uint16_t*>(c.y);
+  p.rows = static_cast<int>(c.rows);
+  p.columns = c.out_channels;
+  p.depth = c.in_channels;
+  p.activation = static_cast<TrtConvertActivation>(c.activation);
+  return launch_few_rows(p, is_bf16(c), device.multiprocessors, device.starts_early(), static_cast<cudaStream_t>(c.stream));
+}
+
+cudaError_t run_mma(const TrtConvertInt8LinearParams& c, const Device& device, bool rows_16bit) {
+  MmaParams p = {};
+  static_cast<Int8Params&>(p) = params_of(c, kMmaRows, kMmaColumns / (is_geglu(c) ? 2 : 1), kMmaDepth);
+  p.x = static_cast<const uint8_t*>(c.x);
+  p.weight = static_cast<const uint8_t*>(c.weight);
+  p.y = static_cast<uint8_t*>(p.out_row_scale ? c.out_payload : c.y);
+  p.depth = c.in_channels;
+  return launch_mma(p, rows_16bit, is_bf16(c), device.starts_early(), static_cast<cudaStream_t>(c.stream));
+}
+
+#ifdef TRTCONVERT_SM90
+
+// Describes x, the weight and what is written, in the boxes of a tile; false where the driver cannot.
+bool describe(const TrtConvertInt8LinearParams& c, CUtensorMapDataType x_type, int x_rows, int depth, int weight_rows,
+              CUtensorMapSwizzle weight_swizzle, int y_rows, Maps& maps) {
+  using sm90::describe_rows, sm90::kInt8Bytes;
+  const int layers = is_geglu(c) ? 2 : 1;
+  if (!describe_rows(maps.x, x_type, c.x, c.rows, c.in_channels, x_rows, depth, CU_TENSOR_MAP_SWIZZLE_128B) ||
+      !describe_rows(maps.weight, kInt8Bytes, c.weight, int64_t{layers} * c.out_channels, c.in_channels, weight_rows, depth,
+                     weight_swizzle))
+    return false;
+  return c.out_table.mode_set ? describe_rows(maps.y, kInt8Bytes, c.out_payload, c.rows, c.out_channels, y_rows,
+                                              kQuantisedColumns, CU_TENSOR_MAP_SWIZZLE_32B)
+                              : describe_rows(maps.y, sm90::float16_type(is_bf16(c)), c.y, c.rows, c.out_channels, y_rows,
+                                              kStoreColumns, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+cudaError_t run_int8_rows(const TrtConvertInt8LinearParams& c, const Device& device) {
+  const Int8Instance instance =
+      choose_int8_instance(c.rows, c.out_channels, c.in_channels, is_geglu(c), is_bf16(c), device.multiprocessors);
+  const Int8Params p = params_of(c, kTileRows * instance.cluster, instance.out_columns(), kRowBytes);
+  Maps maps;
+  if (!describe(c, sm90::kInt8Bytes, kTileRows, kRowBytes, instance.out_columns() / instance.cluster, CU_TENSOR_MAP_SWIZZLE_128B,
+                kBlockRows, maps))
+    return kNotDescribed;
+  return launch_int8_linear(p, maps, instance, device.multiprocessors, static_cast<cudaStream_t>(c.stream));
+}
+
+cudaError_t run_16bit_rows(const TrtConvertInt8LinearParams& c, const Device& device) {
+  const WeightOnlyInstance instance =
+      choose_weight_only_instance(c.rows, c.out_channels, is_geglu(c), is_bf16(c), device.multiprocessors);
+  WeightOnlyParams p = {};
+  static_cast<Int8Params&>(p) = params_of(c, instance.rows, instance.out_columns(), kTileDepth);
+  Maps maps;
+  if (!describe(c, sm90::float16_type(is_bf16(c)), instance.rows, kTileDepth, instance.out_columns(), CU_TENSOR_MAP_SWIZZLE_64B,
+                instance.step_rows(), maps))
+    return kNotDescribed;
+  return launch_weight_only(p, maps, instance, device.multiprocessors, static_cast<cudaStream_t>(c.stream));
 }
 
 #endif
+
+// The kernel for INT8 rows, or that for 16-bit ones.
+cudaError_t run_one(const TrtConvertInt8LinearParams& c, const Device& device, bool rows_16bit) {
+  if (rows_16bit && c.rows <= kFewRows) return run_few_rows(c, device);
+#ifdef TRTCONVERT_SM90
+  if (device.runs_sm90() && c.target_arch == 0) return rows_16bit ? run_16bit_rows(c, device) : run_int8_rows(c, device);
+#endif
+  return run_mma(c, device, rows_16bit);
+}
+
+TrtConvertStatus run(const TrtConvertInt8LinearParams& c, const Device& device, Report& report) {
+  for (const bool rows_16bit : {false, true}) {
+    const bool wanted = rows_16bit ? has_mode(c.mode_set, TRTCONVERT_WEIGHT_ONLY)
+                                   : c.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_WEIGHT_ONLY);
+    if (!wanted) continue;
+    const cudaError_t error = run_one(c, device, rows_16bit);
+    if (error == kNotDescribed)
+      return report.fail(TRTCONVERT_CUDA_ERROR, "int8 linear: expected a driver that describes tensors to the copy engine, got none");
+    if (report.launched(error, "int8 linear")) return report.status;
+  }
+  return TRTCONVERT_OK;
+}
 
 }  // namespace
 }  // namespace trtconvert::linear
@@ -86,11 +185,6 @@ TrtConvertStatus run(const TrtConvertInt8LinearParams& c, const Device& device, 
 using namespace trtconvert;
 
 extern "C" {
-
-int trtconvert_int8_linear_is_supported(void) {
-  Device device;
-  return device.read() == cudaSuccess && device.runs_sm90();
-}
 
 TrtConvertStatus trtconvert_int8_linear_check(const TrtConvertInt8LinearParams* params, char* message, size_t message_size) {
   Report report(message, message_size);
@@ -101,15 +195,8 @@ TrtConvertStatus trtconvert_int8_linear_run(const TrtConvertInt8LinearParams* pa
   Report report(message, message_size);
   if (linear::check(params, report) || linear::check_tensors(*params, report)) return report.status;
   Device device;
-  if (const cudaError_t error = device.read())
-    return report.no_device(error);
-#ifdef TRTCONVERT_SM90
-  if (device.runs_sm90()) return linear::run(*params, device, report);
-#endif
-  return report.fail(TRTCONVERT_UNSUPPORTED_DEVICE,
-                     "device: expected compute capability 9.0, and a library compiled for 90a; got %d.%d and %s; build the engine "
-                     "again on this GPU",
-                     device.major, device.minor, TRTCONVERT_ARCHITECTURES);
+  if (const cudaError_t error = device.read()) return report.no_device(error);
+  return linear::run(*params, device, report);
 }
 
 }  // extern "C"

@@ -254,12 +254,12 @@ class LayerPlugin : public PluginBase {
   };
   ElementText name_of(Element element) const noexcept {
     ElementText name;
+    auto const type = self().type_16bit(nvinfer1::DataType::kINT32);  // that of the first input, or one that is given
     if (element != Element::k16Bit) {
       std::snprintf(name.text, sizeof(name.text), "%s", element == Element::kFloat ? "FP32" : "INT32");
-    } else if (self().input_element(0) == Element::k16Bit) {
+    } else if (type == nvinfer1::DataType::kINT32) {
       std::snprintf(name.text, sizeof(name.text), "FP16 or BF16, as %s", Plugin::kInputNames[0]);
     } else {
-      auto const type = self().type_16bit(nvinfer1::DataType::kINT32);
       std::snprintf(name.text, sizeof(name.text), "%s", type == nvinfer1::DataType::kBF16 ? "BF16" : "FP16");
     }
     return name;

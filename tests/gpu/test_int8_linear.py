@@ -8,7 +8,7 @@ import math
 import int8_rows
 import pytest
 import torch
-from int8_rows import DATA_TYPES, DYNAMIC, Rows, Table, address
+from int8_rows import DATA_TYPES, DYNAMIC, STATIC, WEIGHT_ONLY, ModeTable, Rows, Table, address, table
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 
 INVALID_ARGUMENT = 1
 NO_ACTIVATION, GEGLU, GELU, GELU_TANH = range(4)
+STATIC_ROWS = ModeTable(1 << STATIC, 1, 1, 1000.0)
 
 
 class Params(ctypes.Structure):
@@ -32,13 +33,16 @@ class Params(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("x", "row_scale", "weight", "weight_scale", "bias", "residual", "y", "stream")
         ),
+        ("out_table", ModeTable),
+        *((name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")),
+        ("target_arch", ctypes.c_int32),
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def supported() -> None:
-    if not load_library().trtconvert_int8_linear_is_supported():
-        pytest.skip("needs a GPU of compute capability 9.0, and a library compiled for 90a")
+@pytest.fixture(params=[0, 80], ids=["best", "mma"])
+def arch(request: pytest.FixtureRequest) -> int:
+    """The kernels of the GPU, and those that every GPU has."""
+    return request.param
 
 
 def params(
@@ -49,16 +53,21 @@ def params(
     y: Tensor,
     /,
     residual: Tensor | None = None,
-    **changed: int,
+    **changed: object,
 ) -> Params:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": len(rows.scale), "in_channels": weight.shape[-1],
+        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": len(rows.payload), "in_channels": weight.shape[-1],
         "out_channels": weight.shape[-2], "data_type": DATA_TYPES[y.dtype], "activation": int(weight.dim() == 3),
         "mode_set": 1 << DYNAMIC, "x": rows.payload.data_ptr(), "row_scale": rows.scale.data_ptr(),
         "weight": weight.data_ptr(), "weight_scale": scale.data_ptr(), "bias": address(bias),
         "residual": address(residual), "y": y.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
     return Params(**given | changed)
+
+
+def params_16bit(x: Tensor, *rest: Tensor | None, **changed: object) -> Params:
+    """Of rows as they are, without scales."""
+    return params(Rows(x, x), *rest, **{"mode_set": 1 << WEIGHT_ONLY, "row_scale": None} | changed)
 
 
 def run(given: Params) -> tuple[int, str]:
@@ -115,11 +124,11 @@ def is_rounded(y: Tensor, expected: Tensor, off: Tensor) -> bool:
     ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 3, 127, 128, 129, 2048, 8200, 8577])
-def test_products(rows, channels, biased, dtype):
+def test_products(rows, channels, biased, dtype, arch):
     given, weight, scale, bias = draw(rows, channels)
     bias = bias if biased else None
     y = blank(rows + 3, weight, dtype)
-    assert run(params(given, weight, scale, bias, y)) == (0, "")
+    assert run(params(given, weight, scale, bias, y, target_arch=arch)) == (0, "")
     assert is_rounded(y[:rows], *exact(given, weight, scale, bias))
     assert y[rows:].isnan().all()
 
@@ -128,11 +137,11 @@ def test_products(rows, channels, biased, dtype):
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 1280), (640, 2560), (1280, 5120)], ids=str)
 @pytest.mark.parametrize("rows", [1, 129, 2048, 8200])
-def test_geglu(rows, channels, biased, dtype):
+def test_geglu(rows, channels, biased, dtype, arch):
     """Of one layer times the GELU of another, which has a slope of at most 1.13 and is off by 8e-8 of its argument."""
     given, weight, scale, bias = draw(rows, channels, 2)
     y = blank(rows + 3, weight, dtype)
-    assert run(params(given, weight, scale, bias if biased else None, y)) == (0, "")
+    assert run(params(given, weight, scale, bias if biased else None, y, target_arch=arch)) == (0, "")
     (value, value_off), (gate, gate_off) = (
         exact(given, weight[i], scale[i], bias[i] if biased else None) for i in range(2)
     )
@@ -144,11 +153,11 @@ def test_geglu(rows, channels, biased, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", [GELU, GELU_TANH])
 @pytest.mark.parametrize("rows", [3, 2048])
-def test_gelu(rows, activation, dtype):
+def test_gelu(rows, activation, dtype, arch):
     given, weight, scale, bias = draw(rows, (640, 1280))
     bias *= 6
     y = blank(rows, weight, dtype)
-    assert run(params(given, weight, scale, bias, y, activation=activation)) == (0, "")
+    assert run(params(given, weight, scale, bias, y, activation=activation, target_arch=arch)) == (0, "")
     z, off = exact(given, weight, scale, bias)
     expected = F.gelu(z, approximate="tanh" if activation == GELU_TANH else "none")
     assert is_rounded(y, expected, 1.13 * off + 1e-6 * z.abs())
@@ -158,17 +167,17 @@ def test_gelu(rows, activation, dtype):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("channels", [(80, 200), (1280, 1280), (1280, 3840)], ids=str)
 @pytest.mark.parametrize("rows", [1, 300, 2048])
-def test_residuals(rows, channels, in_place, dtype):
+def test_residuals(rows, channels, in_place, dtype, arch):
     given, weight, scale, bias = draw(rows, channels)
     residual = torch.randn(rows, channels[1], device="cuda").to(dtype)
     expected, off = exact(given, weight, scale, bias)
     expected, off = expected + residual.double(), off + 2.0**-23 * (expected.abs() + residual.double().abs())
     y = residual if in_place else blank(rows, weight, dtype)
-    assert run(params(given, weight, scale, bias, y, residual=residual)) == (0, "")
+    assert run(params(given, weight, scale, bias, y, residual=residual, target_arch=arch)) == (0, "")
     assert is_rounded(y, expected, off)
 
 
-def test_sums_far_beyond_fp32():
+def test_sums_far_beyond_fp32(arch):
     """The longest sums of the largest numbers are exact in INT32, and rounded to FP32 once."""
     rows = Rows(
         torch.full((130, 65536), 127, dtype=torch.int8, device="cuda"), torch.full((130,), 2.0**-20, device="cuda")
@@ -177,21 +186,134 @@ def test_sums_far_beyond_fp32():
     weight[1::2] *= -1
     weight[2, 0] = 126
     scale, y = torch.full((72,), 2.0**-9, device="cuda"), blank(130, weight)
-    assert run(params(rows, weight, scale, None, y)) == (0, "")
+    assert run(params(rows, weight, scale, None, y, target_arch=arch)) == (0, "")
     assert is_rounded(y, *exact(rows, weight, scale, None))
     assert (y[:, 0] > 1.9).all() and (y[:, 1] < -1.9).all()
 
 
-def test_rows_whose_scale_is_nan_are_nan():
+def test_rows_whose_scale_is_nan_are_nan(arch):
     given, weight, scale, bias = draw(300, (80, 200))
     clean, y = blank(300, weight), blank(300, weight)
-    assert run(params(given, weight, scale, bias, clean))[0] == 0
+    assert run(params(given, weight, scale, bias, clean, target_arch=arch))[0] == 0
     struck = [5, 127, 128, 299]
     given.scale[struck] = math.nan
-    assert run(params(given, weight, scale, bias, y))[0] == 0
+    assert run(params(given, weight, scale, bias, y, target_arch=arch))[0] == 0
     assert y[struck].isnan().all()
     y[struck] = clean[struck]
     assert torch.equal(y, clean)
+
+
+def draw_16bit(rows: int, channels: tuple[int, int], dtype: torch.dtype, layers: int = 1) -> tuple[Tensor, ...]:
+    """As `draw`, with rows in 16 bits."""
+    _, weight, scale, bias = draw(rows, channels, layers)
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, channels[0], generator=generator, device="cuda")
+    return x.to(dtype), weight, scale / channels[0] ** 0.5, bias
+
+
+def exact_16bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of one layer in float64, and what FP32 may be off: sums as those of tests/gpu/test_linear.py, and what follows."""
+    wide, weights = x.double(), weight.double()
+    y = wide @ weights.T * scale.double()
+    off = (x.shape[1] + 1) * 2.0**-24 * (wide.abs() @ weights.abs().T) * scale.double()
+    magnitude = y.abs() + (0 if bias is None else bias.double().abs())
+    return y if bias is None else y + bias.double(), off + 4 * 2.0**-24 * magnitude
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    "channels", [(16, 8), (80, 200), (320, 320), (320, 2048), (640, 1280), (1280, 1288), (3072, 4608)], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 129, 300, 2048])
+def test_16bit_rows(rows, channels, biased, dtype, arch):
+    """At most 16 are another kernel's. Tiles of every kind: choose_weight_only_instance() takes these with 132 multiprocessors.
+
+    64 rows: 2048 of (320, 320); 128: 300 of (3072, 4608); 160, 192 and 256: 2048 of (640, 1280), (1280, 1288) and (320, 2048).
+    """
+    x, weight, scale, bias = draw_16bit(rows, channels, dtype)
+    bias = bias if biased else None
+    y = blank(rows + 3, weight, dtype)
+    assert run(params_16bit(x, weight, scale, bias, y, target_arch=arch)) == (0, "")
+    assert is_rounded(y[:rows], *exact_16bit(x, weight, scale, bias))
+    assert y[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [(80, 200), (640, 2560)], ids=str)
+@pytest.mark.parametrize("rows", [2, 13, 130, 2048])
+def test_geglu_of_16bit_rows(rows, channels, dtype, arch):
+    x, weight, scale, bias = draw_16bit(rows, channels, dtype, 2)
+    y = blank(rows, weight, dtype)
+    assert run(params_16bit(x, weight, scale, bias, y, target_arch=arch)) == (0, "")
+    (value, value_off), (gate, gate_off) = (exact_16bit(x, weight[i], scale[i], bias[i]) for i in range(2))
+    off = value_off * F.gelu(gate).abs() + value.abs() * (1.13 * gate_off + 1e-7 * gate.abs() + 1e-7)
+    assert is_rounded(y, value * F.gelu(gate), off + 1e-7 * (value * gate).abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [2, 300, 2048])
+def test_what_follows_16bit_rows(rows, dtype, arch):
+    x, weight, scale, bias = draw_16bit(rows, (640, 1288), dtype)
+    z, off = exact_16bit(x, weight, scale, bias)
+    for activation, kind in ((GELU, "none"), (GELU_TANH, "tanh")):
+        y = blank(rows, weight, dtype)
+        assert run(params_16bit(x, weight, scale, bias, y, activation=activation, target_arch=arch)) == (0, "")
+        assert is_rounded(y, F.gelu(z, approximate=kind), 1.13 * off + 1e-6 * z.abs())
+    residual, y = torch.randn(rows, 1288, device="cuda").to(dtype), blank(rows, weight, dtype)
+    assert run(params_16bit(x, weight, scale, bias, y, residual=residual, target_arch=arch)) == (0, "")
+    assert is_rounded(y, z + residual.double(), off + 2.0**-23 * (z.abs() + residual.double().abs()))
+
+
+@pytest.mark.parametrize("rows", [8, 260, 2048])
+def test_rows_tell_which_kernel_they_are_for(rows, arch):
+    """One call for both, as one engine for all timesteps, gives what each alone does."""
+    x, weight, scale, bias = draw_16bit(rows, (640, 1280), torch.float16)
+    both = 1 << WEIGHT_ONLY | 1 << DYNAMIC
+
+    def result(given: Rows, mode_set: int) -> Tensor:
+        y = blank(rows, weight)
+        assert run(params(given, weight, scale, bias, y, mode_set=mode_set, target_arch=arch, rows=rows)) == (0, "")
+        return y
+
+    def rows_at(*timestep: float) -> Rows:
+        return int8_rows.quantised(x, table([WEIGHT_ONLY, DYNAMIC], list(timestep)))
+
+    assert torch.equal(result(rows_at(700.0), both), result(int8_rows.quantised(x), 1 << DYNAMIC))
+    y = blank(rows, weight)
+    assert run(params_16bit(x, weight, scale, bias, y, target_arch=arch)) == (0, "")
+    assert torch.equal(result(rows_at(100.0), both), y)
+    half = result(rows_at(math.nan, 300.0), both)  # of two samples the first has no timestep
+    assert half[: rows // 2].isnan().all() and torch.equal(half[rows // 2 :], y[rows // 2 :])
+    half = result(rows_at(600.0, math.nan), both)  # which counts as the first bin
+    assert half[rows // 2 :].isnan().all() and torch.equal(half[: rows // 2], y[: rows // 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [NO_ACTIVATION, GEGLU, GELU, GELU_TANH])
+@pytest.mark.parametrize("channels", [(80, 208), (640, 1280), (1280, 5120)], ids=str)
+@pytest.mark.parametrize("rows", [2, 130, 2048])
+def test_quantised_rows_are_those_of_the_result(rows, channels, activation, dtype, arch):
+    """Bit by bit, with and without factors and offsets, by the scale of each sample's timestep bin."""
+    given, weight, scale, bias = draw(rows, channels, 1 + (activation == GEGLU))
+    given.scale[1] = math.nan
+    y = blank(rows, weight, dtype)
+    assert run(params(given, weight, scale, bias, y, activation=activation, target_arch=arch)) == (0, "")
+    factor, offset = torch.rand(channels[1], device="cuda") + 0.5, torch.randn(channels[1], device="cuda")
+    of = table([STATIC] * 4, [300.0, 800.0], [0.1, 0.02, 0.03, 0.05])
+    for equalised in ((None, None), (factor, None), (factor, offset)):
+        out = int8_rows.blank(rows, channels[1], of.mode_set)
+        called = params(
+            given, weight, scale, bias, y, activation=activation, target_arch=arch, y=None, out_table=of.given(),
+            out_factor=address(equalised[0]), out_offset=address(equalised[1]), out_payload=out.payload.data_ptr(),
+            out_row_scale=out.scale.data_ptr(),
+        )  # fmt: skip
+        assert run(called) == (0, "")
+        expected = int8_rows.quantised(y, of, *equalised)
+        assert torch.equal(out.scale.view(torch.int32), expected.scale.view(torch.int32))
+        usable = ~out.scale.isnan()
+        assert usable.sum() == rows - 1
+        assert torch.equal(out.int8(channels[1])[usable], expected.int8(channels[1])[usable])
 
 
 @pytest.mark.parametrize("rows", [128, 2048, 8200])
@@ -229,6 +351,13 @@ def test_behind_what_quantises_in_a_graph(rows):
         ({"data_type": 2}, "data_type: expected 0 (float16) or 1 (bfloat16), got 2"),
         ({"activation": 4}, "activation: expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got 4"),
         ({"mode_set": 0}, "mode_set: expected a sum of"),
+        ({"target_arch": 90}, "target_arch: expected 0 or 80, got 90"),
+        ({"row_scale": 0}, "row_scale: expected a device pointer, got null"),
+        ({"out_table": STATIC_ROWS}, "y: expected null where quantised rows are wanted"),
+        ({"out_table": STATIC_ROWS, "y": 0}, "out_payload: expected a device pointer, got null"),
+        ({"out_table": STATIC_ROWS, "mode_set": 6}, "mode_set: expected a sum of 4 (dynamic) and 8 (static) where"),
+        ({"out_table": ModeTable(4, 1, 1, 1000.0)}, "out_table.mode_set: expected 0 (none) or 8 (static), got 4"),
+        ({"out_table": STATIC_ROWS, "out_channels": 72}, "out_channels: expected 16..65536 in steps of 16 where"),
         ({"x": 0}, "x: expected a device pointer, got null"),
         ({"row_scale": 8}, "row_scale: expected a pointer aligned to 16 bytes, got 0x8"),
         ({"bias": 8}, "bias: expected a pointer aligned to 16 bytes, got 0x8"),
@@ -236,7 +365,7 @@ def test_behind_what_quantises_in_a_graph(rows):
     ids=str,
 )
 def test_refusals_say_what_is_wrong(changed, said):
-    given, weight, scale, bias = draw(2, (64, 72))
+    given, weight, scale, bias = draw(2, (64, 80))
     y = blank(2, weight)
     status, message = run(params(given, weight, scale, bias, y, **changed))
     assert status == INVALID_ARGUMENT and said in message
@@ -247,4 +376,4 @@ def test_a_residual_behind_an_activation_is_refused():
     given, weight, scale, bias = draw(2, (64, 72))
     y = blank(2, weight)
     status, message = run(params(given, weight, scale, bias, y, residual=y, activation=GELU))
-    assert status == INVALID_ARGUMENT and "residual: expected null with an activation" in message
+    assert status == INVALID_ARGUMENT and "residual: expected null with an activation or quantised rows" in message

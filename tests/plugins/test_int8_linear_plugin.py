@@ -24,14 +24,17 @@ from plugin_driver import (
     dynamic,
 )
 
-DYNAMIC, STATIC = 4, 8
+WEIGHT_ONLY, DYNAMIC, STATIC = 2, 4, 8
 GEGLU, GELU = 1, 2
 X, ROW_SCALE, WEIGHT, SCALE, RESIDUAL = (2, 1024, 320), (2, 1024, 1), (640, 320), (640,), (2, 1024, 640)
 SHAPES = (X, ROW_SCALE, WEIGHT, SCALE, SCALE, RESIDUAL)
 GEGLU_SHAPES = (X, ROW_SCALE, (2, *WEIGHT), (2, *SCALE), (2, *SCALE))
 NAMES = ("x", "row_scale", "weight", "weight_scale", "bias", "residual")
 KINDS = (INT32, FLOAT, INT32, FLOAT, FLOAT, HALF)
-DEFAULTS = {"activation": 0, "bias": 0, "residual": 0, "bfloat16": 0}
+DEFAULTS = {
+    "activation": 0, "bias": 0, "residual": 0, "bfloat16": 0, "quantised": 0, "out_factor": 0, "out_offset": 0, "timestep": 0,
+    "timestep_max": 1000.0,
+}  # fmt: skip
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
 
@@ -70,7 +73,7 @@ def of(*x: int, width: int = 8, layers: int = 1) -> tuple[Sequence[int], ...]:
 
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     driver.messages()
-    given = {"mode_set": 12, "activation": 0, "bias": 1, "residual": 1, "bfloat16": 1}
+    given = DEFAULTS | {"mode_set": 12, "bias": 1, "residual": 1, "bfloat16": 1, "timestep_max": 500.0}
     copies = copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given)
     for copy in copies:
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 6) == 0, driver.messages()
@@ -87,8 +90,8 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
         (0, {"mode_set": 4, "activation": 4}, "expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got 4"),
         (0, {"mode_set": 4, "activation": -1}, "GELU by tanh), got -1"),
         (0, {"mode_set": 4, "bias": 2}, "attribute 'bias': expected 0 or 1, got 2"),
-        (0, {"mode_set": 4, "axis": 1}, "residual and bfloat16, got 'axis'; remove it"),
-        (1, {"mode_set": 4}, "expected the 6 fields that this plugin serialises, got 1"),
+        (0, {"mode_set": 4, "axis": 1}, "timestep and timestep_max, got 'axis'; remove it"),
+        (1, {"mode_set": 4}, "expected the 11 fields that this plugin serialises, got 1"),
         (1, DEFAULTS | {"mode_set": 4, "serialization_version": 2}, "serialization version 2, this plugin reads 1"),
     ],
 )
@@ -161,12 +164,36 @@ def test_shapes_that_fit(driver: Driver, plugins: list[ctypes.c_void_p], x: tupl
 @pytest.mark.parametrize(
     ("geglu", "shapes", "said"),
     [
-        (0, ((2, 1024, 160), *SHAPES[1:]), "input 'x': expected shape [2, 1024, 320] from x and weight, got"),
-        (0, (X, (2, 1024), *SHAPES[2:]), "input 'row_scale': expected shape [2, 1024, 1] from x and weight, got"),
-        (0, (X, (2, 512, 1), *SHAPES[2:]), "input 'row_scale': expected shape [2, 1024, 1] from x and weight, got"),
-        (0, (*SHAPES[:3], (320,), *SHAPES[4:]), "input 'weight_scale': expected shape [640] from x and weight"),
-        (0, (*SHAPES[:4], (1, 640), RESIDUAL), "input 'bias': expected shape [640] from x and weight, got [1, 640]"),
-        (0, (*SHAPES[:5], (2, 1024, 320)), "input 'residual': expected shape [2, 1024, 640] from x and weight"),
+        (
+            0,
+            ((2, 1024, 160), *SHAPES[1:]),
+            "input 'x': expected shape [2, 1024, 320] from x, weight and the tables, got",
+        ),
+        (
+            0,
+            (X, (2, 1024), *SHAPES[2:]),
+            "input 'row_scale': expected shape [2, 1024, 1] from x, weight and the tables, got",
+        ),
+        (
+            0,
+            (X, (2, 512, 1), *SHAPES[2:]),
+            "input 'row_scale': expected shape [2, 1024, 1] from x, weight and the tables, got",
+        ),
+        (
+            0,
+            (*SHAPES[:3], (320,), *SHAPES[4:]),
+            "input 'weight_scale': expected shape [640] from x, weight and the tables",
+        ),
+        (
+            0,
+            (*SHAPES[:4], (1, 640), RESIDUAL),
+            "input 'bias': expected shape [640] from x, weight and the tables, got [1, 640]",
+        ),
+        (
+            0,
+            (*SHAPES[:5], (2, 1024, 320)),
+            "input 'residual': expected shape [2, 1024, 640] from x, weight and the tables",
+        ),
         (
             0,
             (X, ROW_SCALE, (2, *WEIGHT), *SHAPES[3:]),
@@ -209,6 +236,89 @@ def test_other_numbers_of_inputs_are_refused(driver: Driver, attributes: dict, n
         descs = (tensors(*SHAPES) * 2)[: wrong + 1]
         assert driver.lib.driver_shape_change(made, array(descs), wrong) == 1
         assert f"expected {inputs} inputs ({names}) and 1 output, got {wrong} and 1" in driver.messages()
+    driver.lib.driver_destroy(made)
+
+
+def test_16bit_rows_alone_come_as_they_are(driver: Driver) -> None:
+    """[..., K] in 16 bits, without scales; where rows may be either the payload has room for both."""
+    made = driver.create(mode_set=WEIGHT_ONLY, bias=1, bfloat16=1)
+    x, y = (2, 1024, 1280), (2, 1024, 640)
+
+    def described(kind: int) -> list[Desc]:
+        tensors = ((x, kind), (WEIGHT, INT32), (SCALE, FLOAT), (SCALE, FLOAT), (y, BF16))
+        return [Desc(Dims(shape), of, LINEAR, 1.0) for shape, of in tensors]
+
+    assert driver.lib.driver_shape_change(made, array(described(BF16)), 4) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(made, array(described(HALF)), 4) == 1
+    assert "input 'x': expected linear format and BF16; got format 0 and type 1" in driver.messages()
+    assert driver.lib.driver_shape_change(made, array(tensors(*SHAPES)), 6) == 1
+    assert "expected 4 inputs (x, weight, weight_scale, bias) and 1 output, got 6 and 1" in driver.messages()
+    driver.lib.driver_destroy(made)
+    either = driver.create(mode_set=WEIGHT_ONLY | DYNAMIC)
+    descs = tensors((2, 1024, 640), ROW_SCALE, WEIGHT, SCALE)
+    assert driver.lib.driver_shape_change(either, array(descs), 4) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(either, array(tensors(*SHAPES[:4])), 4) == 1
+    assert "input 'x': expected shape [2, 1024, 640]" in driver.messages()
+    driver.lib.driver_destroy(either)
+
+
+QUANTISED = ("x", "row_scale", "weight", "weight_scale", "out_factor", "out_offset", "timestep", "y_scale")
+
+
+def quantising(*shapes: Sequence[int]) -> list[Desc]:
+    """Descriptions of the inputs of QUANTISED and of both outputs; changed from the last on."""
+    of = [X, ROW_SCALE, WEIGHT, SCALE, SCALE, SCALE, (2,), (16,)]
+    of[len(of) - len(shapes) :] = shapes
+    kinds = (INT32, FLOAT, INT32, *[FLOAT] * 5)
+    outputs = (((2, 1024, 160), INT32), (ROW_SCALE, FLOAT))
+    return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in (*zip(of, kinds, strict=True), *outputs)]
+
+
+def test_quantised_rows_for_the_next_layer(driver: Driver) -> None:
+    driver.messages()
+    given = {"mode_set": 12, "activation": GELU, "quantised": 1, "out_factor": 1, "out_offset": 1, "timestep": 1}
+    made = driver.create(**given)
+    copies_read_back(driver, made, {"serialization_version": 1} | DEFAULTS | given)
+    assert driver.lib.driver_shape_change(made, array(quantising()), 8) == 0, driver.messages()
+    types = (ctypes.c_int32 * 2)()
+    assert driver.lib.driver_output_type(made, (ctypes.c_int32 * 8)(INT32), 8, types) == 0
+    assert list(types) == [INT32, FLOAT]
+    exprs, out = (DimsExprs * 8)(), (DimsExprs * 2)()
+    exprs[0].nb, exprs[0].d[:3] = 3, [100, 101, 320]
+    exprs[2].nb, exprs[2].d[:2] = 2, [640, 320]
+    assert driver.lib.driver_output_shape(made, exprs, 8, out) == 0
+    assert [list(of.d[: of.nb]) for of in out] == [[100, 101, 160], [100, 101, 1]]
+    for shapes, said in (
+        (((8,),), None),
+        (((2, 1), (16,)), "input 'timestep': expected shape [2] from x, weight and the tables, got [2, 1]"),
+        (((3,), (16,)), "rows: expected as many of each of 3 samples, got 2048 in all"),
+        (((320,), (2,), (16,)), "input 'out_offset': expected shape [640] from x, weight and the tables, got [320]"),
+    ):
+        assert driver.lib.driver_shape_change(made, array(quantising(*shapes)), 8) == (said is not None)
+        assert (said or "") in driver.messages()
+    assert driver.lib.driver_shape_change(made, array(tensors(*SHAPES[:4])), 4) == 1
+    said = f"expected 8 inputs ({', '.join(QUANTISED)}) and 2 outputs (payload, row_scale), got 4 and 2"
+    assert said in driver.messages()
+    driver.lib.driver_destroy(made)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "shapes", "said"),
+    [
+        ({"mode_set": 6}, (), "mode_set: expected a sum of 4 (dynamic) and 8 (static) where quantised rows are wanted"),
+        ({"timestep": 0}, (), "attribute 'timestep': expected 1 with tables of 16 bins, got 0"),
+    ],
+)
+def test_quantised_rows_that_cannot_be(driver: Driver, attributes: dict, shapes: tuple, said: str) -> None:
+    given = {"mode_set": 12, "quantised": 1, "out_factor": 1, "out_offset": 1, "timestep": 1} | attributes
+    made = driver.create(**given)
+    descs = quantising(*shapes)
+    if not given["timestep"]:
+        del descs[6]
+    if given["mode_set"] & WEIGHT_ONLY:
+        descs[0].dims = Dims((2, 1024, 640))
+    assert driver.lib.driver_shape_change(made, array(descs), len(descs) - 2) == 1
+    assert said in driver.messages()
     driver.lib.driver_destroy(made)
 
 

@@ -108,6 +108,8 @@ OURS = ["Int8Attention", "Linear", "ResidualNorm", "GroupNorm", "ChannelsLastAdd
 OURS += ["Int8Linear", "Int8ResidualNorm"]
 ROWS = ["mode_set", "timestep_max", "factor", "offset", "timestep"]
 """Attributes of what gives quantised rows."""
+LAYER = ["mode_set", "activation", "bias", "residual", "bfloat16"]
+"""Attributes of what reads them."""
 
 
 def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:
@@ -131,7 +133,7 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
         "GroupNorm": [["epsilon", "groups", "silu", "channels_last"], 1],
         "ChannelsLastAdd": [[], 1],
         "QuantiseRows": [[*ROWS, "starts_early"], 2],
-        "Int8Linear": [["mode_set", "activation", "bias", "residual", "bfloat16"], 1],
+        "Int8Linear": [[*LAYER, "quantised", "out_factor", "out_offset", "timestep", "timestep_max"], 1],
         "Int8ResidualNorm": [[*ROWS, "epsilon", "normed", "starts_early"], 3],
     }
     assert found["defaults"] and found["from_engine"]

@@ -17,13 +17,13 @@ from trtconvert.linear import reference
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 
-_QUANTISE_VERSION, _LINEAR_VERSION = 1, 1  # TRTCONVERT_QUANTISE_VERSION, TRTCONVERT_INT8_LINEAR_VERSION
+QUANTISE_VERSION, INT8_LINEAR_VERSION = 1, 1  # TRTCONVERT_QUANTISE_VERSION, TRTCONVERT_INT8_LINEAR_VERSION
 _MESSAGE_BYTES = 512
 _DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 _IN_STEP, _OUT_STEP = 16, 8
 
 
-class _ModeTable(ctypes.Structure):
+class ModeTable(ctypes.Structure):
     """TrtConvertModeTable of layer_modes.h."""
 
     _fields_ = [
@@ -37,7 +37,7 @@ class _ModeTable(ctypes.Structure):
     ]
 
 
-class _QuantiseParams(ctypes.Structure):
+class QuantiseParams(ctypes.Structure):
     """TrtConvertQuantiseParams of quantise.h."""
 
     _fields_ = [
@@ -46,14 +46,14 @@ class _QuantiseParams(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("channels", ctypes.c_int32),
         ("data_type", ctypes.c_int32),
-        ("table", _ModeTable),
+        ("table", ModeTable),
         *[(name, ctypes.c_void_p) for name in ("x", "factor", "offset", "payload", "row_scale", "stream")],
         ("starts_early", ctypes.c_int32),
     ]
 
 
-class _LinearParams(ctypes.Structure):
-    """TrtConvertInt8LinearParams of int8_linear.h, up to the stream; what was appended to it is zero."""
+class Int8LinearParams(ctypes.Structure):
+    """TrtConvertInt8LinearParams of int8_linear.h, field by field."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -64,7 +64,7 @@ class _LinearParams(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("x", "row_scale", "weight", "weight_scale", "bias", "residual", "y", "stream")
         ],
-        ("out_table", _ModeTable),
+        ("out_table", ModeTable),
         *[(name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")],
         ("target_arch", ctypes.c_int32),
     ]
@@ -73,7 +73,7 @@ class _LinearParams(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = load_library()
-    for name, params in (("quantise", _QuantiseParams), ("int8_linear", _LinearParams)):
+    for name, params in (("quantise", QuantiseParams), ("int8_linear", Int8LinearParams)):
         getattr(library, f"trtconvert_{name}_run").argtypes = [
             ctypes.POINTER(params),
             ctypes.c_char_p,
@@ -97,7 +97,7 @@ def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_
     held = _Held(x.device)
     rows = x.contiguous().view(-1, channels)
     count = len(rows)
-    table = _ModeTable(mode_set=_mode_set(tables), num_bins=len(tables.modes), batch=1, timestep_max=timestep_max)
+    table = ModeTable(mode_set=_mode_set(tables), num_bins=len(tables.modes), batch=1, timestep_max=timestep_max)
     if timestep is not None:
         table.batch = len(timestep)
         table.timestep = held(timestep.float())
@@ -111,22 +111,22 @@ def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_
     payload = torch.empty(count * channels * wide, dtype=torch.int8, device=x.device)
     row_scale = torch.empty(count, dtype=torch.float32, device=x.device)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    quantise = _QuantiseParams(
-        struct_size=ctypes.sizeof(_QuantiseParams), version=_QUANTISE_VERSION, rows=count, channels=channels,
+    quantise = QuantiseParams(
+        struct_size=ctypes.sizeof(QuantiseParams), version=QUANTISE_VERSION, rows=count, channels=channels,
         data_type=_DATA_TYPES[x.dtype], table=table, x=rows.data_ptr(),
         factor=held(tables.x_factor), offset=held(tables.x_offset) if tables.x_offset.any() else None,
         payload=payload.data_ptr(), row_scale=row_scale.data_ptr(), stream=stream,
     )  # fmt: skip
     y = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
-    product = _LinearParams(
-        struct_size=ctypes.sizeof(_LinearParams), version=_LINEAR_VERSION, rows=count, in_channels=channels,
+    product = Int8LinearParams(
+        struct_size=ctypes.sizeof(Int8LinearParams), version=INT8_LINEAR_VERSION, rows=count, in_channels=channels,
         out_channels=outputs, data_type=_DATA_TYPES[x.dtype], mode_set=table.mode_set, x=payload.data_ptr(),
         row_scale=row_scale.data_ptr(), weight=held(tables.weight), weight_scale=held(tables.weight_scale),
         bias=held(tables.bias), y=y.data_ptr(), stream=stream,
     )  # fmt: skip
     with torch.cuda.device(x.device):
-        _run("trtconvert_quantise_run", quantise)
-        _run("trtconvert_int8_linear_run", product)
+        run("trtconvert_quantise_run", quantise)
+        run("trtconvert_int8_linear_run", product)
     return y.view(*x.shape[:-1], outputs)
 
 
@@ -146,7 +146,8 @@ def _mode_set(tables: LayerTables) -> int:
     return sum(1 << mode for mode in set(tables.modes.tolist()))
 
 
-def _run(name: str, params: ctypes.Structure) -> None:
+def run(name: str, params: ctypes.Structure) -> None:
+    """Enqueues by a function of the C API; RuntimeError with its message where it fails."""
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     if getattr(_library(), name)(ctypes.byref(params), message, _MESSAGE_BYTES):
         raise RuntimeError(message.value.decode(errors="replace"))

@@ -183,9 +183,35 @@ __device__ __forceinline__ void store_shared(uint32_t address, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ uint16_t load_shared_u16(uint32_t address) {
+  uint16_t x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint16_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
+}
+
 // Four matrices of 8 rows of 16 bytes to shared memory: lane 8 i + r gives the address of row r of matrix i.
 __device__ __forceinline__ void stmatrix(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// The same of the transposed matrices: the row that a lane gives the address of is a column of them.
+__device__ __forceinline__ void stmatrix_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 
@@ -300,6 +326,24 @@ __device__ __forceinline__ void wgmma_16bit(float (&d)[R], uint64_t a, uint64_t 
   if constexpr (R == 80) { TRT_WGMMA_16BIT(160, 80, "%80", "%81", "%82") }
   if constexpr (R == 96) { TRT_WGMMA_16BIT(192, 96, "%96", "%97", "%98") }
 #undef TRT_WGMMA_16BIT
+}
+
+// The same with a in registers.
+template <bool kBf16, int R>
+__device__ __forceinline__ void wgmma_16bit_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, int use_d) {
+  static_assert(R == 32 || R == 64 || R == 80 || R == 96 || R == 128);
+#define TRT_WGMMA_16BIT_RS(N, R, A0, A1, A2, A3, DESC_B, PRED)                                        \
+  if constexpr (kBf16) {                                                                              \
+    TRT_WGMMA_RS("m64n" #N "k16.f32.bf16.bf16", "+f", R, A0, A1, A2, A3, DESC_B, PRED, ", 1, 1, 0");  \
+  } else {                                                                                            \
+    TRT_WGMMA_RS("m64n" #N "k16.f32.f16.f16", "+f", R, A0, A1, A2, A3, DESC_B, PRED, ", 1, 1, 0");    \
+  }
+  if constexpr (R == 32) { TRT_WGMMA_16BIT_RS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37") }
+  if constexpr (R == 64) { TRT_WGMMA_16BIT_RS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69") }
+  if constexpr (R == 80) { TRT_WGMMA_16BIT_RS(160, 80, "%80", "%81", "%82", "%83", "%84", "%85") }
+  if constexpr (R == 96) { TRT_WGMMA_16BIT_RS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101") }
+  if constexpr (R == 128) { TRT_WGMMA_16BIT_RS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133") }
+#undef TRT_WGMMA_16BIT_RS
 }
 
 // d[64 x 2 R] (+)= a[64 x 32] * b[2 R x 32]^T in s8, both with their depth contiguous.

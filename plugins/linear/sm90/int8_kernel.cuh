@@ -3,7 +3,9 @@
 
 #include <cmath>
 
-#include "linear/sm90/activation.cuh"
+#include "common/layer_modes.cuh"
+#include "linear/grouped_tile.cuh"
+#include "linear/sm90/boxes.cuh"
 #include "linear/sm90/int8_launch.h"
 #include "linear/sm90/ring.cuh"
 
@@ -20,23 +22,21 @@ struct Int8 {
 };
 
 // A consumer writes its tile box by box, and waits for the room of the last but so many. Beside them it has scales and biases of each
-// pair of columns. Boxes start where their swizzle does.
+// pair of columns, and what quantised rows are equalised by. Boxes start where their swizzle does.
 constexpr int kOutBoxes = 3;
 constexpr int kBoxAlignment = 512;
-template <int kColumns>
+constexpr int kPairBytes = sizeof(float4);
+template <int kColumns, bool kGeglu>
 constexpr int kEpilogueBytes =
-    (kOutBoxes * kBoxBytes + kColumns / 2 * int(sizeof(float4)) + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment;
+    (kOutBoxes * kBoxBytes + (kColumns + kColumns / (kGeglu ? 2 : 1)) / 2 * kPairBytes + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment;
 
 template <int kColumns, bool kGeglu, bool kAlternate, int kCluster>
-using Int8Shape = Shape<Int8, kColumns, kGeglu, kAlternate, kConsumers * kEpilogueBytes<kColumns>, kCluster>;
+using Int8Shape = Shape<Int8, kColumns, kGeglu, kAlternate, kConsumers * kEpilogueBytes<kColumns, kGeglu>, kCluster>;
 
-// Some columns' tiles of as many rows, then those of the next.
 template <typename S>
 __device__ __forceinline__ Place place_of(const Int8Params& p, int tile) {
-  const int of_group = p.group_rows * p.column_tiles, group = tile / of_group, in_group = tile - group * of_group;
-  const int first = group * p.group_rows, rows = min(p.group_rows, p.row_tiles - first);
-  const int row = first + in_group % rows;
-  return {(row * S::kCluster + (S::kCluster > 1 ? cluster_rank() : 0)) * kTileRows, in_group / rows * S::kOutColumns};
+  const GroupedTile at(p, tile);
+  return {(at.row * S::kCluster + (S::kCluster > 1 ? cluster_rank() : 0)) * kTileRows, at.column * S::kOutColumns};
 }
 
 __device__ __forceinline__ bool is_for_another(const Int8Params& p) { return p.may_be_16bit && signbit(p.row_scale[0]); }
@@ -45,8 +45,9 @@ template <bool kBf16, typename S>
 class ScaledEpilogue {
  public:
   __device__ __forceinline__ ScaledEpilogue(const Int8Params&, const Ring<S>& ring, int consumer)
-      : boxes_(ring.start + S::kOut + consumer * kEpilogueBytes<S::kColumns>),
+      : boxes_(ring.start + S::kOut + consumer * kEpilogueBytes<S::kColumns, S::kGeglu>),
         columns_(boxes_ + kOutBoxes * kBoxBytes),
+        equalisers_(columns_ + kPairs * kPairBytes),
         barrier_(kOwnBarrier + consumer) {}
 
   // Asked for here, needed behind the products.
@@ -58,6 +59,7 @@ class ScaledEpilogue {
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + row_of(block, half);
         row_scales_[block][half] = row < p.rows ? fabsf(p.row_scale[row]) : 0.f;
+        if (p.out_row_scale) out_scales_[block][half] = row < p.rows ? out_scale(p, row) : 1.f;
       }
     of_columns_ = {};
     const int in_product = 2 * thread % kOut, product = 2 * thread / kOut;
@@ -65,6 +67,11 @@ class ScaledEpilogue {
       const int pair = (product * p.columns + place.column + in_product) / 2;
       const float2 scale = p.weight_scale[pair], bias = p.bias ? p.bias[pair] : float2{};
       of_columns_ = make_float4(scale.x, scale.y, bias.x, bias.y);
+      if (p.out_row_scale && product == 0) {
+        const float2 factor = p.out_factor ? p.out_factor[pair] : make_float2(1.f, 1.f);
+        const float2 offset = p.out_offset ? p.out_offset[pair] : float2{};
+        equaliser_ = make_float4(factor.x, factor.y, offset.x, offset.y);
+      }
     }
   }
 
@@ -76,26 +83,18 @@ class ScaledEpilogue {
                                         const int32_t (&sums)[S::kBlocks][S::kColumns / 2]) {
     const int thread = threadIdx.x % kWarpgroup;
     // All have read the last tile's: a barrier lies behind.
-    if (thread < kPairs) store_shared(columns_ + thread * int(sizeof(float4)), of_columns_);
-#pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block)
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        const int at = block * kBoxes + box;
-        if (at + 1 < S::kBlocks * kBoxes)
-          load_residual(p, place, (at + 1) / kBoxes, (at + 1) % kBoxes, residual_[(at + 1) % 2]);
-        const uint32_t out = boxes_ + next_box_ * kBoxBytes;
-        next_box_ = next_box_ + 1 == kOutBoxes ? 0 : next_box_ + 1;
-        if (thread == 0) bulk_wait_read<kOutBoxes - 1>();
-        named_barrier_sync(barrier_, kWarpgroup);
-        round_box(p, sums[block], row_scales_[block], residual_[at % 2], box, out);
-        fence_async_proxy();
-        named_barrier_sync(barrier_, kWarpgroup);
-        if (thread == 0) {
-          tensor_store(&maps.y, {place.column + box * kStoreColumns, place.row + block * kBlockRows}, out);
-          bulk_commit();
-        }
-      }
+    if (thread < kPairs) store_shared(columns_ + thread * kPairBytes, of_columns_);
+    if (p.out_row_scale) {
+      if (thread < kOut / 2) store_shared(equalisers_ + thread * kPairBytes, equaliser_);
+      if (place.column == 0) store_out_scales(p, place);
+      return store_boxes<Finish::kQuantised>(p, maps, place, sums);
+    }
+    if constexpr (!S::kGeglu) {
+      if (p.residual) return store_boxes<Finish::kResidual>(p, maps, place, sums);
+      if (p.activation == TRTCONVERT_GELU) return store_boxes<Finish::kGelu>(p, maps, place, sums);
+      if (p.activation == TRTCONVERT_GELU_TANH) return store_boxes<Finish::kGeluTanh>(p, maps, place, sums);
+    }
+    store_boxes<Finish::kPlain>(p, maps, place, sums);
   }
 
  private:
@@ -103,13 +102,30 @@ class ScaledEpilogue {
   static constexpr int kPairs = S::kColumns / 2;
   static constexpr int kBoxes = kOut / kStoreColumns;  // of a block
   static constexpr int kEights = kStoreColumns / 8;    // of a box
-  static_assert(kPairs <= kWarpgroup);
+  static_assert(kPairs <= kWarpgroup && kQuantisedColumns == kStoreColumns);
 
   using Residual = uint32_t[kEights][2];  // of a box: pairs of columns in the rows of both halves
 
   // A thread's rows of a block, from the block's first.
   static __device__ __forceinline__ int row_of(int block, int half) {
     return block * kBlockRows + threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+  }
+
+  static __device__ __forceinline__ float out_scale(const Int8Params& p, int row) {
+    const Sample sample = sample_of(p.out_table, {TRTCONVERT_STATIC, true}, row / p.out_sample_rows);
+    return sample.usable ? sample.x_scale : NAN;
+  }
+
+  // By the consumer that has the first columns of these rows.
+  __device__ __forceinline__ void store_out_scales(const Int8Params& p, const Place& place) const {
+    if (threadIdx.x % 4) return;
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = place.row + row_of(block, half);
+        if (row < p.rows) p.out_row_scale[row] = isnan(row_scales_[block][half]) ? NAN : out_scales_[block][half];
+      }
   }
 
   __device__ __forceinline__ void load_residual(const Int8Params& p, const Place& place, int block, int box,
@@ -129,31 +145,53 @@ class ScaledEpilogue {
     }
   }
 
-  // Scales and rounds 32 columns of a block, and leaves them in a box.
-  __device__ __forceinline__ void round_box(const Int8Params& p, const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2],
+  template <Finish kFinish>
+  __device__ __forceinline__ void store_boxes(const Int8Params& p, const Maps& maps, const Place& place,
+                                              const int32_t (&sums)[S::kBlocks][S::kColumns / 2]) {
+    const int thread = threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block)
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const int at = block * kBoxes + box;
+        if (kFinish == Finish::kResidual && at + 1 < S::kBlocks * kBoxes)
+          load_residual(p, place, (at + 1) / kBoxes, (at + 1) % kBoxes, residual_[(at + 1) % 2]);
+        const uint32_t out = boxes_ + next_box_ * kBoxBytes;
+        next_box_ = next_box_ + 1 == kOutBoxes ? 0 : next_box_ + 1;
+        if (thread == 0) bulk_wait_read<kOutBoxes - 1>();
+        named_barrier_sync(barrier_, kWarpgroup);
+        if constexpr (kFinish == Finish::kQuantised) {
+          quantise_box(p, sums[block], row_scales_[block], out_scales_[block], box, out);
+        } else {
+          round_box<kFinish>(sums[block], row_scales_[block], residual_[at % 2], box, out);
+        }
+        fence_async_proxy();
+        named_barrier_sync(barrier_, kWarpgroup);
+        if (thread == 0) {
+          tensor_store(&maps.y, {place.column + box * kStoreColumns, place.row + block * kBlockRows}, out);
+          bulk_commit();
+        }
+      }
+  }
+
+  template <Finish kFinish>
+  __device__ __forceinline__ void round_box(const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2],
                                             const Residual& residual, int box, uint32_t out) const {
     const MatrixRow at = matrix_row();
-    const int in_quad = threadIdx.x % 4;
 #pragma unroll
     for (int sixteen = 0; sixteen < kEights / 2; ++sixteen) {
       uint32_t pairs[4];
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        const int of_box = 2 * sixteen + part, eight = box * kEights + of_box;
+        const int of_box = 2 * sixteen + part;
         float y[4];
-        scale(sums, eight, in_quad, row_scales, y);
-        if constexpr (S::kGeglu) {
-          float gate[4];
-          scale(sums, kOut / 8 + eight, in_quad, row_scales, gate);
+        results(sums, row_scales, box * kEights + of_box, y);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] *= gelu(gate[i]);
-        } else if (p.activation == TRTCONVERT_GELU) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] = gelu(y[i]);
-        } else if (p.activation == TRTCONVERT_GELU_TANH) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) y[i] = gelu_tanh(y[i]);
-        } else if (p.residual) {
+        for (int i = 0; i < 4; ++i) {
+          if (kFinish == Finish::kGelu) y[i] = gelu(y[i]);
+          if (kFinish == Finish::kGeluTanh) y[i] = gelu_tanh(y[i]);
+        }
+        if constexpr (kFinish == Finish::kResidual) {
           const float2 first = widen<kBf16>(residual[of_box][0]), second = widen<kBf16>(residual[of_box][1]);
           y[0] += first.x, y[1] += first.y, y[2] += second.x, y[3] += second.y;
         }
@@ -164,10 +202,50 @@ class ScaledEpilogue {
     }
   }
 
-  // A thread's four sums of eight columns: two columns of two rows.
-  __device__ __forceinline__ void scale(const int32_t (&sums)[S::kColumns / 2], int eight, int in_quad, const float (&row_scales)[2],
+  // Rounds to 16 bits first, as where two kernels follow each other. Rows of 32 bytes with the 32-byte swizzle: their pairs lie in
+  // different banks.
+  __device__ __forceinline__ void quantise_box(const Int8Params& p, const int32_t (&sums)[S::kColumns / 2],
+                                               const float (&row_scales)[2], const float (&out_scales)[2], int box,
+                                               uint32_t out) const {
+    const float inverses[2] = {1.f / out_scales[0], 1.f / out_scales[1]};
+    const int in_quad = threadIdx.x % 4;
+#pragma unroll
+    for (int of_box = 0; of_box < kEights; ++of_box) {
+      const int eight = box * kEights + of_box, chunk = of_box / 2, in_chunk = of_box % 2 * 8 + in_quad * 2;
+      float y[4];
+      results(sums, row_scales, eight, y);
+      if constexpr (!S::kGeglu) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = activated(p.activation, y[i]);
+      }
+      const float4 of = load_shared_float4(equalisers_ + (4 * eight + in_quad) * kPairBytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 rounded = widen<kBf16>(pack<kBf16>(y[2 * half], y[2 * half + 1]));
+        const uint32_t first = quantise_quotient<true>((rounded.x - of.z) * of.x, out_scales[half], inverses[half]);
+        const uint32_t second = quantise_quotient<true>((rounded.y - of.w) * of.y, out_scales[half], inverses[half]);
+        const int row = row_of(0, half);
+        store_shared(out + row * kQuantisedColumns + (chunk ^ row / 4 % 2) * 16 + in_chunk,
+                     static_cast<uint16_t>(__byte_perm(first, second, 0x0040)));
+      }
+    }
+  }
+
+  // Of a thread's four sums of eight columns: two columns of two rows. With GEGLU of both layers.
+  __device__ __forceinline__ void results(const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2], int eight,
+                                          float (&y)[4]) const {
+    scale(sums, eight, row_scales, y);
+    if constexpr (S::kGeglu) {
+      float gate[4];
+      scale(sums, kOut / 8 + eight, row_scales, gate);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[i] *= gelu(gate[i]);
+    }
+  }
+
+  __device__ __forceinline__ void scale(const int32_t (&sums)[S::kColumns / 2], int eight, const float (&row_scales)[2],
                                         float (&y)[4]) const {
-    const float4 of = load_shared_float4(columns_ + (4 * eight + in_quad) * int(sizeof(float4)));
+    const float4 of = load_shared_float4(columns_ + (4 * eight + threadIdx.x % 4) * kPairBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       y[2 * half] = fmaf(float(sums[4 * eight + 2 * half]), row_scales[half] * of.x, of.z);
@@ -175,11 +253,12 @@ class ScaledEpilogue {
     }
   }
 
-  uint32_t boxes_, columns_;
+  uint32_t boxes_, columns_, equalisers_;
   int barrier_;
   int next_box_ = 0;
-  float row_scales_[S::kBlocks][2];
+  float row_scales_[S::kBlocks][2], out_scales_[S::kBlocks][2];
   float4 of_columns_;  // scales and biases of a pair
+  float4 equaliser_;   // factors and offsets of a pair
   Residual residual_[2];
 };
 

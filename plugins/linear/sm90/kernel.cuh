@@ -1,8 +1,7 @@
 // y = x * weight^T + bias in 16 bits, or of two such products the first times the GELU of the second.
 #pragma once
 
-#include "common/arithmetic.cuh"
-#include "linear/sm90/activation.cuh"
+#include "linear/sm90/boxes.cuh"
 #include "linear/sm90/ring.cuh"
 
 namespace trtconvert::linear {

@@ -31,6 +31,7 @@ struct Shape {
   static constexpr int kOutColumns = kGeglu ? kColumns / 2 : kColumns;
   static constexpr int kBlocks = kAlternate ? 2 : 1;  // of 64 rows, of a consumer's tile
   static constexpr int kDepth = kRowBytes / Operand::kBytes;  // elements
+  static constexpr int kWeightRowBytes = kRowBytes;
   static constexpr int kBlockBytes = kBlockRows * kRowBytes;
   static constexpr int kXBytes = kTileRows * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
@@ -97,7 +98,7 @@ struct Place {
   int row, column;
 };
 
-// All tiles of a column, then those of the next.
+// Which tile comes when, told from the kernel's parameters: here all tiles of a column, then those of the next.
 template <typename S>
 __device__ __forceinline__ Place place_of(const Params& p, int tile) {
   return {tile % p.row_tiles * kTileRows, tile / p.row_tiles * S::kOutColumns};
@@ -127,7 +128,7 @@ __device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring
       tensor_copy(ring.x(at.stage), &maps.x, {k * S::kDepth, place.row}, ring.full(at.stage));
       copy_weight<S>(maps, ring.weight(at.stage), k, place.column, ring.full(at.stage));
       if constexpr (S::kGeglu)
-        copy_weight<S>(maps, ring.weight(at.stage) + S::kOutColumns * kRowBytes, k, p.columns + place.column, ring.full(at.stage));
+        copy_weight<S>(maps, ring.weight(at.stage) + S::kOutColumns * S::kWeightRowBytes, k, p.columns + place.column, ring.full(at.stage));
       at.advance();
     }
   }
@@ -193,8 +194,9 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
 __device__ __forceinline__ bool is_for_another(const Params&) { return false; }
 
 // A kernel's body. Grid: one dimension, at most as many thread blocks as there are tiles or multiprocessors, whole clusters.
-template <typename S, typename Epilogue, typename P>
-__device__ __forceinline__ void multiply_tiles(const P& p, const Maps& maps, const uint8_t* shared) {
+// consume(ring, consumer) is what a consumer's warpgroup does.
+template <typename S, typename P, typename Consume>
+__device__ __forceinline__ void run_block(const P& p, const Maps& maps, const uint8_t* shared, Consume consume) {
   const Ring<S> ring = {(shared_address(shared) + S::kAlignment - 1) & ~uint32_t(S::kAlignment - 1)};
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&maps.x);
@@ -219,9 +221,15 @@ __device__ __forceinline__ void multiply_tiles(const P& p, const Maps& maps, con
     if (threadIdx.x == 0) produce(p, maps, ring);
   } else {
     raise_registers<S::kConsumerRegisters>();
-    consume<Epilogue>(p, maps, ring, warpgroup - 1);
+    consume(ring, warpgroup - 1);
   }
   if constexpr (S::kCluster > 1) cluster_sync();  // others arrive at barriers here until they have read their last stage
+}
+
+// Of consumers that multiply what lies in shared memory.
+template <typename S, typename Epilogue, typename P>
+__device__ __forceinline__ void multiply_tiles(const P& p, const Maps& maps, const uint8_t* shared) {
+  run_block<S>(p, maps, shared, [&](const Ring<S>& ring, int consumer) { consume<Epilogue>(p, maps, ring, consumer); });
 }
 
 }  // namespace trtconvert::linear

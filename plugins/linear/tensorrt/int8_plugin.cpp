@@ -35,30 +35,60 @@ bool read_activation(PluginField const& field, int32_t& value) noexcept {
 }
 
 bool Int8LinearPlugin::has_input(int32_t input) const noexcept {
-  return input == kBias ? attributes().bias : input == kResidual ? attributes().residual : true;
+  bool const quantised = attributes().quantised;
+  switch (input) {
+    case kRowScale:
+      return !has_16bit_rows();
+    case kBias:
+      return attributes().bias;
+    case kResidual:
+      return attributes().residual;
+    case kOutFactor:
+      return quantised && attributes().out_factor;
+    case kOutOffset:
+      return quantised && attributes().out_offset;
+    case kTimestep:
+      return quantised && attributes().timestep;
+    case kYScale:
+      return quantised;
+    default:
+      return true;
+  }
 }
 
-Element Int8LinearPlugin::input_element(int32_t input) noexcept {
-  return input == kResidual ? Element::k16Bit : input == kX || input == kWeight ? Element::kInt32 : Element::kFloat;
+Element Int8LinearPlugin::input_element(int32_t input) const noexcept {
+  if (input == kResidual || (input == kX && has_16bit_rows())) return Element::k16Bit;
+  return input == kX || input == kWeight ? Element::kInt32 : Element::kFloat;
 }
 
 bool Int8LinearPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertInt8LinearParams& params) const noexcept {
-  Dims const &x = inputs[kX].dims, &weight = inputs[kWeight].dims;
+  auto const dims_of = [&](int32_t input) { return has_input(input) ? &inputs[input_position(input)].dims : nullptr; };
+  Dims const &x = *dims_of(kX), &weight = *dims_of(kWeight);
   if (!check_has_rows(kX, x)) return false;
   int32_t const rank = weight_rank();
   if (weight.nbDims != rank) {
     log(Severity::kERROR, "input 'weight': expected %d dimensions, got shape %s", rank, ShapeText(weight).text);
     return false;
   }
+  if (attributes().quantised) {
+    QuantisedRowsAttributes of_table;
+    of_table.mode_set = TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC);
+    of_table.timestep_max = attributes().timestep_max;
+    if (!fill_table(of_table, dims_of(kTimestep), nullptr, dims_of(kYScale), params.out_table)) return false;
+  }
   int64_t const in_channels = 4 * clamped(weight.d[rank - 1]), out_channels = weight.d[rank - 2];
-  Dims const of_channels = rank == 3 ? Dims{2, {2, out_channels}} : Dims{1, {out_channels}};
+  Dims const of_out_channels{1, {out_channels}}, of_channels = rank == 3 ? Dims{2, {2, out_channels}} : of_out_channels;
   Dims const expected[kInputs] = {
-      with_channels(x, in_channels / payload_divisor(attributes().mode_set)),
+      with_channels(x, in_channels / (has_16bit_rows() ? 1 : payload_divisor(attributes().mode_set))),
       with_channels(x, 1),
       rank == 3 ? Dims{3, {2, out_channels, weight.d[rank - 1]}} : weight,
       of_channels,
       of_channels,
       with_channels(x, out_channels),
+      of_out_channels,
+      of_out_channels,
+      {1, {params.out_table.batch}},
+      {1, {params.out_table.num_bins}},
   };
   if (!check_inputs(inputs, num_inputs, expected)) return false;
   params.rows = rows_of(x);
@@ -78,20 +108,31 @@ void Int8LinearPlugin::place(void const* const* inputs, int32_t num_inputs, void
   params.weight_scale = input_of<float>(inputs, num_inputs, kWeightScale);
   params.bias = input_of<float>(inputs, num_inputs, kBias);
   params.residual = input_of(inputs, num_inputs, kResidual);
-  params.y = outputs[kY];
+  params.y = output_of(outputs, kY);
+  params.out_factor = input_of<float>(inputs, num_inputs, kOutFactor);
+  params.out_offset = input_of<float>(inputs, num_inputs, kOutOffset);
+  params.out_table.timestep = input_of<float>(inputs, num_inputs, kTimestep);
+  params.out_table.x_scale = input_of<float>(inputs, num_inputs, kYScale);
+  params.out_payload = output_of(outputs, kPayload);
+  params.out_row_scale = output_of<float>(outputs, kOutRowScale);
 }
 
 int32_t Int8LinearPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t, DimsExprs* outputs,
-                                          int32_t nbOutputs, nvinfer1::IExprBuilder&) noexcept {
+                                          int32_t nbOutputs, nvinfer1::IExprBuilder& exprBuilder) noexcept {
   if (!check_counts(nbInputs, nbOutputs)) return kFailed;
-  int32_t const x_rank = inputs[kX].nbDims, got = inputs[kWeight].nbDims, rank = weight_rank();
-  if (x_rank < 1 || got != rank) {
-    log(Severity::kERROR, "expected x of one dimension or more and weight of %d, got %d and %d", rank, x_rank, got);
+  DimsExprs const &x = inputs[kX], &weight = inputs[input_position(kWeight)];
+  int32_t const rank = weight_rank();
+  if (x.nbDims < 1 || weight.nbDims != rank) {
+    log(Severity::kERROR, "expected x of one dimension or more and weight of %d, got %d and %d", rank, x.nbDims, weight.nbDims);
     return kFailed;
   }
-  outputs[kY] = inputs[kX];
-  outputs[kY].d[x_rank - 1] = inputs[kWeight].d[rank - 2];
-  return kOk;
+  DimsExprs y = x;
+  y.d[x.nbDims - 1] = weight.d[rank - 2];
+  if (!attributes().quantised) {
+    outputs[0] = y;
+    return kOk;
+  }
+  return quantised_shapes(y, TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC), exprBuilder, outputs[0], outputs[1]) ? kOk : kFailed;
 }
 
 }  // namespace trtconvert::plugin

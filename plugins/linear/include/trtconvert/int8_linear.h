@@ -5,11 +5,12 @@
  *   y = y_0 * GELU(y_1)                                                       GEGLU of two layers (Shazeer 2020, arXiv:2002.05202)
  *   y = y + residual                                                          where wanted
  *
- * The product is exact in INT32, the rest is FP32, and y is rounded once. GELU(z) = z Phi(z) is exact to 4e-7, or the approximation by a
- * hyperbolic tangent (Hendrycks and Gimpel 2016, arXiv:1606.08415). Rows whose scale is NaN have results that are NaN.
+ * The product of INT8 rows is exact in INT32, the rest is FP32, and y is rounded once. 16-bit rows, of mode WEIGHT_ONLY, are multiplied
+ * by the INT8 weights as 16-bit numbers, which they are exactly, and summed in FP32. GELU(z) = z Phi(z) is exact to 4e-7, or the
+ * approximation by a hyperbolic tangent (Hendrycks and Gimpel 2016, arXiv:1606.08415). Rows whose scale is NaN have results that are NaN.
  *
- * A run launches one kernel for each way in which mode_set says that rows may come, of which those that are not wanted end at once. It
- * allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call from several threads and on
+ * A run launches a kernel for INT8 rows, one for 16-bit rows, or both where mode_set says that either may come: the rows themselves tell
+ * which, and the other one ends at once. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call from several threads and on
  * several streams at once.
  */
 #ifndef TRTCONVERT_INT8_LINEAR_H_
@@ -47,20 +48,27 @@ typedef struct {
 
   /* Contiguous, 16-byte aligned. */
   const void* x;             /* the payload of M quantised rows of K channels */
-  const float* row_scale;    /* [M] */
+  const float* row_scale;    /* [M]; may be null where mode_set has WEIGHT_ONLY alone: none is NaN */
   const void* weight;        /* INT8 [N, K]; with GEGLU [2, N, K] */
   const float* weight_scale; /* [N]; with GEGLU [2, N] */
   const float* bias;         /* [N]; with GEGLU [2, N]; or null */
   const void* residual;      /* [M, N], or null, as with any activation */
-  void* y;                   /* [M, N]; may be residual, overlaps none of the others */
+  void* y;                   /* [M, N]; may be residual, overlaps none of the others; null where quantised rows are wanted */
 
   void* stream; /* cudaStream_t; null is the default stream */
+
+  /* Quantised rows in place of y, for the next layer, of INT8 rows only: N in steps of 16. As quantise.h would from y in mode STATIC, but
+   * that a NaN among numbers is -127: rows that are NaN as a whole have a scale that is. mode_set 0: none, else that of STATIC alone. */
+  TrtConvertModeTable out_table;
+  const float* out_factor; /* [N], or null */
+  const float* out_offset; /* [N], or null */
+  void* out_payload;       /* INT8 [M, N]; overlaps none of the others, as out_row_scale */
+  float* out_row_scale;    /* [M] */
+
+  int32_t target_arch; /* 0: the device's best kernels; 80: those of mma.sync wherever they run (for tests) */
 } TrtConvertInt8LinearParams;
 
-/* Whether there is a kernel for the current device: compute capability 9.0, and compiled into the library. */
-TRTCONVERT_API int trtconvert_int8_linear_is_supported(void);
-
-/* All other functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
+/* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
 /* Checks what needs no device and no memory: everything but pointers and the stream. */
 TRTCONVERT_API TrtConvertStatus trtconvert_int8_linear_check(const TrtConvertInt8LinearParams* params, char* message,

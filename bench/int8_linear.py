@@ -1,0 +1,133 @@
+"""INT8 linear layers for bench/linear.py: our kernels, and what torch has for the same layer.
+
+Every call takes FP16 rows and gives 16-bit rows, but where its name says that quantisation is left out. Scales are those of each
+row and of each output channel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trtconvert.linear.kernel import (
+    INT8_LINEAR_VERSION,
+    QUANTISE_VERSION,
+    Int8LinearParams,
+    ModeTable,
+    QuantiseParams,
+    run,
+)
+from trtconvert.linear.modes import LayerMode
+
+GEGLU = 1
+E4M3_MOST = 448.0
+
+
+@dataclass(frozen=True)
+class Int8Layer:
+    """INT8 weights [N, K], with GEGLU [2 N, K], and FP32 scales and biases of their rows."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+    geglu: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor, geglu: bool) -> Int8Layer:
+        scale = weight.float().abs().amax(1) / 127
+        return cls((weight.float() / scale[:, None]).round().to(torch.int8), scale, bias.float(), geglu)
+
+    def run(self, x: Tensor, y: Tensor, rows: Rows | None = None) -> None:
+        """On rows quantised before, or on 16-bit ones as they are."""
+        source, scale = (x, None) if rows is None else (rows.payload, rows.scale.data_ptr())
+        mode_set = 1 << (LayerMode.WEIGHT_ONLY if rows is None else LayerMode.DYNAMIC)
+        pointers = [tensor.data_ptr() for tensor in (self.weight, self.scale, self.bias)]
+        stream = torch.cuda.current_stream().cuda_stream
+        sizes = (*x.shape, y.shape[1], 0, GEGLU if self.geglu else 0, mode_set)
+        given = Int8LinearParams(
+            ctypes.sizeof(Int8LinearParams),
+            INT8_LINEAR_VERSION,
+            *sizes,
+            source.data_ptr(),
+            scale,
+            *pointers,
+            None,
+            y.data_ptr(),
+            stream,
+        )
+        run("trtconvert_int8_linear_run", given)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """INT8 [M, K] and FP32 [M]."""
+
+    payload: Tensor
+    scale: Tensor
+
+    @classmethod
+    def like(cls, x: Tensor) -> Rows:
+        return cls(torch.empty_like(x, dtype=torch.int8), torch.empty(len(x), device=x.device))
+
+    def quantise(self, x: Tensor) -> None:
+        pointers = (x.data_ptr(), None, None, self.payload.data_ptr(), self.scale.data_ptr())
+        table = ModeTable(1 << LayerMode.DYNAMIC, 1, 1, 1000.0)
+        stream = torch.cuda.current_stream().cuda_stream
+        run(
+            "trtconvert_quantise_run",
+            QuantiseParams(ctypes.sizeof(QuantiseParams), QUANTISE_VERSION, *x.shape, 0, table, *pointers, stream, 0),
+        )
+
+
+def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(1, keepdim=True).float() / 127
+    return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def dequantised(sums: Tensor, row_scale: Tensor, weight_scale: Tensor, bias: Tensor) -> Tensor:
+    return (sums.float() * (row_scale * weight_scale) + bias).half()
+
+
+def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(1, keepdim=True).float() / E4M3_MOST
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def gated(y: Tensor) -> Tensor:
+    value, gate = y.chunk(2, dim=-1)
+    return value * F.gelu(gate)
+
+
+compiled_rows = torch.compile(quantised_rows, dynamic=True)
+compiled_dequantised = torch.compile(dequantised, dynamic=True)
+compiled_fp8_rows = torch.compile(fp8_rows, dynamic=True)
+
+
+def int_mm(layer: Int8Layer, x: Tensor, quantise: Callable, dequantise: Callable) -> Tensor:
+    """torch._int_mm, the INT8 product that torch has, between what quantises rows and what scales the sums."""
+    rows, scale = quantise(x)
+    return dequantise(torch._int_mm(rows, layer.weight.T), scale, layer.scale, layer.bias)
+
+
+@dataclass(frozen=True)
+class Fp8Layer:
+    """E4M3 weights [N, K] and FP32 scales and BF16 biases of their rows: of cuBLASLt's FP8, which gives BF16 with such scales."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor) -> Fp8Layer:
+        stored, scale = fp8_rows(weight)
+        return cls(stored, scale, bias.bfloat16())
+
+    def product(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return torch._scaled_mm(
+            rows, self.weight.T, scale_a=scale, scale_b=self.scale.T, bias=self.bias, out_dtype=torch.bfloat16
+        )
