@@ -1,7 +1,8 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
 
     python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
-                           [--peers torch plain native group-norms plugin channels-first auto layers layers-qdq native-layers]
+                           [--peers torch torchao-fp8 torchao-int8 plain native group-norms plugin channels-first auto layers
+                                    layers-qdq native-layers]
                            [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
@@ -14,6 +15,9 @@ that uses each for as many steps. Of U-Nets group norms are plugins as well: `ch
 `trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or TensorRT's own is
 everywhere, or the plugin at some lengths, or no plugin at all, whichever makes the fastest engine. The time of its build is that
 of all that it builds and times.
+
+`torchao-fp8` and `torchao-int8` are torch.compile with its linear layers quantised by torchao, activations per token while they
+run; they need the package torchao. `layers` is our plugin between INT8 layers as `trtconvert compile` builds them first.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
@@ -31,6 +35,7 @@ steady loop. Nothing is asserted. The host's time per call is measured by bench/
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import gc
 import itertools
@@ -58,6 +63,7 @@ from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_scales import choose_scales, layer_tables
+from trtconvert.calib.plan import layer_modes
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans
@@ -73,7 +79,6 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions
 from trtconvert.export.trace import SiteOptions, trace
-from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection, LayersSection
@@ -96,7 +101,14 @@ LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = 
     "native-layers": (f"{NATIVE}, INT8 layers by Q/DQ", True, "native"),
 }
 """What each is called, whether attention is TensorRT's own, and how layers are computed."""
-PEERS = ("torch", "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS)
+TORCHAO_PEERS = {
+    "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig"),
+    "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig"),
+}
+"""What each is called, and its configuration in torchao.quantization."""
+PEERS = (
+    "torch", *TORCHAO_PEERS, "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS
+)  # fmt: skip
 LAYER_CALLS, LAYER_ROWS = 2, 16
 """Calls at the timestep of each mode on which layers are calibrated, and whole rows that are kept of each."""
 
@@ -133,6 +145,11 @@ def export_plain(model: DiffusionModel, path: Path) -> None:
     unfinished = path.with_suffix(".partial")
     program.save(unfinished, external_data=True)
     unfinished.rename(path)  # the file of weights keeps the name that the model has for it
+
+
+def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
+    """Layers whose channels its kernels take, few rows or many."""
+    return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
 # Measuring --------------------------------------------------------------------------------------------------------------
@@ -362,7 +379,9 @@ class Bench:
             feed = {name: x.float() for name, x in half[0].items()}
             feed["timestep"].fill_(TIMESTEPS[mode])
             self.expected[mode] = intercepted(self.model, observe, finder if mode == MODES[0] else None)(**feed)
-        self.layers, _ = select_layers(finder.layers(), ["*"], [], section.min_rows, section.kinds)
+        self.layers, _ = select_layers(
+            finder.layers(), ["*"], [], section.min_rows, section.kinds, few_rows=section.few_rows
+        )
         self.tables = {
             site: AttentionTables(**{field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])})
             for site, found in bins.items()
@@ -392,8 +411,8 @@ class Bench:
             )
             for source, layers in readers.items()
         }  # fmt: skip
-        modes = torch.full((len(MODES),), int(LayerMode.STATIC), dtype=torch.int32)
-        tables = layer_tables(self.model.denoiser, self.layers, scales, {layer.name: modes for layer in self.layers})
+        modes = layer_modes(LayersSection(modes="static"), self.layers, len(MODES))
+        tables = layer_tables(self.model.denoiser, self.layers, scales, modes)
         self.converted = {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in self.layers}
 
     def _at(self, mode: Mode) -> None:
@@ -442,6 +461,30 @@ class Bench:
         held = sum(x.nbytes for named in (*self.inputs, self.expected) for x in named.values())
         memory = torch.cuda.max_memory_allocated() - held
         self._time([Timed(what, lambda i: forward(**self.inputs[i % len(self.inputs)]), MODES[0], memory, built)])
+
+    def torchao(self, peer: str) -> Timed:
+        """The compiled denoiser with its linear layers quantised by torchao; the denoiser stays what it is."""
+        from torchao import quantization
+
+        what, configuration = TORCHAO_PEERS[peer]
+        free = torch.cuda.mem_get_info()[0]
+        denoiser = copy.deepcopy(self.model.denoiser)
+        options = {"granularity": quantization.PerRow()} if peer == "torchao-fp8" else {}
+        with Phase(f"{self.model.name}: {what}") as compiling:
+            quantization.quantize_(denoiser, getattr(quantization, configuration)(**options), filter_fn=_fits_torchao)
+            compiled = torch.compile(denoiser, mode="reduce-overhead")
+            for feed in self.inputs:
+                compiled(**feed)
+        memory = free - torch.cuda.mem_get_info()[0]
+        inputs = self.inputs
+        return Timed(what, lambda i: compiled(**inputs[i % len(inputs)]), MODES[0], memory, compiling.seconds)
+
+    def torchao_rows(self, peers: Collection[str]) -> None:
+        for peer in TORCHAO_PEERS:
+            if peer in peers:
+                self._time([self.torchao(peer)])
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
 
     def to_cpu(self) -> None:
         """Once torch is done with the denoiser: the exporters want it there."""
@@ -612,7 +655,8 @@ def main() -> None:
         nargs="*",
         choices=PEERS,
         default=PEERS,
-        help="torch: as it is and compiled; plain: TensorRT with what torch exports by itself; native: with our export and "
+        help="torch: as it is and compiled; torchao-*: compiled with its quantisation; plain: TensorRT with what torch "
+        "exports by itself; native: with our export and "
         "TensorRT's own attention; group-norms: between our group norms; plugin: with ours everywhere; channels-first: between "
         "TensorRT's; auto: what the build would keep of group-norms and plugin",
     )
@@ -641,7 +685,8 @@ def main() -> None:
             bench = Bench(name, arguments.kernels, bool(LAYER_PEERS.keys() & set(arguments.peers)))
             if "torch" in arguments.peers:
                 bench.torch_rows()
-            engines = set(arguments.peers) - {"torch", "plain", *LAYER_PEERS}
+            bench.torchao_rows(arguments.peers)
+            engines = set(arguments.peers) - {"torch", "plain", *TORCHAO_PEERS, *LAYER_PEERS}
             bench.to_cpu()
             if arguments.exports or engines:
                 path = bench.export(exports, layers=False)

@@ -141,10 +141,10 @@ def test_a_file_that_does_not_fit_ends_the_build_with_nothing_half_written(tiny_
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 64 KiB."""
+    """A disk of 128 KiB, which holds a bundle of the tiny model once and not twice."""
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", place], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     yield place
     subprocess.run(["umount", place], check=True)

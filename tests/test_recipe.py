@@ -180,7 +180,6 @@ def test_a_list_of_modes_has_one_for_each_timestep_bin(tmp_path, section, modes)
     assert f"the modes are {modes.count('0')}" in message and "remedy: " in message
 
 
-@pytest.mark.xfail(strict=True, reason="a check of the whole recipe has no line, and nothing that was got")
 def test_a_list_of_modes_of_the_wrong_length_is_told_with_its_line(tmp_path):
     message = refused(tmp_path, MODEL + "calibration: {bins: 2}\nlayers:\n  modes: [static]\n")
     assert "recipe.yaml:4: 'layers.modes' does not fit" in message and "got: ['static']" in message

@@ -28,10 +28,13 @@ class Caller:
 
     Attributes:
         timestep: [B] FP32, what the denoiser was given for each sample.
+        tokens_first: samples of the call of torch's multi-head attention that is running, whose rows are those of the first token
+            of each sample, of the second, …; None outside of one.
     """
 
     def __init__(self, model: nn.Module, timestep: Tensor) -> None:
         self.timestep = timestep
+        self.tokens_first: int | None = None
         self._model = model
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, Counter[str]] = {}
@@ -73,8 +76,13 @@ class Interception(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _COMPOSITE:
-            with self:  # while a mode handles a call it sees none of those within
-                return _COMPOSITE[func](*args, **(kwargs or {}))
+            query = args[0] if args else (kwargs or {})["query"]
+            self._caller.tokens_first = query.shape[1] if query.dim() == 3 else 1
+            try:
+                with self:  # while a mode handles a call it sees none of those within
+                    return _COMPOSITE[func](*args, **(kwargs or {}))
+            finally:
+                self._caller.tokens_first = None
         hook = self._hooks.get(func)
         return func(*args, **(kwargs or {})) if hook is None else hook(self._caller, args, dict(kwargs or {}))
 

@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from trtconvert.errors import UserError, first_line
 
@@ -132,8 +133,13 @@ class LayersSection(_Section):
     )
     min_rows: Count = Field(
         default=2,
-        description="Rows (tokens, pixels) for each sample below which a layer stays as it is. 1 takes in modulations and "
-        "embeddings of the timestep, whose errors meet every token.",
+        description="Rows (tokens, pixels) for each sample below which activations stay in 16 bits, see few_rows. 1 takes in "
+        "modulations and embeddings of the timestep, whose errors meet every token.",
+    )
+    few_rows: Literal["weight_only", "exact"] = Field(
+        default="weight_only",
+        description="What layers of fewer rows become: with `weight_only` those of at least four million weights, as modulations "
+        "of large transformers, have INT8 weights, half the memory; with `exact` they stay as they are.",
     )
     modes: Literal["auto", "off"] | LayerModeName | list[LayerModeName] = Field(
         default="auto",
@@ -439,8 +445,10 @@ class Recipe(_Section):
         bins = self.calibration.bins
         for name, modes in (("attention", self.attention.modes), ("layers", self.layers.modes)):
             if isinstance(modes, list) and len(modes) != bins:
-                raise ValueError(
-                    f"one entry of {name}.modes per timestep bin: calibration.bins is {bins}, the modes are {len(modes)}"
+                raise PydanticCustomError(
+                    "modes",
+                    "one entry of {section}.modes per timestep bin: calibration.bins is {bins}, the modes are {count}",
+                    {"section": name, "bins": bins, "count": len(modes), "place": (name, "modes"), "got": modes},
                 )
         return self
 
@@ -615,7 +623,7 @@ def _place(document: Any, error: Any) -> tuple:
     if error["type"] == "missing":
         return error["loc"]
     keys, node = [], document
-    for part in error["loc"]:
+    for part in error["loc"] or error.get("ctx", {}).get("place", ()):
         if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
             keys.append(part)
             node = node[part]
@@ -669,7 +677,7 @@ def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
                 remedy=f"did you mean '{near[0]}'?" if near else "remove it",
             )
         )
-    got = error["input"]
+    got = error.get("ctx", {}).get("got", error["input"])
     expected = list(dict.fromkeys(_EXPECTED.get(e["type"]) or e["msg"] for e in errors))
     expected = [text.removeprefix("Value error, ").removeprefix("Input should be ") for text in expected]
     names = [

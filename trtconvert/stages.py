@@ -78,7 +78,7 @@ def component_stage(
     in_int8 = asked.get("layers") == "int8"
     if in_int8:
         reads["layers"] = recipe.layers.model_dump(
-            mode="json", include={"kinds", "min_rows", "equalise", "offsets", "scales"}
+            mode="json", include={"kinds", "min_rows", "few_rows", "equalise", "offsets", "scales"}
         )
 
     def make(folder: Path, bar: Bar) -> None:
@@ -174,7 +174,7 @@ def calibrate_stage(
         if recipe.attention.modes == "auto":
             from trtconvert.calib.plan import kernel_cost
 
-            kernel_cost(recipe.plan)
+            kernel_cost(recipe.plan, recipe.layers)
         parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.calibration.from_ is not None:
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers)

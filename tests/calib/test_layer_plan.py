@@ -1,5 +1,6 @@
 """One plan for attention and layers: optimal, a layer INT8 in all timestep bins or in none, plans of either alone beside it."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -147,9 +148,6 @@ def test_a_bin_without_steps_does_not_keep_layers_from_being_int8(unseen):
     assert found.layers == {"q": [3, 3], "skip": [3, 3]}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Frontier.choose takes the first plan whose attention is FP16 for full precision"
-)
 def test_where_no_plan_keeps_the_budget_full_precision_is_chosen():
     found = searched(200.0).choose(None)
     assert not any(any(row) for row in (*found.modes.values(), *found.layers.values()))
@@ -193,7 +191,7 @@ def test_sensitivities_of_layers_are_the_errors_that_one_group_makes(int8):
     steps: list[int] = []
     found = measure_sensitivity(
         model, sites, BINS, modes=[Mode.FP16, Mode.PRECISION], layers=layers, groups=groups,
-        layer_modes=[LayerMode.STATIC], seeds=range(2), steps=4, done=lambda: steps.append(1),
+        layer_modes={key: [LayerMode.STATIC] for key in groups}, seeds=range(2), steps=4, done=lambda: steps.append(1),
     )  # fmt: skip
     assert found.sites == ["denoiser", LAYERS_OF + "q", LAYERS_OF + "skip"] and len(steps) == 4 + BINS + 1 - 1
     assert found.error[1:, :, [0, STATIC]].isfinite().all() and found.error[1:, :, 1:3].isnan().all()
@@ -231,6 +229,12 @@ def test_stated_modes_are_those_of_every_layer(modes, linear, conv):
     plan = layer_modes(LayersSection(modes=modes), [layer_of(), layer_of("conv", "b")], BINS)
     assert {name: row.tolist() for name, row in plan.items()} == {"a": linear, "b": conv}
     assert all(row.dtype == torch.int32 for row in plan.values())
+
+
+def test_layers_of_few_rows_have_int8_weights_alone():
+    few = dataclasses.replace(layer_of(name="few"), weight_only=True)
+    plan = layer_modes(LayersSection(modes="static"), [layer_of(), few], BINS)
+    assert {name: row.tolist() for name, row in plan.items()} == {"a": [3, 3], "few": [1, 1]}
 
 
 def test_layers_that_are_off_have_none():
@@ -319,6 +323,20 @@ def test_stated_layers_are_the_same_in_all_plans(tmp_path):
     assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == rows
 
 
+def test_layers_of_few_rows_have_int8_weights_in_all_plans(tmp_path, monkeypatch):
+    monkeypatch.setattr("trtconvert.linear.sites.FEWEST_WEIGHTS", 1)
+    outcome = planned(tmp_path)
+    assert outcome.exit_code == 0, outcome.output
+    frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
+    assert all(point.layers["time"] == [LayerMode.WEIGHT_ONLY] * 2 for point in frontier.points)
+    assert {tuple(point.layers["skip"]) for point in frontier.points} == {(0, 0), (3, 3)}
+    chosen = next(point for point in frontier.points if point.name == frontier.chosen)
+    component = read_manifest(tmp_path / "bundle").components["denoiser"]
+    assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == {
+        name: row for name, row in chosen.layers.items() if any(row)
+    }
+
+
 def test_layers_that_are_off_take_no_part_in_a_search(tmp_path):
     outcome = planned(tmp_path, layers={"modes": "off", "include": ["*"]}, times={"layers": ()})
     assert outcome.exit_code == 0, outcome.output
@@ -326,15 +344,13 @@ def test_layers_that_are_off_take_no_part_in_a_search(tmp_path):
     assert read_manifest(tmp_path / "bundle").components["denoiser"].layers == []
 
 
-@pytest.mark.xfail(strict=True, reason="a plan is infeasible where no time of layers is known, and nobody says so")
 @pytest.mark.parametrize("times", [{"layers": ()}, {"layers": ((3, 1.0),)}])
 def test_a_table_without_times_of_layers_is_refused_before_the_calibration(tmp_path, times):
     outcome = planned(tmp_path, times=times)
     refusal(outcome, "times.json", "layers", "trtconvert measure")
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").glob("[!.]*"))  # no stage was made
 
 
-@pytest.mark.xfail(strict=True, reason="convolutions have no dynamic mode, and are measured in it all the same")
 def test_a_search_among_dynamic_layers_leaves_convolutions_a_mode_that_they_have(tmp_path):
     outcome = planned(tmp_path, layer_candidates=["dynamic"], times={"layers": ((0, 4.0), (2, 1.0), (3, 1.0))})
     assert outcome.exit_code == 0, outcome.output

@@ -17,6 +17,7 @@ from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choo
 from trtconvert.errors import BackendUnavailable
 from trtconvert.export import lowering
 from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.library import library_version
 from trtconvert.recipe import EngineSection
 
@@ -145,6 +146,8 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
     """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
+    plugin = ir.node("GroupNorm", [], domain=DOMAIN)
+    monkeypatch.setattr(lowering, "take_group_norms", lambda model: model.graph.append(plugin) if norms else None)
     record = builds.build(attention, **fields).record
     taken = kernel and norms and not fields
     assert record.plugin == (library_version() if attention == "plugin" or taken else "")

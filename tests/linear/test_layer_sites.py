@@ -304,6 +304,17 @@ def test_patterns_choose_layers(include, exclude, min_rows, expected):
     assert list(names(chosen)) == expected and len(chosen) + len(left) == 4
 
 
+def test_layers_of_few_rows_keep_16bit_activations(monkeypatch):
+    chosen, _left = select_layers(ended(), ["*"], [], 2, few_rows="weight_only")
+    assert list(names(chosen)) == ["middle"]  # the other has few weights as well
+    monkeypatch.setattr("trtconvert.linear.sites.FEWEST_WEIGHTS", 32 * 32)
+    for include, expected in ((["*"], {"embedding": True, "middle": False}), (["embedding"], {"embedding": False})):
+        chosen, _ = select_layers(ended(), include, [], 2, few_rows="weight_only")
+        assert {layer.name: layer.weight_only for layer in chosen} == expected
+    chosen, _ = select_layers(ended(), ["*"], [], 7, few_rows="weight_only")
+    assert [layer.weight_only for layer in chosen] == [True, True]
+
+
 def test_what_stays_says_why():
     reasons = {layer.name: layer.obstacle for layer in select_layers(ended(), ["*"], ["middle"], 2)[1]}
     assert reasons == {

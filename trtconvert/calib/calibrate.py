@@ -68,7 +68,11 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     if layers.off:
         return Parts(chosen, left, [], [])
     return Parts(
-        chosen, left, *select_layers(finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds)
+        chosen,
+        left,
+        *select_layers(
+            finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds, few_rows=layers.few_rows
+        ),
     )
 
 

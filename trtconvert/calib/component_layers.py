@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
+from trtconvert.calib.plan import layer_modes
 from trtconvert.calib.sensitivity import Int8Layers
 from trtconvert.diffusion_model import ModelComponent
 from trtconvert.errors import GateError, UserError
 from trtconvert.interception import Interception
-from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import (
     ConvertedLayer,
@@ -73,7 +73,7 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
     finder = LayerFinder(source.module)
     exact = _run(source, finder)
     # The recipe's patterns are of the denoiser's names.
-    chosen, left = select_layers(finder.layers(), ["*"], [], section.min_rows, section.kinds)
+    chosen, left = select_layers(finder.layers(), ["*"], [], section.min_rows, section.kinds, section.few_rows)
     if not chosen:
         reasons = sorted({layer.obstacle for layer in left})
         raise UserError(
@@ -101,8 +101,8 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
         )
         for name, layers in readers.items()
     }
-    static = torch.tensor([int(LayerMode.STATIC)], dtype=torch.int32)
-    tables = layer_tables(source.module, chosen, scales, {layer.name: static for layer in chosen})
+    modes = layer_modes(section.model_copy(update={"modes": "static"}), chosen, 1)
+    tables = layer_tables(source.module, chosen, scales, modes)
     decibels = _decibels(source, tables)
     by_quality = sorted(chosen, key=lambda layer: -decibels[layer.name])
     error, kept = math.inf, list[Layer]()

@@ -1,4 +1,4 @@
-"""What attention costs in each mode, from the kernels' measured times."""
+"""What attention and layers cost in each mode, from the kernels' measured times."""
 
 from __future__ import annotations
 
@@ -65,13 +65,16 @@ class KernelCost:
         ]
 
     @staticmethod
-    def load(path: Path | None = None, candidates: Collection[Mode] = ()) -> KernelCost:
+    def load(
+        path: Path | None = None, candidates: Collection[Mode] = (), layer_candidates: Collection[LayerMode] = ()
+    ) -> KernelCost:
         """Times that `trtconvert measure` wrote, or those that come with the program.
 
         Args:
             candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
+            layer_candidates: likewise of layers, 16 bits among them.
         Raises:
-            UserError: not such a file, or one that lacks a mode at some head size.
+            UserError: not such a file, or one that lacks a mode at some head size, or of layers.
         """
         path = path or KERNEL_COST
         try:
@@ -80,7 +83,7 @@ class KernelCost:
                 raise ValueError(lacking)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(
-                f"{path} does not hold times of the attention kernels",
+                f"{path} does not hold times of the kernels",
                 expected="a JSON file that `trtconvert measure` wrote: gpu, date, and rows of shape, mode and seconds",
                 got=f"{type(error).__name__}: {error}",
                 remedy="measure again on the GPU that the plan is for, or remove plan.kernel_cost",
@@ -93,6 +96,15 @@ class KernelCost:
                 remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or take "
                 "the mode out of plan.candidates",
             )
+        of_layers = {mode for _, mode, _ in cost._layers}
+        if unknown := [mode.name.lower() for mode in sorted(layer_candidates) if mode not in of_layers]:
+            raise UserError(
+                f"{path} cannot price the layers that the plan may choose",
+                expected="times of layers in 16 bits (exact) and in every mode among plan.layer_candidates",
+                got=f"none of layers {', '.join(unknown)}, measured {cost.date} on an {cost.gpu}",
+                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or state "
+                "layers.modes (off leaves layers in 16 bits)",
+            )
         return cost
 
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
@@ -103,7 +115,7 @@ class KernelCost:
             here = {mode for shape, mode, _ in self._rows if (shape.head_dim, shape.to_prompt) == (size, prompt)}
             if missing := [mode.name.lower() for mode in sorted(modes) if mode not in here]:
                 return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
-        if any(not (0 < seconds < math.inf) for _, _, seconds in self._rows):
+        if any(not (0 < seconds < math.inf) for _, _, seconds in (*self._rows, *self._layers)):
             return "times that are not positive"
         return ""
 

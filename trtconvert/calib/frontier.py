@@ -42,6 +42,11 @@ class PlanPoint(_Record):
         """dB."""
         return self.figures["psnr"]
 
+    @property
+    def in_int8(self) -> int:
+        """Timestep bins of sites and layers that are not in full precision."""
+        return sum(mode != 0 for row in (*self.modes.values(), *self.layers.values()) for mode in row)
+
 
 class Frontier(_Record):
     """All plans that a search tried.
@@ -67,8 +72,9 @@ class Frontier(_Record):
         """
         kept = [point for point in self.points if point.keeps_budget]
         if name is None:
-            # Equal samples have a PSNR that ends somewhere; a budget beyond it leaves full precision everywhere.
-            exact = next(point for point in self.points if not any(any(row) for row in point.modes.values()))
+            # Equal samples have a PSNR that ends somewhere; a budget beyond it leaves full precision everywhere, but in layers
+            # whose modes are stated.
+            exact = min(self.points, key=lambda point: point.in_int8)
             return next((point for point in kept if point.allowed), exact)
         found = next((point for point in self.points if point.name == name), None)
         if found is not None and found.keeps_budget:

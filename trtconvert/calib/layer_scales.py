@@ -115,8 +115,10 @@ def choose_scales(
         bins: T.
         statistic: "least-error": the scale of least squared error; "maxima": the percentile of the calls' maxima.
         percentile: of "maxima".
-        equalise: whether factors may be used; offsets: whether offsets may.
+        equalise: whether factors may be used; offsets: whether offsets may. Neither is where activations stay in 16 bits.
     """
+    in_16bit = all(layer.weight_only for layer in layers)
+    equalise, offsets = equalise and not in_16bit, offsets and not in_16bit
     weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
     seen = _Points(rows)
     halves = seen.halves()

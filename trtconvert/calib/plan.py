@@ -77,20 +77,28 @@ def layer_modes(section: LayersSection, layers: Iterable[Layer], bins: int) -> P
     rows = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
     plan = {}
     for layer in layers:
-        # Convolutions have no scales per token.
-        of_layer = [LayerMode.STATIC if layer.kind == "conv" and mode == LayerMode.DYNAMIC else mode for mode in rows]
-        plan[layer.name] = torch.tensor(of_layer, dtype=torch.int32)
+        plan[layer.name] = torch.tensor([_mode_of(layer, mode) for mode in rows], dtype=torch.int32)
     return plan
 
 
-def kernel_cost(section: PlanSection) -> tuple[KernelCost, set[Mode]]:
-    """The kernels' times by which a search prices its plans, and the modes that it may choose, FP16 among them.
+def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
+    """What a layer has where a mode is asked for: convolutions have no scales per token."""
+    if layer.weight_only:
+        return LayerMode.WEIGHT_ONLY
+    return LayerMode.STATIC if layer.kind == "conv" and mode == LayerMode.DYNAMIC else mode
+
+
+def kernel_cost(section: PlanSection, of_layers: LayersSection) -> tuple[KernelCost, set[Mode], set[LayerMode]]:
+    """The kernels' times by which a search prices its plans, and the modes that it may choose: of attention, FP16 among them,
+    and of layers, none where it does not decide about them.
 
     Raises:
         UserError: as `KernelCost.load`.
     """
     allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
-    return KernelCost.load(section.kernel_cost, allowed), allowed
+    in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
+    allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
+    return KernelCost.load(section.kernel_cost, allowed, allowed_layers), allowed, allowed_layers
 
 
 def search(
@@ -108,14 +116,15 @@ def search(
 ) -> Frontier:
     """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
 
-    Layers take part where `layers.modes` is auto; else they have the modes that the recipe states, in all plans.
+    Layers take part where `layers.modes` is auto; else they have the modes that the recipe states, in all plans, and so
+    have those that are `weight_only`.
 
     Args:
         sites, layers: to convert.
         batch: for which times are taken.
         bar: shows the progress.
     """
-    cost, allowed = kernel_cost(section)
+    cost, allowed, allowed_layers = kernel_cost(section, of_layers)
     shapes = [AttentionShape(batch * s.folds, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
     seconds = cost.table(shapes)
     seeds = range(section.seed, section.seed + section.samples)
@@ -125,11 +134,19 @@ def search(
     groups: dict[str, list[str]] = {}
     if of_layers.modes == "auto":
         for layer in layers:
-            groups.setdefault(layer.source, []).append(layer.name)
-    allowed_layers = [LayerMode[name.upper()] for name in section.layer_candidates]
+            if not layer.weight_only:
+                groups.setdefault(layer.source, []).append(layer.name)
+    fixed = {name: modes for name, modes in stated.items() if not any(name in members for members in groups.values())}
+    by_name = {layer.name: layer for layer in layers}
+    modes_of = {
+        source: {_mode_of(by_name[source], mode) for mode in allowed_layers if mode != LayerMode.EXACT}
+        for source in groups
+    }
     if groups:
-        of_group = {source: [layer for layer in layers if layer.source == source] for source in groups}
-        rows = [layer_seconds(cost, of_source, batch, allowed_layers) for of_source in of_group.values()]
+        rows = [
+            layer_seconds(cost, [by_name[name] for name in members], batch, modes_of[source])
+            for source, members in groups.items()
+        ]
         seconds = torch.cat([seconds, torch.tensor(rows, dtype=torch.float64)])
     bar.total(
         section.steps
@@ -146,7 +163,8 @@ def search(
     def int8_layers(plan: Plan) -> Int8Layers:
         if not groups:
             return in_int8
-        chosen = {
+        chosen = {name: in_int8.tables[name] for name in fixed}
+        chosen |= {
             name: in_int8.tables[name].with_modes(plan[LAYERS_OF + source])
             for source, members in groups.items()
             for name in members
@@ -156,7 +174,7 @@ def search(
 
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
     sensitivity = measure_sensitivity(
-        model, int8_sites(exact), bins, modes=allowed, layers=in_int8, groups=groups, layer_modes=allowed_layers, seeds=seeds,
+        model, int8_sites(exact), bins, modes=allowed, layers=in_int8, groups=groups, layer_modes=modes_of, seeds=seeds,
         steps=section.steps, done=bar.step,
     )  # fmt: skip
     with torch.no_grad():
@@ -177,11 +195,8 @@ def search(
         return measured[key]
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, allowed)
-    if groups:
-        points = [point.model_copy(update={"layers": _by_layer(point.layers, groups)}) for point in points]
-    else:
-        rows = {name: modes.tolist() for name, modes in stated.items()}
-        points = [point.model_copy(update={"layers": rows}) for point in points]
+    of_fixed = {name: modes.tolist() for name, modes in fixed.items()}
+    points = [point.model_copy(update={"layers": of_fixed | _by_layer(point.layers, groups)}) for point in points]
     return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
 
 

@@ -133,7 +133,7 @@ def measure_sensitivity(
     modes: Collection[Mode] = tuple(Mode),
     layers: Int8Layers | None = None,
     groups: Mapping[str, Collection[str]] | None = None,
-    layer_modes: Collection[LayerMode] = (),
+    layer_modes: Mapping[str, Collection[LayerMode]] | None = None,
     seeds: range,
     steps: int,
     done: Callable[[], None],
@@ -144,19 +144,21 @@ def measure_sensitivity(
         sites: their modes do not matter.
         modes: to measure; each takes a pass through the model for each site in every step.
         layers: whose modes do not matter either; groups: their names, by the first layer that reads the same tensor.
-        layer_modes: to measure, of layers; each takes a pass for each group in every step.
+        layer_modes: to measure, of each group; each takes a pass in every step.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
         done: called `steps + bins + 1` times.
     """
-    groups = groups or {}
+    groups, layer_modes = groups or {}, layer_modes or {}
     choices: dict[str, list[tuple[int, Callable[[], Denoiser]]]] = {
         name: [(mode, partial(_with_site, model, sites, name, mode)) for mode in INT8_MODES if mode in modes]
         for name in sites.tables
     }
     if layers is not None:
         choices |= {
-            LAYERS_OF + name: [(mode, partial(_with_layers, model, layers, members, mode)) for mode in layer_modes]
+            LAYERS_OF + name: [
+                (mode, partial(_with_layers, model, layers, members, mode)) for mode in layer_modes[name]
+            ]
             for name, members in groups.items()
         }
     names = list(choices)

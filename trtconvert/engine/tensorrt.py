@@ -251,6 +251,7 @@ def build_engine(
     from trtconvert.export import storage
     from trtconvert.export.lowering import has_group_norms
     from trtconvert.export.nodes.attention import require_attention_nodes
+    from trtconvert.export.nodes.common import has_own_nodes
 
     trt = load()
     profiles = component.profiles or [component.dims]
@@ -284,7 +285,14 @@ def build_engine(
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
-    has_plugins = engine.with_plugin or (with_group_norms and not engine.is_plain)
+    chosen = options.model_copy(
+        update={
+            "layers": engine.layers or kinds[0],
+            "channels_last": options.channels_last and not engine.is_plain,
+        }
+    )
+    native = [site.name for site in engine.native_sites] if engine.with_plugin else list(nodes)
+    has_plugins = has_own_nodes(lowered(model, native, chosen, profiles))
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
@@ -295,7 +303,7 @@ def build_engine(
             "native_us": engine.times.native if engine.times else None,
             "with_plugins_us": engine.plain_times.with_plugins if engine.plain_times else None,
             "plain_us": engine.plain_times.plain if engine.plain_times else None,
-            "layers": (engine.layers or kinds[0]) if component.has_int8_layers else "",
+            "layers": chosen.layers if component.has_int8_layers else "",
             "layers_us": engine.layer_times,
             "refittable": options.refittable,
             "weights": _shapes_by_name(model) if options.refittable else {},
@@ -349,24 +357,35 @@ def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["aut
     Raises:
         BackendUnavailable: it has none, and the plugin was asked for by name.
     """
-    compiled = compiled_architectures()
-    wanted = "sm80" if options.hardware_compatible else str(device_architecture())
-    if options.attention == "native" or serves(wanted, compiled):
+    against = _against_plugins(options)
+    if options.attention == "native" or not against:
         return options.attention
-    gpus = f"{wanted} and later, which engine.hardware_compatible asks for" if options.hardware_compatible else wanted
-    found = f"kernels for {', '.join(f'sm_{name}' for name in compiled)}"
     if options.attention == "plugin":
         raise BackendUnavailable(
             "the INT8 plugin does not run where the engine shall run",
-            expected=f"a plugin library with kernels for {gpus}",
-            got=found,
+            expected=f"a plugin library with kernels for {_gpus(options)}",
+            got=against,
             remedy="compile the library for it (TRTCONVERT_CUDA_ARCHITECTURES; sm80 is the oldest), or set engine.attention "
             "to native",
         )
     watch.notice(
-        f"no INT8 attention: the plugin library has {found}, not for {gpus}; TensorRT's own stays at every site"
+        f"no INT8 attention: the plugin library has {against}, not for {_gpus(options)}; TensorRT's own stays at every site"
     )
     return "native"
+
+
+def _gpus(options: EngineSection) -> str:
+    """Those that an engine shall run on."""
+    here = str(device_architecture())
+    return "sm80 and later, which engine.hardware_compatible asks for" if options.hardware_compatible else here
+
+
+def _against_plugins(options: EngineSection) -> str:
+    """Which kernels the plugin library has, where none serves the GPUs that an engine shall run on; else empty."""
+    compiled = compiled_architectures()
+    if serves("sm80" if options.hardware_compatible else str(device_architecture()), compiled):
+        return ""
+    return f"kernels for {', '.join(f'sm_{name}' for name in compiled)}"
 
 
 def lowered(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> ir.Model:
@@ -388,13 +407,14 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         quantise_products,
         split_modulations,
         split_products,
+        take_few_row_layers,
         take_group_norms,
     )
     from trtconvert.export.nodes.attention import attention_nodes
 
     model = model.clone()
     # First: rewrites look for products.
-    expand_layers(model, exact=options.layers == "exact", offsets=options.layers == "plugin")
+    in_int8 = expand_layers(model, exact=options.layers == "exact", offsets=options.layers == "plugin")
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
         take_group_norms(model)
@@ -412,9 +432,10 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         split_products(model)
         split_modulations(model)
         multiply_patches(model)
-    if (
-        options.layers != "plugin"
-    ):  # what our kernels do not take stays in 16 bits: TensorRT's Q/DQ gains nothing beside plugins
+    if in_int8 and options.layers != "exact" and not _against_plugins(options):
+        take_few_row_layers(model, opt_sizes(profiles))
+    # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits.
+    if options.layers != "plugin":
         quantise_products(model)
     return model
 

@@ -461,8 +461,10 @@ def registered(
     buffers = {}
     for field in fields(tables):
         table = getattr(tables, field.name)
-        # Buffers have no dots in their names. With a slash none is called as another one, nor as a weight.
-        buffer = f"{name.replace('.', '/')}:{field.name}"
+        # Buffers have no dots in their names. With a slash none is called as another one, nor as a weight. A module may be a site
+        # and a layer, which both have modes.
+        of_layer = "layer_" if isinstance(tables, LayerTables) and field.name == "modes" else ""
+        buffer = f"{name.replace('.', '/')}:{of_layer}{field.name}"
         if there is not None and (first := there.setdefault(id(table), buffer)) != buffer:
             buffer = first
         else:

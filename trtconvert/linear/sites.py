@@ -25,6 +25,9 @@ IN_STEP, OUT_STEP = 16, 8
 
 MOST_CHANNELS = 65_536
 
+FEWEST_WEIGHTS = 2**22
+"""Of a layer of few rows, which takes as long as its weights take to be read: of 8 MB in 16 bits 3 µs on an H100."""
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -96,6 +99,7 @@ class Layer:
         rows: of x, or pixels of the result, for each sample, of the sizes that it was found with.
         source: the first layer that reads the same tensor, itself or another: they share scales, so that x is quantised once.
         weight: where it is in the model, [N, K, *kernel]; equal for tied layers. bias: likewise.
+        weight_only: its activations stay in 16 bits in every timestep bin, as its rows are few.
     """
 
     name: str
@@ -110,6 +114,7 @@ class Layer:
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     obstacle: str = ""
+    weight_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,15 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
 
     def of_linear(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         x, weight, bias = _taken(args, named, "input", "weight", "bias")
-        exact = _exact(functional.linear, args, named)
-        return handler(LayerCall(caller.name("layer"), "linear", x, weight, bias, caller.timestep, exact))
+        name, samples = caller.name("layer"), caller.tokens_first
+        if samples is None:
+            exact = _exact(functional.linear, args, named)
+            return handler(LayerCall(name, "linear", x, weight, bias, caller.timestep, exact))
+        # Layers have the rows of a sample beside each other, whose scales follow one timestep.
+        rows = x.reshape(-1, samples, x.shape[-1]).transpose(0, 1)
+        exact = _exact(functional.linear, (rows, weight, bias), {})
+        result = handler(LayerCall(name, "linear", rows, weight, bias, caller.timestep, exact))
+        return result.transpose(0, 1).reshape(*x.shape[:-1], result.shape[-1])
 
     def of_matmul(function: Callable[..., Tensor]) -> Hook:
         def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
@@ -239,6 +251,7 @@ class LayerFinder:
         self.found: dict[str, Layer] = {}
         self._sources = WeakIdKeyDictionary()
         self._storages: dict[int, list[tuple[str, Tensor]]] = {}
+        self._calls: dict[tuple[Any, ...], str] = {}
         for name, tensor in model_tensors(model).items():
             self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
@@ -246,20 +259,23 @@ class LayerFinder:
         output = call.exact()
         weight = self._reference(call.weight)
         if weight is not None and call.x.dim() > 0:
-            source = self._source(call) if call.kind == "linear" else call.name
+            read = self._source(call)
             batch = len(call.timestep)
             places = output.numel() // max(1, output.shape[call.channel_axis])
             bias = None if call.bias is None else self._reference(call.bias)
             computed = "its bias is computed" if call.bias is not None and bias is None else ""
             if self._reference(call.x) is not None:  # weights that a model merges, or tokens that it has learned
                 computed = "it reads a weight of the model, the same for all samples"
+            first = self._calls.setdefault((read, weight, bias, call.stride, call.padding), call.name)
+            if first != call.name:  # of equal nodes exporters make one
+                computed = f"it computes what {first} has computed"
             self.found[call.name] = Layer(
                 call.name,
                 call.kind,
                 call.x.shape[call.channel_axis],
                 call.weight.shape[0],
                 max(1, places // batch),
-                source,
+                read if call.kind == "linear" else call.name,
                 weight,
                 bias,
                 tuple(call.weight.shape[2:]),
@@ -315,14 +331,17 @@ def select_layers(
     exclude: Sequence[str],
     min_rows: int,
     kinds: Collection[str] = ("linear", "conv"),
+    few_rows: Literal["weight_only", "exact"] = "exact",
 ) -> tuple[list[Layer], list[Layer]]:
     """Split layers into those to convert and those to leave, which carry the reason in `obstacle`.
 
     The first and the last layer of many rows, which make tokens or features of what is denoised and the prediction of these, stay
-    unless a pattern other than `*` names them, and so do layers of few rows.
+    unless a pattern other than `*` names them. Layers of few rows stay too, or have INT8 weights alone.
 
     Args:
-        min_rows: for each sample.
+        min_rows: for each sample, of layers with INT8 activations.
+        few_rows: what becomes of those that have fewer, where they have `FEWEST_WEIGHTS` and no pattern other than `*`
+        names them.
         kinds: of layers that are converted; others too where a pattern other than `*` names them.
     Raises:
         UserError: a pattern matches nothing.
@@ -350,6 +369,9 @@ def select_layers(
             reason = f"{ends[layer.name]}; name it in layers.include to convert it"
         elif not reason and not named and layer.rows < min_rows:
             reason = f"it has {layer.rows} rows for each sample, layers.min_rows asks for {min_rows}"
+            if few_rows == "weight_only" and layer.in_channels * layer.out_channels >= FEWEST_WEIGHTS:
+                chosen.append(replace(layer, weight_only=True))
+                continue
         if reason:
             left.append(replace(layer, obstacle=reason))
         else:

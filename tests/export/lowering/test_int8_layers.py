@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -18,7 +20,13 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.lowering import expand_layers, int8_layers, lower_to_native
+from trtconvert.export.lowering import (
+    expand_layers,
+    int8_layers,
+    lower_to_native,
+    split_modulations,
+    take_few_row_layers,
+)
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, take_int8_layers
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
 from trtconvert.export.nodes.common import DOMAIN
@@ -78,7 +86,7 @@ def tables(layer, modes, model) -> LayerTables:
     stored, scale = quantise_weight(weight / factor)
     moved = ((stored.double() @ (offset * factor).double()) * scale).float()
     return LayerTables(
-        stored, scale, moved + (0 if bias is None else bias), factor, offset, torch.full((len(modes),), 6 / 127),
+        stored, scale, moved + (0 if bias is None else bias), factor, offset, torch.linspace(6, 4, len(modes)) / 127,
         torch.tensor(modes, dtype=torch.int32),
     )  # fmt: skip
 
@@ -113,10 +121,14 @@ def lowered(modes):
     take_residual_norms(graph)
     count = take_int8_layers(graph, [{}])
     lower_to_native(graph)
-    # Rows in hand have scales of their own, in place of calibrated ones.
-    in_hand = [LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode for mode in modes]
+    # Rows in hand have scales of their own, not calibrated ones; what GEGLU gives keeps these where one serves all bins.
+    in_hand = torch.tensor(
+        [LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode for mode in modes], dtype=torch.int32
+    )
+    from_geglu = {"down"} if set(modes) == {LayerMode.STATIC} else set()
     as_computed = {
-        name: layer.tables.with_modes(torch.tensor(in_hand, dtype=torch.int32)) for name, layer in converted.items()
+        name: layer.tables if name in from_geglu else layer.tables.with_modes(in_hand)
+        for name, layer in converted.items()
     }
     expected = lambda timestep: intercepted(  # noqa: E731
         model, layers=lambda c: linear(c.x, c.timestep, as_computed[c.name], timestep_max=MAX)
@@ -180,18 +192,32 @@ class Int8ResidualNorm(OpRun):
 class Int8Linear(OpRun):
     op_domain = DOMAIN
 
-    def _run(self, x, row_scale, weight, weight_scale, *bias, mode_set, activation, **_):
+    def _run(
+        self, x, *inputs, mode_set, activation, bias, quantised=0, out_factor=0, out_offset=0, timestep=0, timestep_max=0.0,
+        **_,
+    ):  # fmt: skip
+        given = list(inputs)
+        row_scale = None if mode_set == 1 << LayerMode.WEIGHT_ONLY else given.pop(0)
+        weight, weight_scale, of_bias = given.pop(0), given.pop(0), given.pop(0) if bias else np.zeros(1)
         weight = weight.view(np.int8).astype(np.float64).reshape(-1, weight.shape[-1] * 4)
-        if row_scale.ravel()[0] < 0:
+        if row_scale is None or row_scale.ravel()[0] < 0:
             sums, scale = x.view(np.float16).astype(np.float64) @ weight.T, 1.0
         else:
             integers = x.view(np.int8)[..., : weight.shape[1]]
             sums, scale = integers.astype(np.float64) @ weight.T, row_scale
-        y = sums * scale * weight_scale.ravel() + (bias[0].ravel() if bias else 0)
+        y = sums * scale * weight_scale.ravel() + of_bias.ravel()
         if activation:
             value, gate = np.split(y, 2, -1)
             y = value * F.gelu(torch.from_numpy(gate)).numpy()
-        return (y.astype(np.float16),)
+        y = y.astype(np.float16)
+        if not quantised:
+            return (y,)
+        factor, offset = given.pop(0) if out_factor else 1.0, given.pop(0) if out_offset else 0.0
+        t, scales = given.pop(0) if timestep else np.zeros(1), given.pop(0)
+        of_samples = scales[np.clip(np.floor(t * len(scales) / timestep_max), 0, len(scales) - 1).astype(int)]
+        scale = np.broadcast_to(of_samples.reshape(-1, *[1] * (y.ndim - 1)), (*y.shape[:-1], 1)).astype(np.float32)
+        payload = np.clip(np.rint((y.astype(np.float32) - offset) * factor / scale), -127, 127).astype(np.int8)
+        return payload.view(np.int32), scale
 
 
 PLUGINS = [QuantiseRows, ResidualNorm, Int8ResidualNorm, Int8Linear]
@@ -207,8 +233,8 @@ def run(graph, inputs, timestep):
 
 @pytest.mark.parametrize(
     ("modes", "timesteps"),
-    [([3], [500.0]), ([2, 3], [100.0, 900.0]), ([1, 3], [100.0, 900.0]), ([1], [1.0])],
-    ids=["static", "both in INT8", "16 bits late", "weights alone"],
+    [([3], [500.0]), ([3, 3], [100.0, 900.0]), ([2, 3], [100.0, 900.0]), ([1, 3], [100.0, 900.0]), ([1], [1.0])],
+    ids=["static", "static in two bins", "both in INT8", "16 bits late", "weights alone"],
 )
 def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
     graph, count, inputs, expected = lowered(modes)
@@ -220,7 +246,10 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
             count == operators.count(INT8_LINEAR) == 8
         )  # q, k, v, out, q2, out2, GEGLU and what is behind it; not of the text
         assert operators.count(INT8_RESIDUAL_NORM) == 2 and RESIDUAL_NORM not in operators
-        assert operators.count(QUANTISE_ROWS) == 4  # of the first norm, of both attentions, of GEGLU
+        # Of the first norm, of both attentions; and of GEGLU, but where its own kernel quantises.
+        assert operators.count(QUANTISE_ROWS) == (3 if set(modes) == {LayerMode.STATIC} else 4)
+        own = [node for node in graph.graph if node.op_type == INT8_LINEAR and len(node.outputs) == 2]
+        assert len(own) == (set(modes) == {LayerMode.STATIC})
     for t in timesteps:
         timestep = torch.full((BATCH,), t)
         assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.LAYERS_OF_A_BLOCK
@@ -253,3 +282,60 @@ def test_weights_are_stored_four_channels_in_an_integer(everywhere):
 def test_small_layers_stay_products():
     graph, count, *_ = lowered([3])
     assert count == 0 and not any(node.op_type == INT8_LINEAR for node in graph.graph)
+
+
+class Modulated(nn.Module):
+    """Tokens that are scaled by rows of an embedding of the timestep, one product for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.modulate = nn.Linear(32, CHANNELS), nn.Linear(CHANNELS, 3 * CHANNELS)
+        self.q, self.out = nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        embedding = F.silu(self.embed(torch.sin(timestep[:, None] * torch.arange(32) / 50).to(x.dtype)))
+        shift, scale, gate = self.modulate(embedding).chunk(3, -1)
+        h = self.q(x) * (1 + scale[:, None]) + shift[:, None]
+        q = h.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return x + gate[:, None] * self.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("samples", "taken"), [(BATCH, 3), (16, 3), (17, 0)])
+def test_modulations_of_few_samples_read_int8_weights(samples, taken):
+    torch.manual_seed(0)
+    model = block()
+    model = dataclasses.replace(model, denoiser=Modulated().eval().requires_grad_(False))
+    finder, attention = LayerFinder(model.denoiser), {}
+
+    def observe(call):
+        attention[call.name] = tables_from_data(call.q, call.k, call.v, Mode.FP16)
+        return call.exact()
+
+    inputs = model.example(0, {})
+    intercepted(model, observe, finder)(**inputs)
+    layer = next(layer for layer in finder.layers() if layer.name == "modulate")
+    assert layer.rows == 1
+    converted = {"modulate": ConvertedLayer(layer, tables(layer, [LayerMode.WEIGHT_ONLY], model))}
+    plain = dataclasses.replace(
+        converted["modulate"].tables, x_factor=torch.ones(CHANNELS), x_offset=torch.zeros(CHANNELS)
+    )
+    converted["modulate"] = ConvertedLayer(layer, plain)
+    graph = trace(
+        model, attention, SiteOptions(MAX, "calibrated", True), layers=converted, dims={}, dtype=torch.float16
+    )
+    expand_layers(graph)
+    lower_to_native(graph)
+    split_modulations(graph)
+    for value in graph.graph:  # as if the batch were a dimension that varies
+        for output in value.outputs:
+            if value.op_type == "Gemm" and output.shape is not None and output.shape[-1] == CHANNELS:
+                output.shape = ir.Shape(["B", CHANNELS])
+    assert take_few_row_layers(graph, [{"B": samples}]) == taken
+    timestep = torch.tensor([100.0, 900.0])
+    expected = intercepted(
+        model, layers=lambda c: linear(c.x, c.timestep, plain, timestep_max=MAX) if c.name == "modulate" else c.exact()
+    )(**inputs | {"timestep": timestep})
+    assert relative_error(run(graph, inputs, timestep), expected) < tolerances.LAYERS_OF_A_BLOCK
+    nodes = [node for node in graph.graph if node.op_type == INT8_LINEAR]
+    assert all(node.attributes["mode_set"].as_int() == 1 << LayerMode.WEIGHT_ONLY for node in nodes)
+    assert len(nodes) == taken and all(len(node.inputs) == 4 for node in nodes)

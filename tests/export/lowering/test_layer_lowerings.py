@@ -328,7 +328,6 @@ def test_tied_layers_have_one_weight_in_the_exported_graph_and_in_exact_ones(sta
     assert weights_of_tied(graph) == ["tied.weight.T"]
 
 
-@pytest.mark.xfail(strict=True, reason="quantise_products stores the integers once for each activation")
 def test_tied_layers_of_different_inputs_have_one_weight_between_q_dq(static):
     graph = static.graph()
     expand_layers(graph)

@@ -4,7 +4,11 @@ their own, and multiplied by INT8 weights; GEGLU too.
 Beside plugins TensorRT has no product to fuse a Q with, so that Q/DQ gains nothing there: in Stable Diffusion's U-Nets a
 step takes as long as in 16 bits. Rows that a kernel quantises are in its registers as a whole, so that each has the scale
 of its own data, whatever
-was calibrated: that costs no time, and is closer (`LayerMode.DYNAMIC` in place of `STATIC`).
+was calibrated: that costs no time, and is closer (`LayerMode.DYNAMIC` in place of `STATIC`). Only what GEGLU gives to the next
+layer keeps its calibrated scale: its kernel has a tile of a row at a time, and quantises it on the way out.
+
+Layers of few rows, as modulations, take as long as their weights take to be read: with INT8 weights half as long, whatever lies
+around them (`take_few_row_layers`).
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ _LEAST_SAVED, _LEAST_DEPTH = 0.5, 640
 half as wide."""
 
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
+_MOST_FEW_ROWS = 16  # of the kernel that is made for few
 _NORMED, _SUM = 1, 0  # outputs of ResidualNorm
 
 
@@ -97,7 +102,7 @@ def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
         for layer in found:
             if layer.rows_of not in rows:
                 rows[layer.rows_of] = _quantised(layer, layers)
-            _replace(layer, *rows[layer.rows_of])
+            _replace(layer, rows[layer.rows_of])
         count += len(found)
     if count:
         RemoveUnusedNodesPass()(model)  # weights, offsets and factors that nothing reads any more
@@ -110,10 +115,51 @@ def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
     return count
 
 
+def take_few_row_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+    """Replace products of few rows with INT8 weights, activations in 16 bits, by nodes `Int8Linear`, in place.
+
+    Comes behind `split_modulations`, which makes several products of one.
+
+    Args:
+        profiles: as in `take_int8_layers`.
+    Returns:
+        How many layers were replaced.
+    """
+    layers = [layer for node in model.graph if (layer := _of_few_rows(node, profiles)) is not None]
+    for layer in layers:
+        _replace(layer, [layer.x])
+    if layers:
+        RemoveUnusedNodesPass()(model)
+    return len(layers)
+
+
+def _of_few_rows(node: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Layer | None:
+    found = _product(node)
+    if found is None or found.weight.activation.is_int8 or found.x.dtype not in HALF or found.result.shape is None:
+        return None
+    for sizes in profiles:
+        known = found.result.shape.evaluate(sizes)
+        if not known.is_static() or math.prod(known.numpy()[:-1]) > _MOST_FEW_ROWS:
+            return None
+    return found
+
+
 def _layer(node: ir.Node) -> _Layer | None:
+    found = _product(node)
+    if found is None or not found.weight.activation.is_int8:
+        return None
+    x, factor, offset = _before_moving(found.x)
+    if x.dtype not in HALF or not _is_border(x):
+        return None
+    layer = replace(found, x=x, factor=factor, offset=offset)
+    return _as_geglu(layer) or layer
+
+
+def _product(node: ir.Node) -> _Layer | None:
+    """A product of activations as they are with INT8 weights, and its bias."""
     weight = int8_weight_of(node.inputs[1]) if node.op_type in ("MatMul", "Gemm") and not node.domain else None
     moved, product = node.inputs[0] if node.inputs else None, node.outputs[0]
-    if weight is None or moved is None or moved.dtype not in HALF or not weight.activation.is_int8:
+    if weight is None or moved is None:
         return None
     outputs = len(weight.scale)
     bias: np.ndarray | None = None
@@ -124,11 +170,7 @@ def _layer(node: ir.Node) -> _Layer | None:
         added = next((x for x in add.inputs if is_weight(x, 1, outputs)), None)
         if added is not None and added.dtype == product.dtype:
             bias, nodes = constant_of(added), (node, add)
-    x, factor, offset = _before_moving(moved)
-    if not _is_border(x):
-        return None
-    layer = _Layer(x, factor, offset, weight, None if bias is None else bias.astype(np.float32), nodes)
-    return _as_geglu(layer) or layer
+    return _Layer(moved, None, None, weight, None if bias is None else bias.astype(np.float32), nodes)
 
 
 def _before_moving(moved: ir.Value) -> tuple[ir.Value, np.ndarray | None, np.ndarray | None]:
@@ -206,9 +248,11 @@ def _comes_from_norm(layer: _Layer) -> bool:
 
 def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Value]:
     """The payload and the scales of the rows that a layer reads: from the norm that gives them, or from a kernel of their own."""
-    norm = layer.x.producer()
-    if norm is not None and _comes_from_norm(layer):
-        return _from_norm(layer, layers, norm)
+    producer = layer.x.producer()
+    if producer is not None and _comes_from_norm(layer):
+        return _from_norm(layer, layers, producer)
+    if producer is not None and _takes_static_rows(layer, layers, producer):
+        return _from_geglu(layer, producer)
     first = layer.nodes[0]
     graph = first.graph
     assert isinstance(graph, ir.Graph)
@@ -246,6 +290,41 @@ def _from_norm(layer: _Layer, layers: Sequence[_Layer], norm: ir.Node) -> tuple[
         # What reads the normed rows is replaced by its layers, and goes.
         graph.insert_after(norm, node)
         ir.convenience.replace_all_uses_with(replaced, by, replace_graph_outputs=True)
+    return payload, row_scale
+
+
+def _takes_static_rows(layer: _Layer, layers: Sequence[_Layer], producer: ir.Node) -> bool:
+    """Whether rows come from GEGLU of INT8 rows, nothing else reads them, and calibrated scales serve all timesteps."""
+    if producer.domain != DOMAIN or producer.op_type != INT8_LINEAR or layer.x.is_graph_output():
+        return False
+    attributes = producer.attributes
+    of_geglu = attributes["activation"].as_int() == _GEGLU
+    may_be_16bit = attributes["mode_set"].as_int() & 1 << LayerMode.WEIGHT_ONLY
+    alike = {other.nodes[0] for other in layers if other.rows_of == layer.rows_of}
+    is_static = all(mode == LayerMode.STATIC for mode in layer.weight.activation.modes)
+    return of_geglu and not may_be_16bit and is_static and all(reader in alike for reader in _readers(layer.x))
+
+
+def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """GEGLU with quantised rows in place of its result."""
+    graph, activation, source = geglu.graph, layer.weight.activation, layer.weight.activation.source
+    assert isinstance(graph, ir.Graph)
+    inputs, attributes = _rows_inputs(graph, layer)
+    del inputs[int(layer.factor is not None) + int(layer.offset is not None) :]  # modes: there is one
+    timed = len(set(activation.scales)) > 1
+    scales = activation.scales if timed else activation.scales[:1]
+    if timed:
+        assert activation.timestep is not None
+        inputs.append(activation.timestep)
+    inputs.append(_constant(graph, f"{source}: scales of {len(scales)} bins", np.array(scales, np.float32)))
+    names = {"factor": "out_factor", "offset": "out_offset", "timestep_max": "timestep_max"}
+    given: dict[str, Any] = {of_layer: attributes[of_rows] for of_rows, of_layer in names.items()}
+    given |= {"quantised": 1, "timestep": int(timed)}
+    node = ir.node(INT8_LINEAR, [*geglu.inputs, *inputs], dict(geglu.attributes) | given, domain=DOMAIN, num_outputs=2)
+    payload, row_scale = node.outputs
+    _type_rows(payload, row_scale, layer)
+    graph.insert_after(geglu, node)
+    # What reads the result is replaced by its layers, and goes with it.
     return payload, row_scale
 
 
@@ -297,7 +376,8 @@ def _type_rows(payload: ir.Value, row_scale: ir.Value, layer: _Layer) -> None:
     row_scale.type, row_scale.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([*shape[:-1], 1])
 
 
-def _replace(layer: _Layer, payload: ir.Value, row_scale: ir.Value) -> None:
+def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
+    """By a node that reads rows: a payload and their scales, or 16-bit ones."""
     last, old = layer.nodes[-1], layer.result
     graph = last.graph
     assert isinstance(graph, ir.Graph) and old.dtype is not None
@@ -305,8 +385,7 @@ def _replace(layer: _Layer, payload: ir.Value, row_scale: ir.Value) -> None:
     outputs = len(scale)
     in_two = (2, outputs // 2) if layer.geglu else (outputs,)
     inputs = [
-        payload,
-        row_scale,
+        *rows,
         _packed(graph, weight, in_two),
         _constant(graph, f"{weight.name}: scale", scale.reshape(in_two)),
     ]

@@ -52,9 +52,13 @@ class Int8Weight(ir.LazyTensor):
         axis: of the weight's output channels.
         activation: of what it is multiplied with.
         dtype: of the numbers.
+
+    Attributes:
+        integers_name: what its integers are called: the first name that it has. Tied weights of inputs that are quantised
+            differently have names of their own, and the same integers.
     """
 
-    __slots__ = ("activation", "axis", "integers", "scale")
+    __slots__ = ("activation", "axis", "integers", "integers_name", "scale")
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Int8Weight(ir.LazyTensor):
     ) -> None:
         super().__init__(self._computed, dtype, ir.Shape(shape), name=name)
         self.integers, self.scale, self.axis, self.activation = integers, scale, axis, activation
+        self.integers_name = f"{name}, INT8"
 
     def _computed(self) -> ir.Tensor:
         shape = [1] * len(self.shape)

@@ -115,9 +115,9 @@ def _quantised(graph: ir.Graph, x: ir.Value, scale: float) -> list[ir.Node]:
 
 
 def _dequantised(graph: ir.Graph, weight: Int8Weight) -> ir.Node:
-    name = f"{weight.name}, INT8"
+    name = weight.integers_name
     stored = graph.initializers.get(name)
-    if stored is None:  # else a layer that is called twice
+    if stored is None:  # else tied layers, or one that is called twice
         lazily = ir.LazyTensor(
             lambda: ir.Tensor(weight.integers(), dtype=ir.DataType.INT8), ir.DataType.INT8, weight.shape, name=name
         )
