@@ -146,8 +146,14 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
     """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
-    plugin = ir.node("GroupNorm", [], domain=DOMAIN)
-    monkeypatch.setattr(lowering, "take_group_norms", lambda model: model.graph.append(plugin) if norms else None)
+
+    def take_group_norms(model):
+        if norms:
+            node = ir.node("GroupNorm", [model.graph.outputs[0]], domain=DOMAIN)
+            model.graph.append(node)
+            model.graph.outputs[0] = node.outputs[0]
+
+    monkeypatch.setattr(lowering, "take_group_norms", take_group_norms)
     record = builds.build(attention, **fields).record
     taken = kernel and norms and not fields
     assert record.plugin == (library_version() if attention == "plugin" or taken else "")
