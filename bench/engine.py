@@ -469,9 +469,8 @@ class Bench:
         what, configuration = TORCHAO_PEERS[peer]
         free = torch.cuda.mem_get_info()[0]
         denoiser = copy.deepcopy(self.model.denoiser)
-        options = {"granularity": quantization.PerRow()} if peer == "torchao-fp8" else {}
         with Phase(f"{self.model.name}: {what}") as compiling:
-            quantization.quantize_(denoiser, getattr(quantization, configuration)(**options), filter_fn=_fits_torchao)
+            quantization.quantize_(denoiser, getattr(quantization, configuration)(), filter_fn=_fits_torchao)
             compiled = torch.compile(denoiser, mode="reduce-overhead")
             for feed in self.inputs:
                 compiled(**feed)

@@ -243,7 +243,7 @@ class PlanSection(_Section):
     kernel_cost: Path | None = Field(
         default=None,
         description="Times of the attention kernels on the GPU that the plan is for, as `trtconvert measure` writes them "
-        "there; relative to the recipe. The times that come with the program, of an H200, by default.",
+        "there; relative to the recipe. The times that come with the program, of an H100, by default.",
     )
     candidates: list[ModeName] = Field(
         default=["precision", "balanced", "aggressive"],

@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trtconvert.library import load_library
 from trtconvert.linear import reference
@@ -86,7 +87,8 @@ def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_
     """`reference.linear` by the kernels, where x is of 16 bits on a GPU and channels are whole vectors of theirs.
 
     Args:
-        x, timestep, tables, timestep_max: see there. Of the tables `modes` is read on the host.
+        x, timestep, tables, timestep_max: see there. Of the tables `modes` and whether there are offsets is read on the host, once, so
+            that further calls may be recorded in a CUDA graph.
     Raises:
         BackendUnavailable: a GPU tensor, and no library was built.
         RuntimeError: the GPU has no kernel, or CUDA failed.
@@ -114,7 +116,7 @@ def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_
     quantise = QuantiseParams(
         struct_size=ctypes.sizeof(QuantiseParams), version=QUANTISE_VERSION, rows=count, channels=channels,
         data_type=_DATA_TYPES[x.dtype], table=table, x=rows.data_ptr(),
-        factor=held(tables.x_factor), offset=held(tables.x_offset) if tables.x_offset.any() else None,
+        factor=held(tables.x_factor), offset=held(tables.x_offset) if _has_offsets(tables.x_offset) else None,
         payload=payload.data_ptr(), row_scale=row_scale.data_ptr(), stream=stream,
     )  # fmt: skip
     y = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
@@ -142,8 +144,20 @@ class _Held:
         return there.data_ptr()
 
 
+_mode_sets, _offsets = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+"""What was read of tables of modes and of offsets, by the tensors."""
+
+
 def _mode_set(tables: LayerTables) -> int:
-    return sum(1 << mode for mode in set(tables.modes.tolist()))
+    if tables.modes not in _mode_sets:
+        _mode_sets[tables.modes] = sum(1 << mode for mode in set(tables.modes.tolist()))
+    return _mode_sets[tables.modes]
+
+
+def _has_offsets(x_offset: Tensor) -> bool:
+    if x_offset not in _offsets:
+        _offsets[x_offset] = bool(x_offset.any())
+    return _offsets[x_offset]
 
 
 def run(name: str, params: ctypes.Structure) -> None:
