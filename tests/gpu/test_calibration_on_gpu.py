@@ -15,6 +15,8 @@ from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.histogram import Histogram
 from trtconvert.calib.observer import RangeObserver
 from trtconvert.evaluate.metrics import psnr
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import Layer, TensorRef
 from trtconvert.models.denoiser import on_device
 from trtconvert.models.digits import digits_model
 from trtconvert.recipe import AttentionSection, CalibrationSection
@@ -89,9 +91,17 @@ def test_a_model_on_the_gpu_draws_the_same_samples() -> None:
 def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
     shapes = [AttentionShape(1, 4, n, n, 64) for n in (256, 4096)]
     done: list[int] = []
-    (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1)))
-    cost = KernelCost.load(tmp_path / "cost.json")
-    assert cost.gpu == torch.cuda.get_device_name() and len(done) == len(shapes) * len(Mode)
+    of_layers = [(256, 512, 512), (4096, 2048, 2048)]
+    (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1), of_layers))
+    in_modes = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
+    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes)
+    assert cost.gpu == torch.cuda.get_device_name() and len(done) == len(shapes) * len(Mode) + len(of_layers) * 3
+    for mode in in_modes:
+        small, large = (
+            cost.layer_seconds(Layer("a", "linear", k, n, rows, "a", TensorRef("a", 0, (n, k), (k, 1))), 1, mode)
+            for rows, n, k in of_layers
+        )
+        assert 1e-6 < small < large < 1e-2
     for mode in Mode:
         short, long = (cost.seconds(shape, mode) for shape in shapes)
         assert 1e-6 < short < long < 1e-2

@@ -87,8 +87,8 @@ def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_
     """`reference.linear` by the kernels, where x is of 16 bits on a GPU and channels are whole vectors of theirs.
 
     Args:
-        x, timestep, tables, timestep_max: see there. Of the tables `modes` and whether there are offsets is read on the host, once, so
-            that further calls may be recorded in a CUDA graph.
+        x, timestep, tables, timestep_max: see there. Modes, and whether there are offsets, are read on the host, once of a
+            table, so that further calls may be recorded in a CUDA graph.
     Raises:
         BackendUnavailable: a GPU tensor, and no library was built.
         RuntimeError: the GPU has no kernel, or CUDA failed.
