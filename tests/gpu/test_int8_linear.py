@@ -362,7 +362,7 @@ def test_behind_what_quantises_in_a_graph(rows):
         ({"row_scale": 8}, "row_scale: expected a pointer aligned to 16 bytes, got 0x8"),
         ({"bias": 8}, "bias: expected a pointer aligned to 16 bytes, got 0x8"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_refusals_say_what_is_wrong(changed, said):
     given, weight, scale, bias = draw(2, (64, 80))
