@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trtconvert import __version__
 from trtconvert.errors import UserError
 from trtconvert.files import is_partial, link_files, sha256
+from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import ModelSection, Recipe
 
 FORMAT = 1
@@ -196,6 +197,11 @@ class LayerRecord(_Record):
     def in_int8(self) -> bool:
         """Whether it is converted: its weights are INT8, whatever its activations are."""
         return bool(self.modes)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its activations are INT8 in some timestep bins and of 16 bits in others."""
+        return LayerMode.WEIGHT_ONLY in self.modes and len(set(self.modes)) > 1
 
 
 class DiffusersRecord(_Record):

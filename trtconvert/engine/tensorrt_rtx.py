@@ -15,7 +15,7 @@ from typing import Any
 
 from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
-from trtconvert.engine.builder import build_plan
+from trtconvert.engine.builder import build_plan, mixed_in_16bit
 from trtconvert.recipe import EngineSection
 
 _REMEDY = "pip install 'trtconvert[rtx]'"
@@ -75,6 +75,8 @@ def build_engine(
         watch=watch,
         title=f"TensorRT-RTX, {target}",
     )
+    if mixed := [layer.name for layer in component.layers if layer.is_mixed]:
+        watch.notice(mixed_in_16bit(mixed, "it hosts no plugins"))
     record = EngineRecord.of(name, "tensorrt_rtx", str(status().detail), target)
     layers = "native" if component.has_int8_layers else ""
     return BuiltEngine(plan, record.model_copy(update={"profiles": profiles, "layers": layers}))

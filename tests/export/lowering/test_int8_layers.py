@@ -26,6 +26,7 @@ from trtconvert.export.lowering import (
     lower_to_native,
     split_modulations,
     take_few_row_layers,
+    take_mixed_layers,
 )
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, take_int8_layers
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
@@ -100,8 +101,12 @@ def everywhere(monkeypatch):
     monkeypatch.setattr(int8_layers, "_SAVED_PER_OPERATION", 1.0)
 
 
-def lowered(modes):
-    """A block's graph with INT8 layers as plugins, TensorRT's own attention in the end; its inputs, and what it should give."""
+def lowered(modes, *, mixed=False):
+    """A block's graph with INT8 layers as plugins, TensorRT's own attention in the end; its inputs, and what it should give.
+
+    Args:
+        mixed: whether plugins lie between TensorRT's own norms, for layers that Q/DQ does not serve.
+    """
     model = block()
     finder = LayerFinder(model.denoiser)
     inputs = model.example(0, {})
@@ -117,9 +122,12 @@ def lowered(modes):
     assert len(converted) == 10
     options = SiteOptions(MAX, "calibrated", True)
     graph = trace(model, attention, options, layers=converted, dims={}, dtype=torch.float16)
-    expand_layers(graph, offsets=True)
-    take_residual_norms(graph)
-    count = take_int8_layers(graph, [{}])
+    expand_layers(graph, offsets=not mixed)
+    if mixed:
+        count = take_mixed_layers(graph)
+    else:
+        take_residual_norms(graph)
+        count = take_int8_layers(graph, [{}])
     lower_to_native(graph)
     # Rows in hand have scales of their own, not calibrated ones; what GEGLU gives keeps these where one serves all bins.
     in_hand = torch.tensor(
@@ -253,6 +261,17 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
     for t in timesteps:
         timestep = torch.full((BATCH,), t)
         assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.LAYERS_OF_A_BLOCK
+
+
+def test_layers_whose_modes_change_with_the_timestep_are_plugins_between_norms_of_tensorrts_own():
+    """Of any size: the plan has decided that they are INT8, and the rest of the engine has no other way."""
+    graph, count, inputs, expected = lowered([1, 3], mixed=True)
+    operators = [node.op_type for node in graph.graph if node.domain == DOMAIN]
+    assert count == operators.count(INT8_LINEAR) == 10 and set(operators) == {INT8_LINEAR, QUANTISE_ROWS}
+    for t in (100.0, 900.0):
+        timestep = torch.full((BATCH,), t)
+        assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.LAYERS_OF_A_BLOCK
+    assert lowered([3, 3], mixed=True)[1] == 0
 
 
 def test_the_samples_of_a_step_compute_in_the_most_careful_of_their_modes(everywhere):

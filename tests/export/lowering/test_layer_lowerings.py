@@ -25,7 +25,6 @@ from trtconvert.export.lowering import (
     split_products,
 )
 from trtconvert.export.lowering.int8_weights import int8_weight_of
-from trtconvert.export.lowering.layers import static_scale
 from trtconvert.export.nodes.layers import layer_nodes
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
@@ -203,14 +202,28 @@ def test_the_integers_are_those_of_the_tables(static):
         np.testing.assert_array_equal(found.numpy(), table if table.ndim == 4 else table.T)
 
 
-def test_one_scale_serves_all_bins_the_largest_of_those_that_need_one():
-    modes = [LayerMode.STATIC, LayerMode.STATIC, LayerMode.WEIGHT_ONLY]
-    graph = int8_model(modes=modes).graph()
+def test_one_scale_serves_all_bins_the_largest():
+    graph = int8_model(modes=[LayerMode.STATIC] * 3).graph()
     expand_layers(graph)
-    for node in in_int8(graph):
-        activation = int8_weight_of(node.inputs[1]).activation
-        assert activation.is_int8 and activation.scales[1] < activation.scales[2]
-        assert static_scale(activation) == activation.scales[1]
+    scales = {max(int8_weight_of(node.inputs[1]).activation.scales) for node in in_int8(graph)}
+    quantise_products(graph)
+    found = {
+        float(scale.const_value.numpy())
+        for name, scale in graph.graph.initializers.items()
+        if name.startswith("trtconvert/scale ")
+    }
+    assert sorted(found) == pytest.approx(sorted(scales), rel=1e-6) and len(found) > 1
+
+
+def test_layers_that_are_int8_in_some_bins_only_stay_products():
+    """One scale serves all bins: Q/DQ would compute them in INT8 where the plan says 16 bits."""
+    model = int8_model(modes=[LayerMode.STATIC, LayerMode.WEIGHT_ONLY])
+    graph, inputs = model.graph(), model.example()
+    expand_layers(graph)
+    assert all(int8_weight_of(node.inputs[1]).activation.is_mixed for node in in_int8(graph))
+    assert quantise_products(graph) == 0 and count(graph, "QuantizeLinear") == 0
+    inputs["timestep"] = torch.full((2,), model.model.timestep_max - 1)
+    assert error(run(graph, **inputs), model.torch(**inputs)) < tolerances.SAME_ARITHMETIC
 
 
 def test_layers_whose_weights_alone_are_int8_stay_products(plain):

@@ -3,7 +3,7 @@ node meets a runtime, the folding of transposes into its layout, and what Tensor
 
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
-from trtconvert.export.lowering.int8_layers import take_few_row_layers
+from trtconvert.export.lowering.int8_layers import take_few_row_layers, take_mixed_layers
 from trtconvert.export.lowering.layers import expand_layers, quantise_products
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
@@ -25,4 +25,5 @@ __all__ = [
     "split_products",
     "take_few_row_layers",
     "take_group_norms",
+    "take_mixed_layers",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,10 +94,24 @@ def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
     Returns:
         How many layers were replaced.
     """
+    return _take(model, lambda layer: _is_border(layer.x) and _pays(layer, profiles))
+
+
+def take_mixed_layers(model: ir.Model) -> int:
+    """Replace products whose activations are INT8 in some timestep bins and of 16 bits in others, as Q/DQ cannot have them, by
+    nodes `Int8Linear` on rows that are quantised where the timestep says so, in place.
+
+    Returns:
+        How many layers were replaced.
+    """
+    return _take(model, lambda layer: layer.weight.activation.is_mixed)
+
+
+def _take(model: ir.Model, takes: Callable[[_Layer], bool]) -> int:
     rows: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
     count = 0
     for geglu in (True, False):  # the latter may read the former
-        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and _pays(layer, profiles)]
+        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and takes(layer)]
         found = [layer for layer in layers if layer.geglu == geglu]
         for layer in found:
             if layer.rows_of not in rows:
@@ -149,7 +163,7 @@ def _layer(node: ir.Node) -> _Layer | None:
     if found is None or not found.weight.activation.is_int8:
         return None
     x, factor, offset = _before_moving(found.x)
-    if x.dtype not in HALF or not _is_border(x):
+    if x.dtype not in HALF:
         return None
     layer = replace(found, x=x, factor=factor, offset=offset)
     return _as_geglu(layer) or layer

@@ -42,6 +42,11 @@ class Activation:
         """Whether activations are INT8 in some bin."""
         return any(mode != LayerMode.WEIGHT_ONLY for mode in self.modes)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether they are INT8 in some bins and not in others."""
+        return self.is_int8 and LayerMode.WEIGHT_ONLY in self.modes
+
 
 class Int8Weight(ir.LazyTensor):
     """A weight whose 16-bit numbers are computed when they are read, of its integers and their scales.

@@ -67,11 +67,11 @@ def expand_layers(model: ir.Model, *, exact: bool = False, offsets: bool = False
 
 
 def quantise_products(model: ir.Model) -> int:
-    """Put Q/DQ in front of the products whose weights are `Int8Weight`, in place, where activations are INT8 in some
-    timestep bin.
+    """Put Q/DQ in front of the products whose weights are `Int8Weight`, in place, where activations are INT8 in all
+    timestep bins.
 
     One scale serves all bins and tokens: the largest of the calibrated ones, so that nothing more is clipped. The other products
-    stay in 16 bits, as they are.
+    stay in 16 bits, as they are: those of mixed modes too, see `take_mixed_layers`.
 
     Returns:
         How many products are INT8 now.
@@ -79,13 +79,13 @@ def quantise_products(model: ir.Model) -> int:
     count = 0
     for node in list(model.graph):
         weight = int8_weight_of(node.inputs[1]) if node.op_type in _PRODUCTS and not node.domain else None
-        if weight is None or not weight.activation.is_int8:
+        if weight is None or not weight.activation.is_int8 or weight.activation.is_mixed:
             continue
         graph, x, stored = node.graph, node.inputs[0], node.inputs[1]
         assert isinstance(graph, ir.Graph) and x is not None and stored is not None
         # Each product has a Q/DQ of its own. TensorRT computes equal ones once, but of a DQ with two readers it computes
         # the 16-bit tensor, and leaves one of the products in 16 bits.
-        quantised = _quantised(graph, x, static_scale(weight.activation))
+        quantised = _quantised(graph, x, max(weight.activation.scales))
         graph.insert_before(node, quantised)
         dequantised = _dequantised(graph, weight)
         graph.insert_before(node, dequantised)
@@ -95,12 +95,6 @@ def quantise_products(model: ir.Model) -> int:
             del graph.initializers[stored.name]  # type: ignore[arg-type]
         count += 1
     return count
-
-
-def static_scale(activation: Activation) -> float:
-    """The largest scale of the bins in which activations are INT8."""
-    pairs = zip(activation.scales, activation.modes, strict=True)
-    return max(scale for scale, mode in pairs if mode != LayerMode.WEIGHT_ONLY)
 
 
 def _quantised(graph: ir.Graph, x: ir.Value, scale: float) -> list[ir.Node]:
