@@ -24,6 +24,7 @@ LAYERS: tuple[set[str], ...] = (
         "bundle",
         "cache",
         "diffusion_model",
+        "documents",
         "entry_point",
         "errors",
         "files",

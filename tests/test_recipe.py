@@ -1,6 +1,8 @@
 """Recipes: what is read, and what is refused with the line and the remedy."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -248,6 +250,19 @@ def test_modes_are_one_per_bin(tmp_path):
         (b"model: {source: a}\nverify: {steps: !!int many}\n", "recipe.yaml:2: a value cannot be read"),
         (b"model: {source: a}\nverify: {steps: !!int ''}\n", "recipe.yaml:2: a value cannot be read"),
         (b"model: {source: a}\nverify: {steps: " + b"1" * 5000 + b"}\n", "recipe.yaml:2: a value cannot be read"),
+        (b"model: {source: a}\nplan: !!omap 5\n", "recipe.yaml:2: a tag that is not read here"),
+        (b"model: {source: a}\nplan: !!set {min_psnr, steps}\n", "got: !!set"),
+        (b"model: {source: a}\nplan: !!pairs [steps: 1]\n", "got: !!pairs"),
+        (b"model: {source: !!binary YQ==}\n", "got: !!binary"),
+        (b"model: {source: a}\nplan: {<<: !!set {a}}\n", "got: !!set"),
+        (b"model: {source: a}\nplan: {<<: 5}\n", "recipe.yaml:2: '<<' takes in fields of another mapping"),
+        (b"model: {source: a}\nplan:\n  ? [? x]\n  : 1\n", "recipe.yaml:3: a key is a list or a mapping"),
+        (b"model: {source: a}\nplan: " + b"{? " * 16 + b"x" + b"}" * 16, "recipe.yaml:2: a key is a list or a mapping"),
+        (b"model: {source: a}\nverify: {steps: 0x" + b"f" * 5000 + b"}\n", "recipe.yaml:2: a value cannot be read"),
+        (b'model: {source: a, weights: "x\\0.safetensors"}\n', "a NUL character in 'x\\x00.safetensors'"),
+        (b'model:\n  source: a\n  weights: "\\uD800"\n', "recipe.yaml:3: a text cannot be used"),
+        (b"model: {source: a}\nattention: {include: [" + b"x," * 20_000 + b"]}\n", "over 10000 keys and values"),
+        (b"model: {source: a}\n" + b"#" * 300_000, "262144 are the most"),
         (b"model:\n  source: a\n  options: {b: [!c d]}\n", "recipe.yaml:3: 'model.options.b.0' does not fit"),
         (b"model:\n  source: a\n  options: {b: 2026-01-01}\n", "got: a date"),
     ],
@@ -257,8 +272,30 @@ def test_what_is_no_recipe_is_refused(tmp_path, content, problem):
     assert problem in message and "got: " in message
 
 
+@pytest.mark.parametrize(("levels", "aliases"), [(9, 8), (40, 1)], ids=["wide", "deep"])
+def test_aliases_of_aliases_are_counted_before_they_are_replaced(tmp_path, levels, aliases):
+    """134 million entries, and 40 lists within each other."""
+    lists = [f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * aliases)}]\n" for i in range(1, levels)]
+    started = time.monotonic()
+    message = refused(tmp_path, "model:\n  source: a\n  options:\n    a0: &a0 [x]\n" + "".join(lists))
+    assert "more than is read" in message and "once aliases are replaced" in message
+    assert time.monotonic() - started < 1
+
+
+def test_of_many_mistakes_some_are_told_and_long_values_are_cut(tmp_path):
+    message = refused(tmp_path, MODEL + f"attention:\n  include: [{'1, ' * 5000}]\n  scaling: {'x' * 5000}\n")
+    assert len(message) < 50_000 and "'attention.include.0' does not fit" in message
+    assert "x" * 300 not in refused(tmp_path, MODEL + f"attention:\n  scaling: {'x' * 5000}\n")
+
+
 def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
-    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none.yaml", "No such file")):
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none.yaml", "No such file"),
+        (tmp_path / "pipe", "a pipe, not a file"),
+        (Path("/dev/zero"), "a device, not a file"),
+    ):
         with pytest.raises(UserError, match=f"(?s){path}.*expected: .*got: {reason}.*remedy: "):
             load_recipe(path)
 

@@ -28,11 +28,12 @@ from trtconvert.bundle import (
     write_sealed,
 )
 from trtconvert.cache import Cache, Stage, default_folder
+from trtconvert.documents import YamlError, parse_yaml
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
 from trtconvert.files import is_open_file, lock, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.progress import Reporter, say
-from trtconvert.recipe import EngineSection, parser_problem
+from trtconvert.recipe import EngineSection
 from trtconvert.stages import ENGINE, engine_stages, narrowed
 
 _INSTEAD = "copy the bundle to another place"
@@ -168,8 +169,6 @@ def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
 
 def _parsed(change: str) -> tuple[str, Any]:
     """Field and value of "engine.FIELD=VALUE", whose value is YAML."""
-    from ruamel.yaml import YAML, YAMLError
-
     name, equals, text = change.partition("=")
     section, _, field = name.partition(".")
     if section != "engine" or field not in _CHANGEABLE or not equals:
@@ -181,13 +180,12 @@ def _parsed(change: str) -> tuple[str, Any]:
             remedy=f"did you mean 'engine.{near[0]}=…'?" if near else "change the recipe, and build the bundle again",
         )
     try:
-        return field, YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, LookupError, RecursionError) as error:  # the 30th of February, !!bool x, !!int ''
-        problem = "too many brackets within each other" if isinstance(error, RecursionError) else parser_problem(error)
+        return field, parse_yaml(text)
+    except YamlError as error:
         raise UserError(
             f"--set engine.{field}: not valid YAML",
             expected="engine.FIELD=VALUE, with a value in YAML",
-            got=f"{problem}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}",
+            got=f"{error.got}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}",
             remedy="correct the option; a missing bracket, or a missing space after ':' is the usual cause",
         ) from error
 

@@ -11,9 +11,11 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -51,9 +53,53 @@ _IMMOVABLE = (
 )
 
 
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading, through links. A pipe would make who reads it wait, and a device may have no end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; `strerror` says so.
+    """
+    _require_regular(path.stat(), path)  # before it is opened: opening a device may do something
+    # Without waiting for who writes into a pipe, if one took the file's place meanwhile.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (given out)
+    try:
+        _require_regular(os.fstat(file.fileno()), path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(found: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        kinds = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+        kind = next((words for is_kind, words in kinds if is_kind(found.st_mode)), "a device")
+        raise OSError(errno.EINVAL, f"{kind}, not a file", str(path))
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most so many bytes.
+
+    Raises:
+        OSError: see `open_regular`; or it is larger, and nothing of it was read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(limit + 1) if size <= limit else b""  # no more, should it grow meanwhile
+    if max(size, len(content)) > limit:
+        raise OSError(errno.EOVERFLOW, f"a file of more than {limit:,} bytes", str(path))
+    return content
+
+
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    with path.open("rb") as file:
+    """Hexadecimal SHA-256 of a regular file.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -25,7 +25,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from trtconvert.errors import UserError, first_line
+from trtconvert.documents import YAML_CHARACTERS, YamlError, parse_yaml
+from trtconvert.errors import UserError
+from trtconvert.files import read_limited
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
 LayerModeName = Literal["weight_only", "dynamic", "static"]
@@ -459,10 +461,9 @@ def load_recipe(path: Path) -> Recipe:
     Raises:
         UserError: the file cannot be read, is not YAML, or does not fit the schema. Names the line and the nearest name.
     """
-    from ruamel.yaml import YAML, YAMLError
-
     try:
-        text = path.read_text(encoding="utf-8")
+        # Limited as what is in it: a character takes up to four bytes.
+        text = read_limited(path, 4 * YAML_CHARACTERS).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read the recipe {path}",
@@ -471,23 +472,11 @@ def load_recipe(path: Path) -> Recipe:
             remedy="check the path",
         ) from error
     try:
-        _refuse_unreadable(path, YAML().compose(text))
-        document = YAML(typ="rt").load(text)
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        document = parse_yaml(text)
+    except YamlError as error:
+        where = f"{path}:{error.line}" if error.line else str(path)
         raise UserError(
-            f"{where}: not valid YAML",
-            expected="YAML",
-            got=parser_problem(error),
-            remedy="correct the line; a wrong indentation or a missing space after ':' is the usual cause",
-        ) from error
-    except RecursionError as error:
-        raise UserError(
-            f"{path}: not a recipe",
-            expected="a few levels of sections",
-            got="brackets in brackets, too many to follow",
-            remedy="start from recipes/digits-dit.yaml",
+            f"{where}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
         ) from error
     if not isinstance(document, dict):
         raise UserError(
@@ -509,53 +498,8 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema()
 
 
-def parser_problem(error: Exception) -> str:
-    """What a YAML parser has found, without the lines that say where."""
-    problem = getattr(error, "problem", None)
-    return str(problem).splitlines()[0] if problem else first_line(error)
-
-
 def _reason(error: Exception) -> str:
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else "bytes that are not UTF-8"
-
-
-def _refuse_unreadable(path: Path, root: Any) -> None:
-    """
-    Raises:
-        UserError: an alias stands inside the very value that it names, where the loader would put null; or a value looks like a
-            date or a number and is none.
-    """
-    from ruamel.yaml import YAML, ScalarNode
-
-    constructor = YAML().constructor
-    finished: set[int] = set()
-
-    def visit(node: Any, around: frozenset[int]) -> None:
-        if id(node) in around:
-            raise UserError(
-                f"{path}:{node.start_mark.line + 1}: the anchor '{node.anchor}' is used inside the value that it names",
-                expected="aliases (*name) of values that end before them",
-                got=f"*{node.anchor} within &{node.anchor}",
-                remedy="write the value out",
-            )
-        if isinstance(node, ScalarNode):
-            try:
-                constructor.construct_document(node)
-            except (ValueError, LookupError) as error:  # the 30th of February, !!int x, !!bool x, !!int ''
-                raise UserError(
-                    f"{path}:{node.start_mark.line + 1}: a value cannot be read",
-                    expected=f"a {node.tag.rpartition(':')[2]}, which it looks like, or text in quotes",
-                    got=f"{node.value[:80]}: {error}",
-                    remedy="correct it, or put it in quotes",
-                ) from error
-        children = node.value if node is not None and isinstance(node.value, list) else []
-        if id(node) not in finished:
-            for child in children:
-                for part in child if isinstance(child, tuple) else (child,):
-                    visit(part, around | {id(node)})
-            finished.add(id(node))
-
-    visit(root, frozenset())
 
 
 def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
@@ -610,7 +554,7 @@ def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
 def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
     """What pydantic found, as expected, got and remedy, with the line in the file."""
     found: dict[tuple, list[Any]] = {}
-    for error in errors:
+    for error in errors[:_ERRORS]:
         found.setdefault(_place(document, error), []).append(error)
     for keys, here in found.items():
         # A union complains once per branch: the branch that got deeper is the one that was meant.
@@ -643,6 +587,12 @@ def _line(document: Any, keys: tuple) -> int:
             break
     return line
 
+
+_ERRORS = 100
+"""Of pydantic's that are told. A long list of wrong entries has several for each."""
+
+_SHOWN = 200
+"""Characters of a value that messages repeat."""
 
 _EXPECTED = {
     "model_type": "a mapping of fields",
@@ -695,7 +645,8 @@ def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, int, float, list)) else _kind(value)
+    text = repr(value) if isinstance(value, (str, int, float, list)) else _kind(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def _kind(value: Any) -> str:
