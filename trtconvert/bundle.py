@@ -17,7 +17,7 @@ from trtconvert import __version__
 from trtconvert.errors import UserError
 from trtconvert.files import is_partial, link_files, sha256
 from trtconvert.linear.modes import LayerMode
-from trtconvert.recipe import ModelSection, Recipe
+from trtconvert.recipe import ModelSection, Recipe, changed_paths
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -442,7 +442,8 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
 def model_section(folder: Path, manifest: Manifest) -> ModelSection:
     """Where the denoiser of a bundle came from: the weights as the recipe names them, the images where the bundle has them."""
     section = manifest.recipe.model
-    return section.model_copy(update={"images": {name: folder / path for name, path in section.images.items()}})
+    images = {name: changed_paths(path, lambda path: folder / path) for name, path in section.images.items()}
+    return section.model_copy(update={"images": images})
 
 
 def lost_plans(folder: Path, manifest: Manifest) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 class TrtconvertError(Exception):
@@ -49,6 +51,12 @@ def warn(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, RuntimeWarning, stacklevel=level)
+
+
+def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:
+    """A remedy for a name that is none of the valid ones: the nearest of them, or something else where none is near."""
+    near = difflib.get_close_matches(got, list(valid), n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else otherwise
 
 
 def first_line(error: BaseException) -> str:

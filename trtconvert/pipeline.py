@@ -30,9 +30,9 @@ from trtconvert.errors import UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
-from trtconvert.models.saved import copy_without_models, is_saved_pipeline
+from trtconvert.models.saved import copy_without_models, pipeline_folder
 from trtconvert.progress import Reporter, say
-from trtconvert.recipe import Recipe, with_paths
+from trtconvert.recipe import Recipe, changed_paths, with_paths
 from trtconvert.stages import (
     CALIBRATION,
     COMPONENT,
@@ -198,15 +198,13 @@ def _assemble(
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
-    images = {name: Path(bundle.IMAGES, name + path.suffix) for name, path in recipe.model.images.items()}
-    for name, path in images.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        shutil.copyfile(recipe.model.images[name], folder / path)
+    images = {name: _copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
     errors = {
         name: json.loads((stage.folder / ERROR).read_text()) for name, stage in components.items() if name != COMPONENT
     }
-    if errors and recipe.model.weights is not None and is_saved_pipeline(recipe.model.weights):
-        copy_without_models(recipe.model.weights, folder / PIPELINE)
+    weights_at = recipe.model.weights
+    if errors and weights_at is not None and (saved := pipeline_folder(weights_at, recipe.model.config)):
+        copy_without_models(saved, folder / PIPELINE)
     denoiser = records[COMPONENT].diffusers
     quality = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text())
     manifest = Manifest(
@@ -223,3 +221,18 @@ def _assemble(
     )
     bundle.write_manifest(folder, manifest)
     return bundle.read_manifest(folder)
+
+
+def _copied_images(name: str, paths: Path | list[Path], folder: Path) -> Path | list[Path]:
+    """The images of an argument in a bundle, relative to it, where they are copied to."""
+    numbered = (
+        {path: f"{name}-{number}" for number, path in enumerate(paths)} if isinstance(paths, list) else {paths: name}
+    )
+
+    def copied(path: Path) -> Path:
+        place = Path(bundle.IMAGES, numbered[path] + path.suffix)
+        (folder / place).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / place)
+        return place
+
+    return changed_paths(paths, copied)

@@ -62,12 +62,18 @@ class ModelSection(_Section):
         "`save_pretrained` wrote; or `package.module:function`, a function that returns a trtconvert.models.DiffusionModel."
     )
     weights: Path | None = Field(
-        default=None, description="Safetensors file or pipeline folder, relative to the recipe."
+        default=None,
+        description="Pipeline folder, or file of weights (safetensors, .bin, .ckpt, GGUF), relative to the recipe.",
     )
-    images: dict[str, Path] = Field(
+    config: Path | None = Field(
+        default=None,
+        description="For one file of weights of a diffusers pipeline: a folder with model_index.json and all that the file does "
+        "not hold; of models that it holds, config.json is enough. By default the folder that the file lies in.",
+    )
+    images: dict[str, Path | list[Path]] = Field(
         default_factory=dict,
-        description="Images that the pipeline's call takes, by its arguments, such as `image` and `mask_image`; relative to the "
-        "recipe. Other images may be given to the pipeline later; they decide what the model is calibrated and verified on.",
+        description="Images that the pipeline's call takes, by its arguments, such as `image` and `mask_image`, or lists of them, "
+        "as for several ControlNets; relative to the recipe. Other images may be given to the pipeline later; they decide what the model is calibrated and verified on.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -80,7 +86,7 @@ class ModelSection(_Section):
 
     @field_validator("images")
     @classmethod
-    def _by_argument(cls, images: dict[str, Path]) -> dict[str, Path]:
+    def _by_argument(cls, images: dict[str, Path | list[Path]]) -> dict[str, Path | list[Path]]:
         """Files of bundles are named after them."""
         if bad := [name for name in images if not name.isidentifier()]:
             raise ValueError(f"arguments of the pipeline's call, not {', '.join(map(repr, bad))}")
@@ -538,13 +544,18 @@ def _anchored(recipe: Recipe, folder: Path) -> Recipe:
     return with_paths(recipe, lambda path: folder / path)
 
 
+def changed_paths(paths: Path | list[Path], change: Callable[[Path], Path]) -> Path | list[Path]:
+    """One path or several, each changed."""
+    return [change(path) for path in paths] if isinstance(paths, list) else change(paths)
+
+
 def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
     """The recipe with every path in it changed."""
 
     def changed(section: _Section) -> _Section:
         paths: dict[str, Any] = {name: change(value) for name, value in section if isinstance(value, Path)}
         if isinstance(section, ModelSection):
-            paths["images"] = {argument: change(path) for argument, path in section.images.items()}
+            paths["images"] = {argument: changed_paths(path, change) for argument, path in section.images.items()}
         return section.model_copy(update=paths)
 
     sections = {name: changed(section) for name, section in recipe if isinstance(section, _Section)}

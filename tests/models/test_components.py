@@ -19,7 +19,7 @@ from trtconvert.engine import tensorrt_rtx
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import psnr, relative_error
 from trtconvert.models.diffusers import diffusers_model
-from trtconvert.models.pipelines import load_pipeline
+from trtconvert.models.loading import load_pipeline
 from trtconvert.models.saved import INDEX
 from trtconvert.recipe import EngineSection, load_recipe
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder

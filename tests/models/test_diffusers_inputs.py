@@ -288,7 +288,12 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
         ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
         ("flux", {"height": 32.0}, ["model.options.height is no size", "got: 32.0"]),
-        ("flux", {"call": {"no_such": 1}}, ["a call of FluxPipeline failed", "no_such", "`call`"]),
+        ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "take it out of model.opt"]),
+        (
+            "flux",
+            {"call": {"guidence_scale": 1}},
+            ["options.call has guidence_scale", "did you mean 'guidance_scale'?"],
+        ),
         ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
         ("flux", {"prompts": "a cat"}, ["options.prompts is no list of prompts", "got: 'a cat'"]),
         ("flux", {"prompts": []}, ["options.prompts is no list of prompts", "got: []"]),
@@ -304,7 +309,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):
 
 
 def test_a_folder_without_a_whole_pipeline_is_refused(tmp_path, saved):
-    with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: no such file.*remedy: "):
+    with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: a folder with nothing in it.*remedy: "):
         diffusers_model(tmp_path)
     with pytest.raises(UserError, match=r"(?s)holds no diffusers pipeline.*got: a single component"):
         diffusers_model(saved / "unet")

@@ -22,7 +22,7 @@ from trtconvert.cache import Cache
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.evaluation import full_precision
 from trtconvert.evaluate.verify import psnr, relative_error
-from trtconvert.models.pipelines import load_pipeline
+from trtconvert.models.loading import load_pipeline
 from trtconvert.models.saved import INDEX, copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter

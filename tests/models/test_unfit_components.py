@@ -92,7 +92,7 @@ def test_damaged_weights_are_refused(saved, tmp_path, part, size):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (weights,) = (tmp_path / "pipeline" / part).glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:size])
-    with pytest.raises(UserError, match=r"(?s)cannot be loaded.*expected: a whole folder.*got: .*remedy: "):
+    with pytest.raises(UserError, match=rf"(?s)/{part}/.* cannot be read.*expected: a whole .* file.*got: .*remedy: "):
         diffusers_model(tmp_path / "pipeline", **options("stable_diffusion"))
 
 

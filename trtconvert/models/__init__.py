@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from trtconvert.diffusion_model import DiffusionModel, Sampler
@@ -46,13 +47,14 @@ def load(section: ModelSection) -> DiffusionModel:
                 got="none",
                 remedy="add 'weights: digits-dit.safetensors' under 'model'",
             )
-        if section.images:
-            raise UserError(
-                f"{DIGITS} takes no images",
-                expected="a pipeline of diffusers that does",
-                got=", ".join(section.images),
-                remedy="remove model.images from the recipe",
-            )
+        for field, given in (("images", section.images), ("options", section.options), ("config", section.config)):
+            if given:
+                raise UserError(
+                    f"{DIGITS} takes no {field}",
+                    expected="a pipeline of diffusers that does",
+                    got=str(given) if isinstance(given, Path) else ", ".join(given),
+                    remedy=f"remove model.{field} from the recipe",
+                )
         return digits_model(section.weights)
     if section.source == DIFFUSERS:
         section = section.model_copy(update={"source": _DIFFUSERS_FUNCTION})
@@ -123,17 +125,10 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     arguments: dict[str, Any] = dict(section.options)
     if section.weights is not None:
         arguments["weights"] = section.weights
-    if section.images:
-        arguments["images"] = section.images
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UserError(
-            f"{section.source} does not take the recipe's model.options",
-            expected=f"arguments {signature}",
-            got=", ".join(arguments) or "none",
-            remedy="correct model.options",
-        ) from error
+    for field, given in (("images", section.images), ("config", section.config)):
+        if given:
+            arguments[field] = given
+    _refuse_unfit_options(section, signature, arguments)
     try:
         model = function(**arguments)
     except UserError:
@@ -161,3 +156,40 @@ def _from_function(section: ModelSection) -> DiffusionModel:
                 remedy="get the weights again, or load them in a type that holds their range",
             )
     return model
+
+
+def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UserError: the function takes no such arguments, or wants more.
+    """
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        fields = ("weights", "images", "config")
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        unknown = [] if anything else [name for name in arguments if name not in signature.parameters]
+        options = [name for name in signature.parameters if name not in fields]
+        if not unknown:
+            wanted = [
+                name
+                for name, parameter in signature.parameters.items()
+                if name not in arguments
+                and parameter.default is parameter.empty
+                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            ]
+            raise UserError(
+                f"the recipe's model section lacks what {section.source} wants",
+                expected=", ".join(wanted) or f"arguments {signature}",
+                got=", ".join(arguments) or "none",
+                remedy=f"add {', '.join(name if name in fields else f'options.{name}' for name in wanted)} under model"
+                if wanted
+                else "correct model.options",
+            ) from error
+        field = f"model.{unknown[0]}" if unknown[0] in fields else f"model.options.{unknown[0]}"
+        raise UserError(
+            f"{section.source} does not take the recipe's {field}",
+            expected="options among " + ", ".join(options) if options else "no options",
+            got=", ".join(unknown),
+            remedy=did_you_mean(unknown[0], options, f"take {field} out of the recipe"),
+        ) from error

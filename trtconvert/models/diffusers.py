@@ -18,6 +18,7 @@ from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
 from trtconvert.models.components import PipelineComponents
+from trtconvert.models.loading import load_pipeline
 from trtconvert.models.pipelines import (
     BATCH,
     COMPONENTS,
@@ -26,7 +27,6 @@ from trtconvert.models.pipelines import (
     Observed,
     PipelineCaller,
     Sizes,
-    load_pipeline,
     observe_sizes,
     plain_config,
     refuse_unfit,
@@ -49,13 +49,16 @@ def diffusers_model(
     prompts: Sequence[str] = PROMPTS,
     call: Mapping[str, Any] | None = None,
     denoiser: str | None = None,
-    images: Mapping[str, Path] | None = None,
+    variant: str | None = None,
+    ignore: Sequence[str] = (),
+    config: Path | None = None,
+    images: Mapping[str, Path | list[Path]] | None = None,
 ) -> DiffusionModel:
     """The denoiser of a pipeline, with the pipeline as its sampler.
 
     Args:
-        weights: folder that the pipeline's `save_pretrained` wrote. Nothing is downloaded. Text encoders may be absent: the
-            prompt embeddings are then noise, seeded by the sample.
+        weights: folder that the pipeline's `save_pretrained` wrote, or one file of weights, as they are published. Nothing is
+            downloaded. Text encoders may be absent: the prompt embeddings are then noise, seeded by the sample.
         height, width: of the images in pixels; frames: of videos. A size, or [min, opt, max] for an engine that takes a range.
         batch: images per call of the pipeline, [1, 2, 8] by default. Pipelines with guidance call the denoiser with twice
             as many.
@@ -63,13 +66,16 @@ def diffusers_model(
         prompts: what samples show, by turns.
         call: further arguments of the pipeline's call, such as guidance_scale.
         denoiser: which of the pipeline's components it is, where there are several: `transformer_2` of Wan 2.2.
-        images: files of images that the pipeline's call takes, by its arguments. All samples are of them.
+        variant: of the files of weights, such as fp16; by default those without one, or the only one that there is.
+        ignore: patterns of names in the files that the models may do without.
+        config: for a file of weights, the folder of a pipeline with all that the file does not hold.
+        images: files of images that the pipeline's call takes, by its arguments, or lists of them. All samples are of them.
     Raises:
         UserError: no such pipeline, or one whose denoiser an engine cannot take.
         BackendUnavailable: diffusers is not installed.
     """
     refuse_unfit(prompts, call or {})
-    pipe = load_pipeline(weights)
+    pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
     component = _denoiser(pipe, COMPONENTS if denoiser is None else (denoiser,))
     caller = PipelineCaller(pipe, component, tokens, tuple(prompts), dict(call or {}), _pictures(images or {}))
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
@@ -127,7 +133,7 @@ def pipeline_sampler(
     component: ComponentRecord,
     options: Mapping[str, Any],
     prompts: Sequence[str] = (),
-    images: Mapping[str, Path] | None = None,
+    images: Mapping[str, Path | list[Path]] | None = None,
 ) -> PipelineSampler:
     """What samples with a pipeline that is made of a bundle's components.
 
@@ -153,8 +159,11 @@ def pipeline_sampler(
     return PipelineSampler(caller, component.diffusers, component.timestep_input, sizes, batch)
 
 
-def _pictures(files: Mapping[str, Path]) -> dict[str, Image]:
-    return {argument: read_picture(path, "correct model.images in the recipe") for argument, path in files.items()}
+def _pictures(files: Mapping[str, Path | list[Path]]) -> dict[str, Image | list[Image]]:
+    def read(path: Path) -> Image:
+        return read_picture(path, "correct model.images in the recipe")
+
+    return {name: list(map(read, of)) if isinstance(of, list) else read(of) for name, of in files.items()}
 
 
 class FlatDenoiser(nn.Module):

@@ -12,12 +12,13 @@ from typing import Any
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
+from trtconvert.models.saved import INDEX, pipeline_folder
 from trtconvert.recipe import ModelSection
 
 
 def identity(section: ModelSection) -> str:
-    """SHA-256 over the weights, the images, the options with the files that they name by absolute paths, and the code of a
-    `package.module:function`.
+    """SHA-256 over the weights, the configurations of a file of weights, the images, the options with the files that they name by
+    absolute paths, and the code of a `package.module:function`.
 
     Raises:
         UserError: the weights, an image or a file that an option names cannot be read.
@@ -29,14 +30,19 @@ def identity(section: ModelSection) -> str:
         except OSError as error:
             raise UserError(
                 f"cannot read the weights {section.weights}",
-                expected="a safetensors file or a folder; the path is relative to the recipe",
+                expected="a file of weights or a folder; the path is relative to the recipe",
                 got=error.strerror or type(error).__name__,
                 remedy="correct model.weights in the recipe",
             ) from error
+        if not section.weights.is_dir() and (folder := pipeline_folder(section.weights, section.config)):
+            parts["config"] = _configurations(folder)
     if section.images:
         expected = "an image; the path is relative to the recipe"
         parts["images"] = {
-            argument: _content(path, "image", "images", expected) for argument, path in section.images.items()
+            argument: [_content(path, "image", "images", expected) for path in of]
+            if isinstance(of, list)
+            else _content(of, "image", "images", expected)
+            for argument, of in section.images.items()
         }
     if code := source_identity(section.source):
         parts["code"] = code
@@ -45,6 +51,14 @@ def identity(section: ModelSection) -> str:
             expected = "a file that this user may read"
             parts["files"] = {name: _content(Path(name), "file", "options", expected) for name in names}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _configurations(folder: Path) -> dict[str, str]:
+    """What a pipeline's folder has beside files of weights that lie where its index does: those are of other uses."""
+    parts = sorted(path for path in folder.iterdir() if path.is_dir())
+    return {INDEX: sha256(folder / INDEX)} | {
+        f"{part.name}/{name}": digest for part in parts for name, digest in _hashes(part).items()
+    }
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -82,8 +96,10 @@ def _content(path: Path, what: str, field: str, expected: str) -> str:
 
 def _contents(path: Path) -> str | dict[str, str]:
     """SHA-256 of a file, or of every file in a folder by its path there."""
-    if not path.is_dir():
-        return sha256(path)
+    return _hashes(path) if path.is_dir() else sha256(path)
+
+
+def _hashes(path: Path) -> dict[str, str]:
     return {str(file.relative_to(path)): sha256(file) for file in sorted(_files(path)) if file.is_file()}
 
 

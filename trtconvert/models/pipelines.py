@@ -1,4 +1,4 @@
-"""Pipelines of diffusers: loading one, calling it, and finding out what it passes to its models.
+"""Pipelines of diffusers: calling one, and finding out what it passes to its models.
 
 No pipeline is known by name. It runs up to its first call of a model, once for each size that may vary; what it passes gives the
 inputs, and what changes with a size gives the symbolic dimensions.
@@ -6,19 +6,15 @@ inputs, and what changes with a size gives the symbolic dimensions.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from PIL.Image import Image
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import (
@@ -28,8 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line, kind_and_first_line
-from trtconvert.models.saved import INDEX, is_saved_pipeline
+from trtconvert.errors import TrtconvertError, UserError, did_you_mean, kind_and_first_line
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
@@ -56,9 +51,6 @@ _ALL_NOISES = 50
 _TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
 """What models call the width of prompt embeddings in their configuration; the first that is there is it."""
 
-_TEXT_COMPONENTS = ("text_encoder", "tokenizer")
-"""What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
-
 _SET_ELSEWHERE = {
     "num_inference_steps": "calibration.steps, plan.steps and verify.steps",
     "prompt": "model.options.prompts",
@@ -72,96 +64,6 @@ _SET_ELSEWHERE = {
 
 Sizes = int | list[int] | None
 """A fixed size, [min, opt, max], or the pipeline's own default."""
-
-
-def load_pipeline(folder: Path) -> Any:
-    """A pipeline that `save_pretrained` wrote, in FP32, with or without its text encoders. Nothing is downloaded.
-
-    Raises:
-        UserError: no pipeline, or a damaged one.
-        BackendUnavailable: diffusers is not installed.
-    """
-    try:
-        import diffusers
-        from diffusers.utils import logging
-    except ImportError as error:
-        raise BackendUnavailable(
-            "diffusers is not installed",
-            expected="the library that reads model.weights",
-            got=str(error),
-            remedy="pip install 'trtconvert[diffusers]'",
-        ) from error
-    if not is_saved_pipeline(folder):
-        raise UserError(
-            f"{folder} holds no diffusers pipeline",
-            expected="a folder with model_index.json, as `pipeline.save_pretrained(folder)` writes it",
-            got="a single component" if (folder / "config.json").is_file() else "no such file",
-            remedy="save the whole pipeline; its text encoders and its VAE may be None",
-        )
-    libraries = [logging]  # this program shows progress of its own
-    if importlib.util.find_spec("transformers"):
-        libraries.append(importlib.import_module("transformers.utils.logging"))
-    for library in libraries:
-        library.disable_progress_bar()
-    try:
-        # `save_pretrained` leaves out what is None, and loading wants to be told.
-        index = json.loads((folder / INDEX).read_text())
-        pipeline = getattr(diffusers, index["_class_name"])
-        parameters = inspect.signature(pipeline.__init__).parameters
-        absent = {
-            name: None
-            for name in parameters
-            if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
-        }
-        loaded = pipeline.from_pretrained(folder, local_files_only=True, **absent, **_models(folder, index))
-        for part in loaded.components.values():
-            if isinstance(part, nn.Module) and part.dtype != torch.float32:
-                part.to(torch.float32)
-        return loaded
-    # Of another size than its weights a model of transformers is a RuntimeError; an index that is no index is a TypeError.
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
-        raise UserError(
-            f"the pipeline in {folder} cannot be loaded",
-            expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",
-            got=first_line(error),
-            remedy="save the pipeline again, or install the diffusers that wrote it",
-        ) from error
-    finally:
-        for library in libraries:
-            library.enable_progress_bar()
-
-
-def _models(folder: Path, index: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The models of a saved pipeline by name, each with all of its weights: both libraries make up what a file lacks.
-
-    Raises:
-        UserError: a file lacks weights.
-    """
-    models: dict[str, nn.Module] = {}
-    for name, entry in index.items():
-        if not isinstance(entry, list) or entry[0] not in ("diffusers", "transformers") or not (folder / name).is_dir():
-            continue
-        kind = getattr(importlib.import_module(entry[0]), entry[1])
-        if not (inspect.isclass(kind) and issubclass(kind, nn.Module)):
-            continue
-        models[name], told = kind.from_pretrained(folder / name, local_files_only=True, output_loading_info=True)  # type: ignore[attr-defined]
-        if missing := sorted(told["missing_keys"]):
-            raise UserError(
-                f"the weights of {name} in {folder} are incomplete",
-                expected=f"all weights of {entry[1]}",
-                got=f"{len(missing)} missing, {missing[0]} the first of them",
-                remedy="save the pipeline again, or correct what its model_index.json and config.json say it is",
-            )
-    return models
 
 
 def size_range(name: str, size: int | list[int]) -> tuple[int, int, int]:
@@ -225,7 +127,7 @@ class PipelineCaller:
     Attributes:
         component: the denoiser's name in it.
         tokens, prompts, arguments: see `diffusers_model`.
-        images: of the call, by argument.
+        images: of the call, by argument; a list where the pipeline takes one, as for several ControlNets.
     """
 
     pipe: Any
@@ -233,7 +135,7 @@ class PipelineCaller:
     tokens: int
     prompts: tuple[str, ...]
     arguments: dict[str, Any]
-    images: Mapping[str, Image] = field(default_factory=dict)
+    images: Mapping[str, Image | list[Image]] = field(default_factory=dict)
     parameters: frozenset[str] = field(init=False)
     _image_each: bool = field(default=False, init=False)
 
@@ -244,7 +146,18 @@ class PipelineCaller:
                 f"{type(self.pipe).__name__} takes no {unknown[0]}",
                 expected="arguments among " + ", ".join(sorted(self.parameters)),
                 got=", ".join(unknown),
-                remedy="correct model.images in the recipe, or convert a pipeline that takes images",
+                remedy=did_you_mean(
+                    unknown[0],
+                    self.parameters,
+                    "correct model.images in the recipe, or convert a pipeline that takes images",
+                ),
+            )
+        if unknown := sorted(self.arguments.keys() - self.parameters):
+            raise UserError(
+                f"model.options.call has {unknown[0]}, which {type(self.pipe).__name__} does not take",
+                expected="arguments among " + ", ".join(sorted(self.parameters)),
+                got=", ".join(unknown),
+                remedy=did_you_mean(unknown[0], self.parameters, "take it out of model.options.call"),
             )
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared

@@ -17,6 +17,13 @@ def is_saved_pipeline(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
+def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
+    """The folder that says what a pipeline is made of: that of the weights themselves, or, of a file of weights, `config`, or
+    the folder that the file lies in, as published ones do. None where there is none."""
+    near = weights if weights.is_dir() else config or weights.parent
+    return near if is_saved_pipeline(near) else None
+
+
 def copy_without_models(folder: Path, target: Path) -> None:
     """Copy what a pipeline has beside its models: its index, tokenizers, schedulers, processors.
 

@@ -10,6 +10,12 @@ from trtconvert.errors import BackendUnavailable
 LIBRARIES = ("diffusers", "transformers")
 
 
+def current_name(library: Any, name: str) -> str:
+    """What a library now calls a class: transformers renamed its feature extractors of images to image processors."""
+    renamed = name.replace("FeatureExtractor", "ImageProcessor")
+    return renamed if not hasattr(library, name) and hasattr(library, renamed) else name
+
+
 def library_class(module: str, name: str) -> Any:
     """A class of diffusers or transformers.
 
@@ -19,7 +25,8 @@ def library_class(module: str, name: str) -> Any:
     try:
         if module.partition(".")[0] not in LIBRARIES:
             raise ImportError(f"{module} is not a module of {' or '.join(LIBRARIES)}")
-        return getattr(importlib.import_module(module), name)
+        library = importlib.import_module(module)
+        return getattr(library, current_name(library, name))
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
             f"{name}, which the bundle names, cannot be imported",

@@ -1,0 +1,191 @@
+"""Saved pipelines as users have them: variants, shards, what is not there or too much, FP8; each is told before calibration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_pipelines
+import torch
+from safetensors.torch import load_file, save_file
+
+from trtconvert.errors import UserError
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.loading import load_pipeline
+from trtconvert.models.weight_files import stored_weights
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+
+UNET = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """Stable Diffusion with a text encoder, to change."""
+    return Path(shutil.copytree(saved, tmp_path / "pipeline"))
+
+
+def same_weights(pipe, folder: Path, name: str = "unet") -> bool:
+    wanted = getattr(load_pipeline(folder), name).state_dict()
+    return all(torch.equal(x, wanted[key]) for key, x in getattr(pipe, name).state_dict().items())
+
+
+def change(path: Path, **tensors: torch.Tensor) -> None:
+    save_file(load_file(path) | tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("safetensors", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("shard", ["10GB", "60KB"], ids=["whole", "sharded"])
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_every_way_of_saving_is_loaded(saved, tmp_path, variant, shard, safetensors):
+    """The only variant that there is needs no name."""
+    for name, part in load_pipeline(saved).components.items():
+        if isinstance(part, torch.nn.Module):
+            options = {"variant": variant, "max_shard_size": shard}
+            if isinstance(part, diffusers.ModelMixin):
+                options["safe_serialization"] = safetensors
+            part.save_pretrained(tmp_path / name, **options)
+        elif (saved / name).is_dir():
+            shutil.copytree(saved / name, tmp_path / name)
+    shutil.copyfile(saved / "model_index.json", tmp_path / "model_index.json")
+    assert (len(stored_weights(tmp_path / "unet").files) > 1) == (shard == "60KB")
+    pipe = load_pipeline(tmp_path)
+    for name in ("unet", "text_encoder", "vae"):
+        assert same_weights(pipe, saved, name)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_text_encoder_in_files_of_torch_is_loaded(folder, sharded):
+    """As older ones are published."""
+    path = folder / "text_encoder" / "model.safetensors"
+    state, wanted = load_file(path), load_pipeline(folder)
+    path.unlink()
+    names = sorted(state)
+    shards = [names[::2], names[1::2]] if sharded else [names]
+    files = [f"pytorch_model-{i + 1:05}-of-00002.bin" if sharded else "pytorch_model.bin" for i in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        torch.save({name: state[name] for name in shard}, path.with_name(file))
+    if sharded:
+        index = {"metadata": {}, "weight_map": {n: f for f, shard in zip(files, shards, strict=True) for n in shard}}
+        path.with_name("pytorch_model.bin.index.json").write_text(json.dumps(index))
+    got = load_pipeline(folder).text_encoder.state_dict()
+    assert all(torch.equal(x, got[name]) for name, x in wanted.text_encoder.state_dict().items())
+
+
+def test_a_variant_is_taken_where_it_is_asked_for(folder):
+    """Models without that variant, as published pipelines have them, come without it."""
+    plain = load_pipeline(folder)
+    state = load_file(folder / "unet" / UNET)
+    save_file({name: x * 2 for name, x in state.items()}, folder / "unet" / UNET.replace(".", ".fp16.", 1))
+    assert same_weights(load_pipeline(folder), folder)
+    name = "conv_in.weight"
+    doubled = load_pipeline(folder, variant="fp16")
+    assert torch.equal(doubled.unet.state_dict()[name], 2 * plain.unet.state_dict()[name])
+    assert (
+        diffusers_model(folder, height=32, width=32, variant="fp16").denoiser.unet.conv_in.weight[0, 0, 0, 0]
+        == (doubled.unet.conv_in.weight[0, 0, 0, 0])
+    )
+    with pytest.raises(UserError, match=r"(?s)no variant fp61.*expected: one of fp16.*did you mean 'fp16'"):
+        load_pipeline(folder, variant="fp61")
+    (folder / "unet" / UNET).rename(folder / "unet" / UNET.replace(".", ".bf16.", 1))
+    with pytest.raises(UserError, match=r"(?s)unet are there in several variants.*got: bf16, fp16.*variant: bf16"):
+        load_pipeline(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("down_blocks.0.attentions.0.transformer_blocks.0.attn2.processor.to_k_ip.weight", "unload_ip_adapter"),
+        ("down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight", "fuse_lora"),
+        ("mid_block.extra.weight", r"ignore: \['mid_block.extra.weight'\]"),
+    ],
+)
+def test_what_a_model_has_no_place_for_is_refused_by_name(folder, name, remedy):
+    change(folder / "unet" / UNET, **{name: torch.zeros(4, 4)})
+    with pytest.raises(UserError, match=rf"(?s)weights of unet .* more than.*got: 1 more, {name}.*remedy: .*{remedy}"):
+        load_pipeline(folder)
+    assert load_pipeline(folder, ignore=["*.to_k_ip.*", "*lora*", "mid_block.extra.*"])
+
+
+def test_what_an_encoder_of_transformers_has_too_much_is_refused_but_for_its_heads(folder):
+    path = folder / "text_encoder" / "model.safetensors"
+    change(path, **{"text_projection.weight": torch.zeros(32, 32), "logit_scale": torch.ones(())})
+    assert load_pipeline(folder)
+    change(path, **{"encoder.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 32)})
+    with pytest.raises(UserError, match=r"(?s)weights of text_encoder .* more than.*got: 1 more, .*lora_A"):
+        load_pipeline(folder)
+
+
+@pytest.mark.parametrize("part", ["unet", "text_encoder"])
+@pytest.mark.parametrize("suffix", ["scale_weight", "weight_scale"])
+def test_fp8_is_multiplied_by_its_scales(folder, part, suffix):
+    """As ComfyUI and ModelOpt name them; of the layer's inputs as well, which stay in the model's type."""
+    path = next((folder / part).glob("*.safetensors"))
+    plain, state = load_pipeline(folder), load_file(path)
+    layers = [name.removesuffix(".weight") for name in state if name.endswith((".to_q.weight", ".fc1.weight"))][:2]
+    for layer in layers:
+        weight = state[f"{layer}.weight"]
+        scale = weight.abs().max() / 448
+        state[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+        state[f"{layer}.{suffix}"] = scale
+        state[f"{layer}.{'scale_input' if suffix == 'scale_weight' else 'input_scale'}"] = torch.ones(())
+    state["scaled_fp8"] = torch.zeros(0).to(torch.float8_e4m3fn)
+    save_file(state, path, {"format": "pt"})
+    got, wanted = getattr(load_pipeline(folder), part).state_dict(), getattr(plain, part).state_dict()
+    for name, x in wanted.items():
+        if any(name == f"{layer}.weight" for layer in layers):
+            assert 0 < (got[name] - x).norm() / x.norm() < 0.04  # of E4M3, 3 bits behind the first
+        else:
+            assert torch.equal(got[name], x)
+
+
+def test_fp8_without_scales_is_what_it_says(folder):
+    path = folder / "unet" / UNET
+    state = {name: x.to(torch.float8_e4m3fn) for name, x in load_file(path).items()}
+    save_file(state, path, {"format": "pt"})
+    got = load_pipeline(folder).unet.state_dict()
+    assert all(torch.equal(x.float(), got[name]) for name, x in state.items())
+
+
+def test_a_safety_checker_that_was_not_fetched_is_not_missed(folder):
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "feature_extractor": ["transformers", "CLIPFeatureExtractor"],
+        "requires_safety_checker": True,
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    pipe = load_pipeline(folder)
+    assert pipe.safety_checker is None and pipe.feature_extractor is None
+    shutil.rmtree(folder / "unet")
+    with pytest.raises(UserError, match=r"(?s)not whole.*expected: the folder unet.*got: no unet.*\[null, null\]"):
+        load_pipeline(folder)
+
+
+def test_a_class_is_found_by_the_name_that_it_had(folder):
+    transformers = pytest.importorskip("transformers")
+    transformers.CLIPImageProcessor().save_pretrained(folder / "feature_extractor")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["feature_extractor"] = ["transformers", "CLIPFeatureExtractor"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert isinstance(load_pipeline(folder).feature_extractor, transformers.CLIPImageProcessor)
+
+
+def test_what_is_there_is_not_called_missing(folder, tmp_path):
+    (folder / "unet" / UNET).rename(folder / "unet" / "my-unet.safetensors")
+    with pytest.raises(UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy"):
+        load_pipeline(folder)
+    (tmp_path / "alone").mkdir()
+    (folder / "unet" / "my-unet.safetensors").rename(tmp_path / "alone" / "my-unet.safetensors")
+    with pytest.raises(UserError, match=r"(?s)no diffusers pipeline.*got: a folder with my-unet.safetensors.*config"):
+        load_pipeline(tmp_path / "alone")
+    with pytest.raises(UserError, match=r"(?s)no diffusers pipeline.*got: no such folder"):
+        load_pipeline(tmp_path / "nowhere")
+
+
+def test_a_pointer_of_git_lfs_is_told(folder):
+    (folder / "unet" / UNET).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(UserError, match=r"(?s)diffusion_pytorch_model.safetensors have not been fetched.*git lfs pull"):
+        load_pipeline(folder)

@@ -1,0 +1,409 @@
+"""Loading a pipeline of diffusers with all of its weights and nothing else: what a file lacks or has too much is told by name.
+
+Both libraries make up what a file lacks, and drop what a model has no place for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
+from trtconvert.models.saved import INDEX, pipeline_folder
+from trtconvert.models.weight_files import READABLE, StoredWeights, holds_fp8, read_tensors, stored_weights, variants_of
+from trtconvert.runtime.libraries import current_name
+
+_TEXT_COMPONENTS = ("text_encoder", "tokenizer")
+"""What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
+
+_FILTERS = ("safety_checker", "feature_extractor")
+"""What judges images that are finished: a pipeline that was got without them draws the same ones."""
+
+_FAILURES = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,  # transformers, of another size than its weights
+    SafetensorError,
+)
+"""What the libraries raise for a folder that is none of theirs, or damaged; an index that is no index is a TypeError."""
+
+_MADE_BY_MODELS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|num_batches_tracked|y_embedding)$")
+"""Tables that older classes saved, and that models make themselves; PixArt's embedding of no caption is for its training."""
+
+_HEADS = re.compile(r"^(lm_head|text_projection|visual_projection|vision_model|decoder)\.|(^|\.)logit_scale$")
+"""What models of transformers are trained with, and pipelines' encoders do without."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights of a pipeline to load.
+
+    Attributes:
+        place: folder that the pipeline's `save_pretrained` wrote, or a file of weights.
+        config: for a file, the folder of a pipeline with all but these weights.
+        denoiser: which of the pipeline's models the file is of, where there are several denoisers.
+        variant: see `stored_weights`.
+        ignore: patterns (fnmatch) of names in the files that the models may do without.
+    """
+
+    place: Path
+    config: Path | None = None
+    denoiser: str | None = None
+    variant: str | None = None
+    ignore: Sequence[str] = ()
+
+
+def load_pipeline(
+    weights: Path,
+    *,
+    config: Path | None = None,
+    denoiser: str | None = None,
+    variant: str | None = None,
+    ignore: Sequence[str] = (),
+) -> Any:
+    """A pipeline in FP32, with or without its text encoders. Nothing is downloaded, and no code in files of weights is executed.
+
+    Args: see `Weights`; weights is its place.
+    Raises:
+        UserError: no pipeline, or a damaged one; a file lacks weights, or holds what no model of the pipeline has.
+        BackendUnavailable: diffusers is not installed, or what reads a file of this kind.
+    """
+    asked = Weights(weights, config, denoiser, variant, ignore)
+    try:
+        import diffusers
+    except ImportError as error:
+        raise BackendUnavailable(
+            "diffusers is not installed",
+            expected="the library that reads model.weights",
+            got=str(error),
+            remedy="pip install 'trtconvert[diffusers]'",
+        ) from error
+    folder = _folder(asked)
+    with _without_progress():
+        try:
+            index = json.loads((folder / INDEX).read_text())
+            pipeline = getattr(diffusers, index["_class_name"])
+            parameters = inspect.signature(pipeline.__init__).parameters
+            # `save_pretrained` leaves out what is None, and loading wants to be told.
+            given: dict[str, Any] = {
+                name: None
+                for name in parameters
+                if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
+            }
+            given |= _without_filters(folder, index, pipeline)
+            given |= _models(folder, {name: entry for name, entry in index.items() if name not in given}, asked)
+            if given.get("safety_checker", index) is None and "requires_safety_checker" in parameters:
+                given["requires_safety_checker"] = False
+            loaded = pipeline.from_pretrained(folder, local_files_only=True, **given)
+        except TrtconvertError:
+            raise
+        except _FAILURES as error:
+            raise _not_loaded(f"the pipeline in {folder}", error) from error
+    for part in loaded.components.values():
+        if isinstance(part, nn.Module) and part.dtype != torch.float32:
+            part.to(torch.float32)
+    return loaded
+
+
+def _not_loaded(what: str, error: BaseException) -> UserError:
+    return UserError(
+        f"{what} cannot be loaded",
+        expected="a whole folder that `save_pretrained` of an installed pipeline class wrote",
+        got=first_line(error),
+        remedy="save the pipeline again, or install the diffusers that wrote it",
+    )
+
+
+def _folder(asked: Weights) -> Path:
+    """Where the pipeline's index is.
+
+    Raises:
+        UserError: nowhere.
+    """
+    place = asked.place
+    if place.is_dir() and asked.config is not None:
+        raise UserError(
+            f"{place} is a folder, which has its own configurations",
+            expected="model.config beside a file of weights",
+            got=f"model.config {asked.config}",
+            remedy="remove model.config from the recipe, or give model.weights a file",
+        )
+    folder = pipeline_folder(place, asked.config)
+    if folder is not None:
+        return folder
+    if place.is_file():
+        from trtconvert.models.single_file import looks_like
+
+        raise UserError(
+            f"{place} is a file of weights, which does not say what its pipeline is made of",
+            expected="model.config: a folder with model_index.json and what it names; of what the file holds, "
+            "config.json is enough",
+            got="none" if asked.config is None else f"{asked.config}, {_what_is_in(asked.config)}",
+            remedy=looks_like(place),
+        )
+    raise UserError(
+        f"{place} holds no diffusers pipeline",
+        expected="a folder with model_index.json, as `pipeline.save_pretrained(folder)` writes it, or a file that ends with "
+        + ", ".join(READABLE),
+        got=_what_is_in(place),
+        remedy="save the whole pipeline; its text encoders and its VAE may be None. Or give model.weights one file, and "
+        "model.config the folder of a pipeline for it",
+    )
+
+
+def _what_is_in(place: Path) -> str:
+    if not place.exists():
+        return "no such folder"
+    if (place / "config.json").is_file():
+        return "a single component"
+    names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    return "a folder with " + (", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "nothing in it")
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """This program shows progress of its own."""
+    names = ["diffusers.utils.logging"]
+    if importlib.util.find_spec("transformers"):
+        names.append("transformers.utils.logging")
+    libraries = [importlib.import_module(name) for name in names]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()
+
+
+def _without_filters(folder: Path, index: Mapping[str, Any], pipeline: Any) -> dict[str, None]:
+    """None for each part that the index names, that the folder lacks, and that the pipeline draws the same images without.
+
+    Raises:
+        UserError: the folder lacks another part.
+    """
+    optional = [name for name in _FILTERS if name in pipeline._optional_components]
+    named = [name for name, entry in index.items() if _is_part(entry) and not (folder / name).is_dir()]
+    if lost := [name for name in named if name not in optional]:
+        raise UserError(
+            f"the pipeline in {folder} is not whole",
+            expected=f"the folder {lost[0]}, which its {INDEX} names",
+            got=f"no {', '.join(lost)}",
+            remedy=f'get it too, or, if it is optional, write "{lost[0]}": [null, null] there',
+        )
+    return dict.fromkeys([*named, *(["safety_checker"] if "safety_checker" in optional and index else [])])
+
+
+def _is_part(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and None not in entry
+
+
+def _models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str, Any]:
+    """The models of a pipeline by name, each with all of its weights, and no file with more.
+
+    Raises:
+        UserError: see `load_pipeline`.
+    """
+    kinds = {name: _class_of(entry) for name, entry in index.items() if _is_part(entry)}
+    kinds = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
+    models: dict[str, Any] = {}
+    if asked.place.is_file():
+        from trtconvert.models.single_file import states_of
+
+        for name, state in states_of(asked.place, folder, kinds, asked.denoiser, asked.ignore).items():
+            models[name] = _model_of(kinds[name], folder / name, state, f"{name} in {asked.place}", asked.ignore)
+    rest = {name: _parts(kind, folder / name) for name, kind in kinds.items() if name not in models}
+    places = [path for parts in rest.values() for _, path in parts]
+    _refuse_unknown_variant(folder, asked.variant, places)
+    stored = {path: stored_weights(path, asked.variant) for path in places}
+    for name, parts in rest.items():
+        loaded = [_loaded(kind, path, stored[path], f"{name} in {folder}", asked) for kind, path in parts]
+        models[name] = kinds[name](loaded) if parts[0][0] is not kinds[name] else loaded[0]
+    return models
+
+
+def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[Path]) -> None:
+    """
+    Raises:
+        UserError: none of the models has the variant that is asked for. Those that have none come without it.
+    """
+    names = sorted(set[str]().union(*map(variants_of, places)))
+    if variant is not None and variant not in names:
+        raise UserError(
+            f"the pipeline in {folder} has no variant {variant}",
+            expected="one of " + ", ".join(names) if names else "none: the names of its files have no variant",
+            got=variant,
+            remedy=did_you_mean(variant, names, "correct model.options.variant in the recipe, or take it out"),
+        )
+
+
+def _class_of(entry: Sequence[str]) -> Any:
+    """The class that an entry of an index names: of one of the two libraries, or of a pipeline's own module."""
+    import diffusers.pipelines
+
+    module, name = entry
+    if module in ("diffusers", "transformers"):
+        library = importlib.import_module(module)
+        return getattr(library, current_name(library, name))
+    return getattr(getattr(diffusers.pipelines, module, None), name, None)
+
+
+def _parts(kind: Any, folder: Path) -> list[tuple[Any, Path]]:
+    """The models that a part of a pipeline is made of, and the folder of each: several ControlNets lie in controlnet,
+    controlnet_1, …, and each says what it is."""
+    if "Multi" in kind.__name__:
+        own = json.loads((folder / "config.json").read_text()).get("_class_name", kind.__name__)
+        if own != kind.__name__:
+            import diffusers
+
+            folders = [folder]
+            while (following := folder.with_name(f"{folder.name}_{len(folders)}")).is_dir():
+                folders.append(following)
+            return [(getattr(diffusers, own), path) for path in folders]
+    return [(kind, folder)]
+
+
+def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, asked: Weights) -> nn.Module:
+    """A model with the weights of its folder.
+
+    Args:
+        title: of the model, for messages.
+    Raises:
+        UserError: see `load_pipeline`.
+    """
+    if stored is None:
+        beside = "" if asked.place == asked.config or asked.place.is_dir() else f", and {asked.place} holds none for it"
+        raise UserError(
+            f"there are no weights of {title}",
+            expected="files as `save_pretrained` names them, such as diffusion_pytorch_model.safetensors",
+            got=", ".join(sorted(path.name for path in folder.iterdir())) + beside,
+            remedy=f'get them; or, to go without the model where the pipeline can, write "{folder.name}": [null, null] in '
+            f"{INDEX}; what has another name and is of the denoiser goes into model.weights, with model.config: {folder.parent}",
+        )
+    try:
+        quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
+        if quantised or holds_fp8(stored.files):
+            return _model_of(kind, folder, read_tensors(stored.files), title, asked.ignore)
+        # Both libraries take safetensors first, wherever the variant is.
+        model, told = kind.from_pretrained(
+            folder,
+            local_files_only=True,
+            output_loading_info=True,
+            variant=stored.variant,
+            use_safetensors=stored.safetensors,
+        )
+    except TrtconvertError:
+        raise
+    except _FAILURES as error:
+        read_tensors(stored.files)  # which says what is wrong with a file, where it is one
+        raise _not_loaded(title, error) from error
+    _refuse_others(kind, title, told["missing_keys"], told["unexpected_keys"], asked.ignore)
+    return model
+
+
+def _model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ignore: Sequence[str]) -> nn.Module:
+    """A model of the configuration in a folder with the weights of a state dict, in FP32.
+
+    Raises:
+        UserError: see `load_pipeline`.
+    """
+    try:
+        if hasattr(kind, "load_config"):  # of diffusers
+            return _filled(kind, folder, state, title, ignore)
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        vars(config).pop("quantization_config", None)
+        model, told = kind.from_pretrained(
+            None, config=config, state_dict=dict(state), output_loading_info=True, dtype=torch.float32
+        )
+    except TrtconvertError:
+        raise
+    except _FAILURES as error:
+        raise _not_loaded(title, error) from error
+    _refuse_others(kind, title, told["missing_keys"], told["unexpected_keys"], ignore)
+    return model
+
+
+def _filled(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ignore: Sequence[str]) -> nn.Module:
+    from accelerate import init_empty_weights
+
+    config = dict(kind.load_config(folder, local_files_only=True))
+    config.pop("quantization_config", None)
+    with init_empty_weights():
+        model: nn.Module = kind.from_config(config)
+    wanted = model.state_dict()
+    spared = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    more = [name for name in state if name not in wanted and not any(pattern.search(name) for pattern in spared)]
+    _refuse_others(kind, title, wanted.keys() - state.keys(), more, ignore)
+    for name, x in wanted.items():
+        if state[name].shape != x.shape:
+            raise UserError(
+                f"the weights of {title} do not fit its config.json",
+                expected=f"{name} of shape {list(x.shape)}",
+                got=str(list(state[name].shape)),
+                remedy="give the configuration that the weights were made with",
+            )
+    filled = {
+        name: state[name].float() if x.is_floating_point() else state[name].to(x.dtype) for name, x in wanted.items()
+    }
+    model.load_state_dict({name: x.contiguous() for name, x in filled.items()}, assign=True)
+    return model.eval()
+
+
+def _refuse_others(
+    kind: Any, title: str, missing: Iterable[str], unexpected: Iterable[str], ignore: Sequence[str]
+) -> None:
+    """
+    Raises:
+        UserError: weights are missing, or the files hold what the model has no place for.
+    """
+    if lost := sorted(missing):
+        raise UserError(
+            f"the weights of {title} are incomplete",
+            expected=f"all weights of {kind.__name__}",
+            got=f"{len(lost)} missing, {lost[0]} the first of them",
+            remedy=f"save the pipeline again, or correct what its {INDEX} and config.json say it is",
+        )
+    of_text = not hasattr(kind, "load_config")
+    more = sorted(
+        name
+        for name in unexpected
+        if not _MADE_BY_MODELS.search(name)
+        and not (of_text and _HEADS.search(name))
+        and not any(fnmatch(name, pattern) for pattern in ignore)
+    )
+    if more:
+        raise UserError(
+            f"the weights of {title} are more than the model takes",
+            expected=f"only those of {kind.__name__}, of its config.json",
+            got=f"{len(more)} more, {more[0]} the first of them",
+            remedy=_how_without(more[0]),
+        )
+
+
+def _how_without(name: str) -> str:
+    """What to do about a weight that a model has no place for."""
+    if "lora" in name:
+        return "fuse the LoRA into the model (`pipe.fuse_lora()`, `pipe.unload_lora_weights()`) and save the pipeline again"
+    if "_ip." in name or "ip_adapter" in name:
+        return "take the adapter out (`pipe.unload_ip_adapter()`) and save the pipeline again"
+    return (
+        "correct config.json or model_index.json, so that the model has a place for it; or, if it draws the same without, name "
+        f"it under model: `options: {{ignore: ['{name}']}}`, where * stands for anything"
+    )

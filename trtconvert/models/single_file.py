@@ -1,0 +1,257 @@
+"""One file with the weights of a pipeline, or of its denoiser alone, in the layout of who trained it: taken apart by model, and
+renamed by the rules of diffusers' `from_single_file`, with configurations from a folder. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import TrtconvertError, UserError, first_line
+from trtconvert.models.weight_files import read_tensors
+
+_DENOISERS = ("transformer", "unet")
+_DENOISER = ("model.diffusion_model.", "diffusion_model.")
+"""How the names of a denoiser's weights begin where the file holds other models too, and in some that hold it alone."""
+
+_VAE = ("first_stage_model.", "vae.")
+
+_OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.", "conditioner.embedders.0.model.")
+"""Text encoders in OpenCLIP's layout: of Stable Diffusion 2, SDXL, SDXL's refiner."""
+
+_TEXT = {
+    ("text_encoder", "CLIP"): (
+        "cond_stage_model.transformer.",
+        "conditioner.embedders.0.transformer.",
+        "text_encoders.clip_l.transformer.",
+        "cond_stage_model.model.",
+    ),
+    ("text_encoder_2", "CLIP"): (
+        "conditioner.embedders.1.model.",
+        "conditioner.embedders.0.model.",
+        "text_encoders.clip_g.transformer.",
+    ),
+    ("text_encoder_2", "T5"): ("text_encoders.t5xxl.transformer.",),
+    ("text_encoder_3", "T5"): ("text_encoders.t5xxl.transformer.",),
+}
+"""How the names of a text encoder's weights begin, by its name in the pipeline and its class; the first that is there."""
+
+_TEXTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
+
+_OF_TRAINING = re.compile(
+    r"(model_ema|loss|first_stage_model\.loss)\.|(betas|alphas_cumprod(_prev)?|logvar|global_step|denoiser\.sigmas|edm_mean|edm_std"
+    r"|sqrt_\w+|log_one_minus_alphas_cumprod|posterior_\w+|lvlb_weights|v_pred|ztsnr|scale_factor|\w*scaled_fp8)$"
+)
+"""What training left beside the models: averages, tables of the schedule, marks."""
+
+
+def states_of(
+    file: Path, folder: Path, kinds: Mapping[str, Any], denoiser: str | None, ignore: Sequence[str]
+) -> dict[str, dict[str, Tensor]]:
+    """What a file holds of each model of a pipeline, by the model's own names.
+
+    Args:
+        folder: with a configuration for each; kinds: the class of each model; denoiser: which of them denoises.
+        ignore: patterns of names in the file that need no place.
+    Raises:
+        UserError: the file cannot be read, holds another model's weights, or weights that belong to no model.
+    """
+    tensors = read_tensors([file])
+    name = denoiser or next((name for name in _DENOISERS if name in kinds), "")
+    if name not in kinds:
+        raise UserError(
+            f"the pipeline in {folder} has no denoiser" + (f" '{denoiser}'" if denoiser else ""),
+            expected=" or ".join(_DENOISERS) + " among its models",
+            got=", ".join(kinds) or "no models",
+            remedy="name the model that the file is of in model.options.denoiser, or give another model.config",
+        )
+    _refuse_other_prediction(file, folder, tensors)
+    parts = _taken_apart(tensors, name, kinds)
+    states: dict[str, dict[str, Tensor]] = {}
+    for part, of in parts.items():
+        states[part], used = _renamed(file, folder, part, kinds[part], of)
+        if more := sorted(
+            key
+            for key in of.keys() - used
+            if not _OF_TRAINING.match(key) and not any(fnmatch(key, pattern) for pattern in ignore)
+        ):
+            raise UserError(
+                f"{file} holds more than the models of {folder} take",
+                expected=f"of {part} only what {kinds[part].__name__} is made of",
+                got=f"{len(more)} more, {more[0]} the first of them",
+                remedy="give a model.config that has a place for it; or, if the model draws the same without, name it under "
+                f"model: `options: {{ignore: ['{more[0]}']}}`, where * stands for anything",
+            )
+    return states
+
+
+def looks_like(file: Path) -> str:
+    """What to do about a file whose pipeline's configurations are not there.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+
+    where = "the folder of a pipeline of its kind, as `save_pretrained` wrote it"
+    try:
+        kind = infer_diffusers_model_type(_whole_prefix(read_tensors([file])))
+        where = f"that of {DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]['pretrained_model_name_or_path']}, if it is {kind} as it seems"
+    except TrtconvertError:
+        raise
+    except (KeyError, IndexError, AttributeError, UnboundLocalError, ValueError):
+        pass  # shapes or names of none that diffusers knows
+    return f"add `config: FOLDER` under model, {where}"
+
+
+def _whole_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with diffusers' own prefix for a denoiser, where all have the shorter one."""
+    short = _DENOISER[1]
+    if tensors and all(name.startswith(short) for name in tensors):
+        return {f"model.{name}": x for name, x in tensors.items()}
+    return dict(tensors)
+
+
+def _refuse_other_prediction(file: Path, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        UserError: the file says that its model predicts velocities, and the scheduler takes something else.
+    """
+    path = folder / "scheduler" / "scheduler_config.json"
+    if "v_pred" in tensors and path.is_file():
+        predicted = json.loads(path.read_text()).get("prediction_type", "epsilon")
+        if predicted != "v_prediction":
+            raise UserError(
+                f"the scheduler of {folder} is not the one that {file} was trained for",
+                expected="prediction_type v_prediction: the file has the mark v_pred",
+                got=f"prediction_type {predicted}",
+                remedy=f'write "prediction_type": "v_prediction" in {path}'
+                + (', and "rescale_betas_zero_snr": true' if "ztsnr" in tensors else ""),
+            )
+
+
+def _taken_apart(
+    tensors: Mapping[str, Tensor], denoiser: str, kinds: Mapping[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each model that the file is of, by their names in the file. What belongs to none is the denoiser's."""
+    tensors = _whole_prefix(tensors)
+    prefixes: dict[str, tuple[str, ...]] = {"vae": _VAE} if "vae" in kinds else {}
+    for (name, kind), candidates in _TEXT.items():
+        if name in kinds and kind in kinds[name].__name__:
+            found = [prefix for prefix in candidates if any(key.startswith(prefix) for key in tensors)]
+            if found:
+                prefixes[name] = (found[0],)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, x in tensors.items():
+        part = next((name for name, starts in prefixes.items() if key.startswith(starts)), denoiser)
+        # A text encoder beside the one of a pipeline, as of SDXL's refiner, or of a pipeline that was saved without.
+        if part == denoiser and key.startswith((*_TEXTS, *_VAE)):
+            continue
+        parts.setdefault(part, {})[key] = x
+    return parts
+
+
+def _renamed(
+    file: Path, folder: Path, part: str, kind: Any, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The tensors by the names of a model of diffusers or transformers, and which of them were of use.
+
+    Raises:
+        UserError: they are not of that model.
+    """
+    try:
+        if hasattr(kind, "load_config"):
+            rename = _rule(kind, dict(kind.load_config(folder / part, local_files_only=True)), tensors)
+        else:
+            rename = _text_rule(kind, kind.config_class.from_pretrained(folder / part, local_files_only=True), tensors)
+        used = _traced(rename, tensors)
+        state = {name: x for name, x in rename(dict(tensors)).items() if x is not None}
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        known = [f"{name} {list(x.shape)}" for name, x in list(tensors.items())[:3]]
+        raise UserError(
+            f"{file} does not hold the weights of {part} as {kind.__name__} has them",
+            expected=f"a layout that diffusers can read, of the size that {folder / part} describes",
+            got=f"{', '.join(known)}, …: {first_line(error)}",
+            remedy="give the model.config of the pipeline that the file is for, or a file in another layout",
+        ) from error
+    return state, used
+
+
+Rename = Callable[[dict[str, Tensor]], dict[str, Any]]
+
+
+def _rule(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rename:
+    """How diffusers renames a file's weights for one of its classes; not at all where they have the class's names."""
+    import diffusers
+    from accelerate import init_empty_weights
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    with init_empty_weights():
+        own = kind.from_config(config).state_dict()
+    stripped = {name.removeprefix(_DENOISER[0]) for name in tensors}
+    if len(own.keys() & stripped) > len(own) // 2:
+        return lambda given: {name.removeprefix(_DENOISER[0]): x for name, x in given.items()}
+    named = next(
+        (name for name in SINGLE_FILE_LOADABLE_CLASSES if issubclass(kind, getattr(diffusers, name))),
+        None,
+    )
+    if named is None:
+        raise ValueError(f"diffusers reads no file of another layout for {kind.__name__}")
+    convert = SINGLE_FILE_LOADABLE_CLASSES[named]["checkpoint_mapping_fn"]
+    takes_config = "config" in inspect.signature(convert).parameters
+    return lambda given: convert(checkpoint=given, **({"config": config} if takes_config else {}))
+
+
+def _text_rule(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
+    """The same for a text encoder, all of whose weights' names begin alike."""
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    prefix = next(prefix for of in _TEXT.values() for prefix in of if next(iter(tensors)).startswith(prefix))
+
+    def rename(given: dict[str, Tensor]) -> dict[str, Any]:
+        if prefix in _OPEN_CLIP:
+            return convert_open_clip_checkpoint(SimpleNamespace(config=config), given, prefix=prefix)
+        renamed = {name.removeprefix(prefix): x for name, x in given.items()}
+        if kind.__name__.endswith("WithProjection") and "text_projection.weight" not in renamed:
+            # Published all-in-one files of SD 3 leave out CLIP-L's projection, which is the identity there.
+            renamed["text_projection.weight"] = torch.eye(config.projection_dim, config.hidden_size)
+        return renamed
+
+    return rename
+
+
+class _Named(Tensor):
+    """A tensor that knows which weights of a file it was made of, whatever it is split into, joined with and turned."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        names = frozenset().union(*(x.names for x in _named_in((args, kwargs or {}))))
+        for x in _named_in(made):
+            x.names = names
+        return made
+
+
+def _named_in(values: Any) -> Iterable[_Named]:
+    from torch.utils._pytree import tree_leaves
+
+    return [x for x in tree_leaves(values) if isinstance(x, _Named)]
+
+
+def _traced(rename: Rename, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Which of a file's weights are in what a rule makes of them: it may leave out what it does not know. Nothing is computed."""
+    named: dict[str, Tensor] = {}
+    for name, x in tensors.items():
+        named[name] = traced = torch.empty(x.shape, dtype=x.dtype, device="meta").as_subclass(_Named)
+        traced.names = frozenset([name])  # type: ignore[attr-defined]
+    return set().union(*(x.names for x in _named_in(list(rename(named).values()))))

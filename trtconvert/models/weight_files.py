@@ -1,0 +1,326 @@
+"""Files of weights as they are published: safetensors, torch's own (.bin, .ckpt, .pt, .pth) and GGUF, whole or in shards, in
+variants, in FP8 with scales. No code in them is executed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trtconvert.errors import BackendUnavailable, UserError, first_line
+
+SAFETENSORS, TORCH, GGUF = (".safetensors", ".sft"), (".bin", ".ckpt", ".pt", ".pth"), (".gguf",)
+READABLE = (*SAFETENSORS, *TORCH, *GGUF)
+"""What names of files of weights end with."""
+
+_STORED = re.compile(
+    r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(?P<variant>[\w-]+?))?(?:-\d{5}-of-\d{5})?"
+    r"(?:\.(?P<old_variant>[\w-]+))?\.(?P<kind>safetensors|bin)"
+)
+"""Files that `save_pretrained` of a model writes; the older libraries put a variant behind the number of the shard."""
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+_SCALES = (".scale_weight", ".weight_scale", ".weight_scale_inv")
+"""What the names of scales end with, after the layer's. Each is a factor of the stored weight, the last one by blocks as well."""
+
+_OF_ACTIVATIONS = (".scale_input", ".input_scale")
+"""Scales of a layer's inputs: for products in FP8, which are not made here."""
+
+_QUANTISED_OTHERWISE = (
+    ".weight_scale_2",
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".qweight",
+    ".qzeros",
+    ".SCB",
+    ".weight_format",
+)
+"""Parts of weights in NVFP4, of bitsandbytes, GPTQ, AWQ and SVDQuant."""
+
+_BLOCK = 128
+"""Rows and columns that have a scale in common, where a scale is a matrix (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The files of a model's folder that are its weights.
+
+    Attributes:
+        files: in order; variant: of their names, None where they have none; safetensors: or torch's own.
+    """
+
+    files: tuple[Path, ...]
+    variant: str | None
+    safetensors: bool
+
+
+def stored_weights(folder: Path, variant: str | None = None) -> StoredWeights | None:
+    """What `save_pretrained` of a model left in a folder: the variant that is asked for, else files without one, else the only
+    variant that there is; safetensors before torch's own. None where there are no weights.
+
+    Raises:
+        UserError: there are several variants, and none is asked for.
+    """
+    found = _stored(folder)
+    variants = list(dict.fromkeys(name for name, _ in found))
+    if not variants:
+        return None
+    taken = next((name for name in (variant, None) if name in variants), variants[0])
+    if taken not in (variant, None) and len(variants) > 1:
+        raise UserError(
+            f"the weights in {folder} are there in several variants",
+            expected="one of them, or files without a variant",
+            got=", ".join(map(str, variants)),
+            remedy=f"name one: `options: {{variant: {variants[0]}}}` under model in the recipe",
+        )
+    safetensors = (taken, True) in found
+    return StoredWeights(tuple(found[taken, safetensors]), taken, safetensors)
+
+
+def variants_of(folder: Path) -> set[str]:
+    """The variants of the weights in a folder, see `stored_weights`."""
+    return {variant for variant, _ in _stored(folder) if variant is not None}
+
+
+def _stored(folder: Path) -> dict[tuple[str | None, bool], list[Path]]:
+    """Files that `save_pretrained` of a model writes, by variant and by whether they are safetensors."""
+    found: dict[tuple[str | None, bool], list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if (named := _STORED.fullmatch(path.name)) and path.is_file():
+            key = named["variant"] or named["old_variant"], named["kind"] == "safetensors"
+            found.setdefault(key, []).append(path)
+    return found
+
+
+def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
+    """All tensors of files of weights, on the CPU: of GGUF and of FP8 as FP32, their scales applied, others as they are.
+
+    Raises:
+        UserError: a file is missing or damaged, of an unknown kind, holds code, or is quantised otherwise.
+        BackendUnavailable: a file is GGUF, and `gguf` is not installed.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        tensors |= _read(path)
+    return dequantised(tensors, ", ".join(dict.fromkeys(str(path) for path in files)))
+
+
+def holds_fp8(files: Sequence[Path]) -> bool:
+    """Whether safetensors files hold weights in FP8; only their headers are read."""
+    for path in files:
+        if path.suffix in SAFETENSORS:
+            with safe_open(path, framework="pt") as file:
+                if any(file.get_slice(name).get_dtype().startswith("F8_") for name in file.keys()):  # noqa: SIM118
+                    return True
+    return False
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UserError(
+            f"there are no weights at {path}",
+            expected="a file that ends with " + ", ".join(READABLE),
+            got="a folder" if path.is_dir() else "no such file",
+            remedy="correct model.weights in the recipe, or get the file again",
+        )
+    _refuse_pointer(path)
+    suffix = path.suffix.lower()
+    if suffix in SAFETENSORS:
+        return _read_safetensors(path)
+    if suffix in TORCH:
+        return _read_torch(path)
+    if suffix in GGUF:
+        return _read_gguf(path)
+    raise UserError(
+        f"{path} is no file of weights that can be read",
+        expected="a name that ends with " + ", ".join(READABLE),
+        got=path.suffix or "a name without an ending",
+        remedy="give model.weights another file, or the folder of a pipeline",
+    )
+
+
+def _refuse_pointer(path: Path) -> None:
+    """
+    Raises:
+        UserError: the file stands for one that git has not fetched.
+    """
+    with path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            raise UserError(
+                f"the weights {path} have not been fetched",
+                expected="the file itself",
+                got="a pointer of Git LFS to it",
+                remedy="run `git lfs pull` in its folder",
+            )
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        # torch names a class as `Unsupported global: GLOBAL package.Class`; a file that is none says something else.
+        named = re.search(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error))
+        if named is None:
+            raise _damaged(path, error) from error
+        raise UserError(
+            f"{path} holds more than weights",
+            expected="tensors, numbers and texts: no code of a file is executed",
+            got=f"{named[1] or named[2]}, which only code in the file would make",
+            remedy="take the safetensors file of the same model; or, where you trust this one, load it with torch and save its "
+            "weights alone with safetensors.torch.save_file",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    while isinstance(loaded, Mapping) and isinstance(inner := loaded.get("state_dict"), Mapping):
+        loaded = inner
+    if not isinstance(loaded, Mapping) or not any(isinstance(x, Tensor) for x in loaded.values()):
+        raise UserError(
+            f"{path} holds no weights",
+            expected="tensors by name, or a state_dict of them",
+            got=f"{type(loaded).__name__} of {', '.join(map(str, list(loaded)[:5]))}"
+            if isinstance(loaded, Mapping)
+            else type(loaded).__name__,
+            remedy="give model.weights the file of the model itself",
+        )
+    return {str(name): x for name, x in loaded.items() if isinstance(x, Tensor)}
+
+
+def _read_gguf(path: Path) -> dict[str, Tensor]:
+    try:
+        gguf: Any = importlib.import_module("gguf")
+    except ImportError as error:
+        raise BackendUnavailable(
+            "gguf is not installed",
+            expected=f"the package that reads {path.name}",
+            got=str(error),
+            remedy="pip install gguf",
+        ) from error
+    try:
+        reader: Any = gguf.GGUFReader(path)
+    except (ValueError, OSError, IndexError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+    tensors: dict[str, Tensor] = {}
+    for stored in reader.tensors:
+        try:
+            x = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy())
+        except NotImplementedError as error:
+            raise UserError(
+                f"the weight {stored.name} in {path} cannot be dequantised",
+                expected="a quantisation that the installed gguf knows",
+                got=stored.tensor_type.name,
+                remedy="pip install --upgrade gguf, or take the model in another quantisation",
+            ) from error
+        # The format has at most four dimensions, and rows of whole blocks: what had others says so itself.
+        shape = reader.fields.get(f"comfy.gguf.orig_shape.{stored.name}")
+        tensors[stored.name] = x if shape is None else x.reshape([int(shape.parts[i][0]) for i in shape.data])
+    return tensors
+
+
+def _damaged(path: Path, error: BaseException) -> UserError:
+    return UserError(
+        f"the weights in {path} cannot be read",
+        expected=f"a whole {path.suffix.removeprefix('.')} file",
+        got=first_line(error),
+        remedy="get the file again; it is damaged, or of another kind than its name says",
+    )
+
+
+def dequantised(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Weights in FP8 as FP32, multiplied by their scales, which go. Without a scale a weight is what it says.
+
+    Scales are one number, one for each row of the weight, or one for each block of 128 × 128.
+
+    Args:
+        source: of the tensors, for messages.
+    Raises:
+        UserError: weights are quantised otherwise, or a scale does not fit its weight.
+    """
+    left = dict(tensors)
+    for name in tensors:
+        if name.endswith(_QUANTISED_OTHERWISE) or ".quant_state." in name:
+            raise _not_dequantised(source, name, "a part of quantised weights")
+        if name.endswith(".comfy_quant"):
+            _refuse_format(source, name, left.pop(name))
+    for name, scale in tensors.items():
+        weight = next((name.removesuffix(end) + ".weight" for end in _SCALES if name.endswith(end)), "")
+        if weight not in tensors:
+            continue
+        if tensors[weight].dtype in _FP8:
+            left[weight] = _scaled(weight, tensors[weight], scale, source)
+        elif not bool((scale.float() == 1).all()):
+            raise _not_dequantised(source, name, f"a scale of {weight}, which is {_type_name(tensors[weight])}")
+        del left[name]
+    for name in [name for name in left if name.endswith(_OF_ACTIVATIONS)]:
+        if name.rpartition(".")[0] + ".weight" in tensors:
+            del left[name]
+    for name in [name for name in left if name.rpartition(".")[2] == "scaled_fp8"]:
+        del left[name]
+    for name, x in left.items():
+        if x.dtype in _FP8:
+            left[name] = x.float()
+        elif name.endswith(".weight") and not x.is_floating_point():
+            raise _not_dequantised(source, name, _type_name(x))
+    return left
+
+
+def _scaled(name: str, weight: Tensor, scale: Tensor, source: str) -> Tensor:
+    factor = scale.float()
+    if factor.numel() == 1:
+        factor = factor.reshape(())
+    elif factor.numel() == factor.shape[0] == weight.shape[0]:
+        factor = factor.reshape(-1, *[1] * (weight.dim() - 1))
+    elif factor.dim() == weight.dim() == 2 and all(
+        -(-size // _BLOCK) == blocks for size, blocks in zip(weight.shape, factor.shape, strict=True)
+    ):
+        rows, columns = weight.shape
+        factor = factor.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    else:
+        raise _not_dequantised(source, name, f"{list(weight.shape)} with scales {list(scale.shape)}")
+    return weight.float() * factor
+
+
+def _refuse_format(source: str, name: str, described: Tensor) -> None:
+    """
+    Raises:
+        UserError: a layer's description, JSON in bytes, is of another format than FP8.
+    """
+    try:
+        format = json.loads(bytes(described.tolist()).decode())["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _not_dequantised(source, name, "a description that is none") from error
+    if not str(format).startswith("float8_"):
+        raise _not_dequantised(source, name, str(format))
+
+
+def _not_dequantised(source: str, name: str, got: str) -> UserError:
+    return UserError(
+        f"the weights in {source} are quantised in a way that cannot be undone here",
+        expected="FP32, FP16, BF16, or FP8 with scales for a weight, its rows or its blocks of 128 × 128",
+        got=f"{name}: {got}",
+        remedy="take the model in one of these, or as GGUF",
+    )
+
+
+def _type_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
