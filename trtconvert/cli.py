@@ -418,8 +418,9 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
         )
     report = Reporter(Console(highlight=False), main.was_stopped)
     with whole_file(output, "give another file with -o") as partial, report.live(), report.stage("record") as bar:
-        model = models.load(chosen.model)
-        rows = recording.record(model, chosen.calibration, per_run, identity(chosen.model), partial, bar)
+        model = models.load(chosen.model, chosen.loras)
+        weights = identity(chosen.model, chosen.loras)
+        rows = recording.record(model, chosen.calibration, per_run, weights, partial, bar)
     click.echo(f"{rows} inputs of {model.name} written to {output}")
 
 

@@ -111,6 +111,10 @@ class Components(Protocol):
     @property
     def used(self) -> tuple[str, ...]: ...
 
+    def module(self, name: str) -> nn.Module:
+        """One of them as the pipeline has it."""
+        ...
+
     def __call__(self, name: str) -> ModelComponent:
         """One of them. Raises UserError where there is no such one, or an engine cannot take it."""
         ...

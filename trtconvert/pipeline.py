@@ -49,6 +49,7 @@ from trtconvert.stages import (
     plan_stage,
     verify_stage,
 )
+from trtconvert.weights.lora_files import left_over
 
 if TYPE_CHECKING:
     from trtconvert.models import DiffusionModel
@@ -84,8 +85,14 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             remedy="give another folder with --cache, or with -o",
         )
     backend, reason = choose_backend(recipe.engine.backend)
-    weights = identity(recipe.model)
+    weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
+    for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):
+        say(
+            report.console,
+            f"notice: {file.name} has parts for {', '.join(missing)} too, which are left out; an entry of loras with that target "
+            "takes them",
+        )
 
     def take_along(new: Path) -> None:
         refuse_foreign(output)  # it may have come meanwhile
@@ -103,7 +110,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     def model() -> DiffusionModel:
         from trtconvert import models
 
-        return models.load(recipe.model)
+        return models.load(recipe.model, recipe.loras)
 
     with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
         others = component_stages(recipe, weights, model, cache, report)

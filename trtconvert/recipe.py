@@ -41,7 +41,14 @@ def _component_name(name: str) -> str:
     return name
 
 
+def _lora_target(name: str) -> str:
+    if not re.fullmatch(r"denoiser|text_encoder(_\d+)?", name):
+        raise ValueError("denoiser, text_encoder, text_encoder_2, …")
+    return name
+
+
 ComponentName = Annotated[str, AfterValidator(_component_name)]
+LoraTarget = Annotated[str, AfterValidator(_lora_target)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
 """torch takes 64 bits, and samples count up from here."""
@@ -92,14 +99,19 @@ class ModelSection(_Section):
             raise ValueError(f"arguments of the pipeline's call, not {', '.join(map(repr, bad))}")
         return images
 
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _checkable(cls, dtype: Any) -> Any:
-        if dtype == "bfloat16":
-            raise ValueError(
-                "float16 or float32: builds check their images with ONNX Runtime, whose CPU has no bfloat16"
-            )
-        return dtype
+
+class LoraSection(_Section):
+    """A LoRA that is merged into the model before anything is observed."""
+
+    file: Path = Field(
+        description="Safetensors file in the layout of diffusers, of peft or of kohya's scripts, relative to the recipe."
+    )
+    scale: Number = Field(default=1.0, description="What its difference from the weights is multiplied by.")
+    target: LoraTarget = Field(
+        default="denoiser",
+        description="What it is merged into: `denoiser`, `text_encoder`, `text_encoder_2`, …; what the file has for others is "
+        "left out. A file for several has an entry for each.",
+    )
 
 
 class AttentionSection(_Section):
@@ -436,6 +448,10 @@ class Recipe(_Section):
     model: ModelSection
     attention: AttentionSection = AttentionSection()
     layers: LayersSection = LayersSection()
+    loras: list[LoraSection] = Field(
+        default=[],
+        description="LoRA files that are merged into the model's weights. Engines that are refittable can change them later.",
+    )
     calibration: CalibrationSection = CalibrationSection()
     plan: PlanSection = PlanSection()
     components: dict[ComponentName, ComponentSection] = Field(
@@ -558,7 +574,9 @@ def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
             paths["images"] = {argument: changed_paths(path, change) for argument, path in section.images.items()}
         return section.model_copy(update=paths)
 
-    sections = {name: changed(section) for name, section in recipe if isinstance(section, _Section)}
+    sections: dict[str, Any] = {name: changed(section) for name, section in recipe if isinstance(section, _Section)}
+    if recipe.loras:
+        sections["loras"] = [changed(lora) for lora in recipe.loras]
     return recipe.model_copy(update=sections)
 
 
@@ -685,6 +703,6 @@ def _fields_at(keys: tuple) -> Iterator[str]:
         annotation = field.annotation if field else None
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             section = annotation
-        elif field:  # a mapping: components, or the ranges of engine.shapes and engine.profiles
-            section = ComponentSection if key == "components" else Range
+        elif field:  # of several: components, LoRAs, or the ranges of engine.shapes and engine.profiles
+            section = {"components": ComponentSection, "loras": LoraSection}.get(key, Range)
     yield from (field.alias or name for name, field in section.model_fields.items())

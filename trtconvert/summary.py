@@ -74,6 +74,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             for group in left_groups(component.sites):
                 _row(table, "", f"left: {group}")
             for modes, count in _plans(site.modes for site in component.sites).items():
+    for lora in manifest.recipe.loras:
+        _row(table, "LoRA", f"{lora.file} × {lora.scale:g} in {lora.target}")
                 _row(table, "modes, low noise to high", f"{_runs(modes, _site_mode)}  ({count} sites)")
         for line in _layers(component):
             _row(table, *line)

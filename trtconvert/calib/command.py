@@ -43,7 +43,7 @@ def calibrate_recipe(
             got=f"one that takes {section.from_}",
             remedy="remove calibration.from from the recipe",
         )
-    weights = identity(recipe.model)
+    weights = identity(recipe.model, recipe.loras)
     work = observations_folder(cache, calibration_reads(recipe, weights) | {"device": device})
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
@@ -51,7 +51,7 @@ def calibrate_recipe(
     with alone:
         with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
-            model = on_device(models.load(recipe.model), device)
+            model = on_device(models.load(recipe.model, recipe.loras), device)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
             made = calibrate(
                 model, section, weights, parts.sites, work, bar, ranks, skip_bad=skip_bad, layers=parts.layers,

@@ -262,7 +262,7 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     if source is None and (request.int8 == "torch" or request.device != "cpu"):
         raise UserError(
             "running in torch needs the model that the bundle was made from",
-            expected="its weights",
+            expected="its weights, and in the current folder the LoRAs that its recipe names",
             got="no --weights",
             remedy="give --weights, or leave --int8 torch and --device out",
         )
@@ -276,23 +276,33 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
 
 
 def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> DiffusionModel | None:
-    """The model that a bundle was made from, None where its weights are needed and not given.
+    """The model that a bundle was made from, None where its weights are needed and not given. LoRAs of its recipe are looked for
+    in the current folder.
 
     Raises:
-        UserError: the weights are another model's.
+        UserError: the weights are another model's, or a LoRA is not there.
     """
     section = model_section(bundle.folder, bundle.manifest)
-    if section.weights is not None and weights is None:
+    loras = bundle.manifest.recipe.loras
+    missing = [str(lora.file) for lora in loras if not lora.file.is_file()]
+    if weights is None and (section.weights is not None or missing):
         return None
+    if missing:
+        raise UserError(
+            "a LoRA of the model that the bundle was made from is not here",
+            expected="the files of the recipe's LoRAs in the current folder: bundles do not hold them",
+            got=f"no {missing[0]}",
+            remedy="run this where it is, or leave --weights out",
+        )
     section = section.model_copy(update={"weights": weights})
-    if (got := identity(section)) != bundle.manifest.weights:
+    if (got := identity(section, loras)) != bundle.manifest.weights:
         raise UserError(
             f"{weights or section.source} is not what the bundle was made from",
             expected=f"the model {bundle.manifest.weights[:12]}…",
             got=f"{got[:12]}…",
             remedy="give the weights file of the recipe that built the bundle, and the code of the model as it was then",
         )
-    return models.load(section)
+    return models.load(section, loras)
 
 
 def _batch(request: Request, manifest: Manifest, source: DiffusionModel | None) -> int:

@@ -11,9 +11,11 @@ from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, did_you_mean
 
+from trtconvert.weights.lora_names import DENOISER
+
 if TYPE_CHECKING:
     from trtconvert.diffusion_model import DiffusionModel, Sampler
-    from trtconvert.recipe import ModelSection
+    from trtconvert.recipe import LoraSection, ModelSection
     from trtconvert.runtime import LoadedBundle
 
 __all__ = ["DiffusionModel", "load", "load_sampler"]
@@ -31,12 +33,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def load(section: ModelSection) -> DiffusionModel:
-    """The model that a recipe names, its weights checked.
+def load(section: ModelSection, loras: Sequence[LoraSection] = ()) -> DiffusionModel:
+    """The model that a recipe names, its weights checked, and with its LoRAs in them.
 
     Raises:
-        UserError: unknown source, missing or unfit weights, NaN or Inf among them.
+        UserError: unknown source, missing or unfit weights, NaN or Inf among them, or a LoRA that does not fit them.
     """
+    model = _load(section)
+    if loras:
+        from trtconvert.models.lora import merge_loras
+
+        merge_loras(model, loras)
+    return model
+
+
+def _load(section: ModelSection) -> DiffusionModel:
     if section.source == DIGITS:
         from trtconvert.models.digits import digits_model
 
@@ -96,7 +107,8 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
             got="no such file",
             remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
         )
-    return load(section).sample
+    # The denoiser is the bundle's own, with its LoRAs; what prompts become is for the model's other parts.
+    return load(section, [lora for lora in manifest.recipe.loras if lora.target != DENOISER]).sample
 
 
 def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:

@@ -67,6 +67,10 @@ class PipelineComponents:
         """Those of them that turn prompts into images."""
         return tuple(name for name in self.names if name != ENCODER)
 
+    def module(self, name: str) -> nn.Module:
+        """The model of the pipeline that a component is of."""
+        return getattr(self.caller.pipe, "vae" if name in (DECODER, ENCODER) else name)
+
     def __call__(self, name: str) -> ModelComponent:
         """
         Raises:

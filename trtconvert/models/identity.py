@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.models.saved import INDEX, pipeline_folder
-from trtconvert.recipe import ModelSection
+from trtconvert.recipe import LoraSection, ModelSection
+from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
 
 
-def identity(section: ModelSection) -> str:
+def identity(section: ModelSection, loras: Sequence[LoraSection] = ()) -> str:
     """SHA-256 over the weights, the configurations of a file of weights, the images, the options with the files that they name by
     absolute paths, and the code of a `package.module:function`.
 
@@ -50,7 +51,15 @@ def identity(section: ModelSection) -> str:
         if names:
             expected = "a file that this user may read"
             parts["files"] = {name: _content(Path(name), "file", "options", expected) for name in names}
+    if loras:
+        parts["loras"] = [_lora(lora) for lora in loras]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _lora(section: LoraSection) -> dict[str, Any]:
+    refuse_unreadable(section.file)
+    files = [path for path in (section.file, settings_beside(section.file)) if path is not None]
+    return {"target": section.target, "scale": section.scale, "files": [sha256(path) for path in files]}
 
 
 def _configurations(folder: Path) -> dict[str, str]:

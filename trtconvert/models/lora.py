@@ -1,0 +1,62 @@
+"""LoRA files merged into a model that was loaded, in full precision, before anything is observed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.errors import UserError
+from trtconvert.recipe import LoraSection
+from trtconvert.weights.lora import read_lora
+from trtconvert.weights.lora_names import DENOISER
+
+
+def merge_loras(model: DiffusionModel, loras: Sequence[LoraSection]) -> None:
+    """Merge LoRAs into a model's weights, one after the other, in place: W + scale · alpha/rank · up · down, in FP32.
+
+    Raises:
+        UserError: a file cannot be read, or does not fit; the model has no such component; or a weight is no number afterwards.
+    """
+    for section in loras:
+        lora = read_lora(section.file)
+        module, title = _target(model, section.target)
+        weights = {name: tensor for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
+        updates = lora.updates(section.target, {name: tuple(x.shape) for name, x in weights.items()}, title)
+        with torch.no_grad():
+            for update in updates:
+                weight = weights[update.weight]
+                merged = weight.float() + section.scale * update.delta(weight.device)
+                merged = merged.to(weight.dtype)
+                if not merged.isfinite().all():
+                    raise UserError(
+                        f"with the LoRA {section.file} the weight {update.weight} of {title} is no number",
+                        expected=f"numbers that {str(weight.dtype).removeprefix('torch.')} holds",
+                        got=f"NaN or Inf at a scale of {section.scale:g}",
+                        remedy="take a smaller scale, or another file",
+                    )
+                weight.copy_(merged)
+
+
+def _target(model: DiffusionModel, target: str) -> tuple[nn.Module, str]:
+    """The module of a component, and what it is called in messages.
+
+    Raises:
+        UserError: the model has no such component.
+    """
+    if target == DENOISER:
+        return model.denoiser, model.diffusers.model if model.diffusers is not None else model.name
+    components = model.components
+    if components is None or target not in components.names:
+        known = [DENOISER, *(name for name in (components.names if components else ()) if name.startswith("text_"))]
+        raise UserError(
+            f"{model.name} has no {target} that a LoRA could be merged into",
+            expected=", ".join(known),
+            got=target,
+            remedy="correct target under loras in the recipe"
+            + (", or save the pipeline with it" if components else ""),
+        )
+    module = components.module(target)
+    return module, type(module).__name__

@@ -1,0 +1,1 @@
+"""Weights in files: read, named, converted."""

@@ -1,0 +1,70 @@
+"""LoRA files, looked at without torch and without the model: a build that the cache answers needs neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from trtconvert.errors import UserError, first_line
+from trtconvert.weights.lora_names import component_of, named
+
+PEFT_CONFIG = "adapter_config.json"
+"""What peft saves beside its file."""
+
+
+def refuse_unreadable(path: Path) -> None:
+    """
+    Raises:
+        UserError: there is no such file, or it is no safetensors file. Nothing in it is executed.
+    """
+    remedy = "check the path: of a recipe it is relative to the recipe, of a bundle or a call to the current folder"
+    if not path.is_file():
+        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+        raise UserError(
+            f"there is no LoRA {path}",
+            expected="a safetensors file",
+            got="a folder" if path.is_dir() else "no such file",
+            remedy=f"name the file in it, {inside[0].name}" if inside else remedy,
+        )
+    start = b""
+    try:
+        with path.open("rb") as file:
+            start = file.read(2)
+        with safe_open(path, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        pickled = start in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+        raise UserError(
+            f"the LoRA {path} cannot be read",
+            expected="a safetensors file",
+            got="a pickled file, which may hold code" if pickled else first_line(error),
+            remedy="if you trust it, convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "
+            "'lora.safetensors')"
+            if pickled
+            else "get the file again",
+        ) from error
+
+
+def settings_beside(path: Path) -> Path | None:
+    """The file beside a LoRA that its alphas may come from."""
+    beside = path.with_name(PEFT_CONFIG)
+    return beside if beside.is_file() else None
+
+
+def left_over(loras: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, list[str]]]:
+    """Files with parts for components that no entry takes from them.
+
+    Args:
+        loras: files and what they are merged into.
+    Raises:
+        UserError: see `refuse_unreadable`.
+    """
+    for path in dict.fromkeys(path for path, _ in loras):
+        refuse_unreadable(path)
+        with safe_open(path, framework="numpy") as file:
+            found = {component_of(name)[0] for name in file.keys()}  # noqa: SIM118 (not a dict)
+        taken = {target for other, target in loras if other == path}
+        if missing := named({of for of in found if not taken & set(of)}):
+            yield path, missing
