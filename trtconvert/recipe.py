@@ -87,8 +87,10 @@ class ModelSection(_Section):
         description="Keyword arguments for a `package.module:function`, or of "
         "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …",
     )
-    dtype: Literal["float32", "float16"] = Field(
-        default="float32", description="Type of the engine's weights and inputs."
+    dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float32",
+        description="Type of the engine's weights and inputs. bfloat16 has the range of float32, which many models of today need, and "
+        "an eighth of float16's precision; ONNX Runtime computes it in float32.",
     )
 
     @field_validator("images")
@@ -425,7 +427,7 @@ class VerifySection(_Section):
 class ComponentSection(_Section):
     """How one of the pipeline's other models is converted. Its attention stays in its own precision."""
 
-    dtype: Literal["float32", "float16"] | None = Field(
+    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         default=None,
         description="Type of the engine's weights and inputs; model.dtype for text encoders and float32 for the VAE by default.",
     )
@@ -446,12 +448,12 @@ class Recipe(_Section):
     """A conversion from end to end."""
 
     model: ModelSection
-    attention: AttentionSection = AttentionSection()
-    layers: LayersSection = LayersSection()
     loras: list[LoraSection] = Field(
         default=[],
         description="LoRA files that are merged into the model's weights. Engines that are refittable can change them later.",
     )
+    attention: AttentionSection = AttentionSection()
+    layers: LayersSection = LayersSection()
     calibration: CalibrationSection = CalibrationSection()
     plan: PlanSection = PlanSection()
     components: dict[ComponentName, ComponentSection] = Field(
@@ -512,6 +514,7 @@ def load_recipe(path: Path) -> Recipe:
     except ValidationError as error:
         raise UserError("\n".join(_problems(path, document, error.errors()))) from error
     _refuse_unseen_bins(path, document, recipe)
+    _refuse_unfit_targets(path, document, recipe)
     return _anchored(recipe, path.parent)
 
 
@@ -536,6 +539,22 @@ def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
             expected=f"at least {bins} steps, so that the search measures every timestep bin",
             got=str(steps),
             remedy="raise plan.steps, or lower calibration.bins",
+        )
+
+
+def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
+    """
+    Raises:
+        UserError: the recipe asks for an engine for Turing, where TensorRT-RTX computes in float16 alone. By default there is none.
+    """
+    engine, dtype = recipe.engine, recipe.model.dtype
+    asked = "targets" in engine.model_fields_set and engine.backend in ("auto", "tensorrt_rtx")
+    if asked and "sm75" in engine.targets and dtype != "float16":
+        raise UserError(
+            f"{path}:{_line(document, ('engine', 'targets'))}: 'engine.targets' does not fit 'model.dtype'",
+            expected="model.dtype float16 for sm75, which has no products of other types in TensorRT-RTX",
+            got=f"{dtype} and {', '.join(engine.targets)}",
+            remedy="take sm75 out of engine.targets, or set model.dtype to float16",
         )
 
 

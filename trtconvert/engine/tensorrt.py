@@ -385,8 +385,9 @@ def _gpus(options: EngineSection) -> str:
 
 def _against_plugins(options: EngineSection) -> str:
     """Which kernels the plugin library has, where none serves the GPUs that an engine shall run on; else empty."""
-    compiled = compiled_architectures()
-    if serves("sm80" if options.hardware_compatible else str(device_architecture()), compiled):
+    compiled, here = compiled_architectures(), device_architecture()
+    wanted = "sm80" if options.hardware_compatible else here
+    if wanted is not None and serves(wanted, compiled):
         return ""
     return f"kernels for {', '.join(f'sm_{name}' for name in compiled)}"
 

@@ -43,6 +43,11 @@ def status() -> BackendStatus:
     return BackendStatus("tensorrt_rtx", _ATTENTION, True, version)
 
 
+def computes(target: str, dtype: str) -> bool:
+    """Whether engines for a target may compute in a type: Turing has no BF16, and the library no FP32 products for it."""
+    return target != "sm75" or dtype not in ("float32", "bfloat16")
+
+
 def build_engine(
     name: str, component: ComponentRecord, onnx: Path, options: EngineSection, target: str, watch: BuildWatcher
 ) -> BuiltEngine:

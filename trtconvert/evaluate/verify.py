@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +130,17 @@ def lowering_difference(
     from polygraphy.comparator import Comparator, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
 
+    from trtconvert.export.float32 import in_float32
+
     onnxruntime.set_default_logger_severity(3)  # polygraphy's sessions would warn of what they cannot fold
-    feed = {name: x.numpy() for name, x in inputs.items()}
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+    in_bfloat16 = any(x.dtype == torch.bfloat16 for x in inputs.values())
+    feed = {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in inputs.items()}
+    with ExitStack() as stack, G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        paths = [
+            stack.enter_context(in_float32(path) if in_bfloat16 else nullcontext(path)) for path in (function, native)
+        ]
         results: Any = Comparator.run(
-            [OnnxrtRunner(SessionFromOnnx(str(path)), name=path.stem) for path in (function, native)],
-            data_loader=[feed],
+            [OnnxrtRunner(SessionFromOnnx(str(path)), name=path.stem) for path in paths], data_loader=[feed]
         )
         output = next(iter(results[1][1][0].values()))
         limit = float(abs(output.astype("float64")).mean()) * 10 ** (-min_sqnr / 20)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.runtime.component import was_closed
-from trtconvert.runtime.signature import Signature
+from trtconvert.runtime.signature import Signature, dtype_of
+
+if TYPE_CHECKING:
+    from trtconvert.runtime.loras import Loras
 
 
 class OnnxRuntimeComponent:
     """A callable component.
 
     Takes the inputs of the component's signature by position or by name, as torch tensors. Floating-point inputs are
-    converted to the signature's types; outputs are returned in their own, on the CPU, several as a tuple.
+    converted to the signature's types; outputs are returned in their own, on the CPU, several as a tuple. What is in BF16, which
+    ONNX Runtime does not have there, is computed in FP32.
 
     Args:
         path: the component's ONNX file.
@@ -41,16 +47,19 @@ class OnnxRuntimeComponent:
         options.log_severity_level = 3
         # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self._types = [dtype_of(output) for output in component.outputs]
+        in_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*component.inputs, *component.outputs))
         try:
-            self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
-                path, options, providers=["CPUExecutionProvider"]
-            )
+            with _in_float32(path) if in_bfloat16 else nullcontext(path) as runnable:
+                self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
+                    runnable, options, providers=["CPUExecutionProvider"]
+                )
         except Exception as error:  # ONNX Runtime has a class of its own for each status, and no common one
             raise BackendUnavailable(
                 f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}",
                 expected="operators in types that it has on the CPU",
                 got=first_line(error),
-                remedy="set model.dtype to float32 or float16 in the recipe, or install another onnxruntime",
+                remedy="set model.dtype to float32 in the recipe, or install another onnxruntime",
             ) from error
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
@@ -65,9 +74,10 @@ class OnnxRuntimeComponent:
         tensors = self.signature.ordered(inputs, named)
         self.signature.check(tensors)
         typed = self.signature.typed(tensors)
-        feeds = {name: x.cpu().numpy() for name, x in zip(self.signature.names, typed, strict=True)}
+        feeds = {name: _numpy(x) for name, x in zip(self.signature.names, typed, strict=True)}
         try:
-            outputs = tuple(map(torch.from_numpy, session.run(self._outputs, feeds)))
+            found = session.run(self._outputs, feeds)
+            outputs = tuple(torch.from_numpy(x).to(dtype) for x, dtype in zip(found, self._types, strict=True))
         except Exception as error:  # see above
             raise UserError(
                 "ONNX Runtime cannot run the component on these inputs",
@@ -89,6 +99,28 @@ class OnnxRuntimeComponent:
             remedy="load the bundle on a GPU that it was compiled for, or build it again with the new weights",
         )
 
+    def set_loras(self, loras: Loras) -> int:
+        """
+        Raises:
+            BackendUnavailable: see `refit`.
+        """
+        raise BackendUnavailable(
+            "the LoRAs of a model on ONNX Runtime cannot be changed",
+            expected="a TensorRT engine that was built with engine.refittable: true",
+            got="ONNX Runtime on the CPU",
+            remedy="load the bundle on a GPU that it was compiled for, or build it with other loras in the recipe",
+        )
+
     def close(self) -> None:
         """Let go of the session. Further calls are refused."""
         self._session = None
+
+
+def _in_float32(path: Path) -> AbstractContextManager[Path]:
+    from trtconvert.export.float32 import in_float32  # which production, with TensorRT, does without
+
+    return in_float32(path)
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()

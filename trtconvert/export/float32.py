@@ -1,0 +1,63 @@
+"""Models in BF16 as ONNX Runtime runs them on a CPU, where it has no BF16: in FP32, with the numbers of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from trtconvert.export import storage
+from trtconvert.files import temporary_folder
+
+_BF16, _FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+_OF_TYPES = ("to", "dtype")
+"""Attributes that name a type."""
+
+
+@contextmanager
+def in_float32(path: Path) -> Iterator[Path]:
+    """A temporary copy of a model whose BF16 is FP32: weights, inputs, outputs, and what is cast between them.
+
+    What a step rounds to BF16 on the way is not rounded, so that differences are those of the weights alone.
+    """
+    model = ir.load(path)
+    widen(model)
+    with temporary_folder() as folder:
+        copy = folder / path.name
+        storage.save(model, copy)
+        yield copy
+
+
+def widen(model: ir.Model) -> None:
+    """Make FP32 of everything in BF16, in place. Weights are read when they are written."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for value in (*graph.inputs, *graph.initializers.values()):
+            _widen_value(value)
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            for value in node.outputs:
+                _widen_value(value)
+            for name, attribute in list(node.attributes.items()):
+                if attribute.type == ir.AttributeType.INT and name in _OF_TYPES and attribute.as_int() == _BF16:
+                    node.attributes[name] = ir.AttrInt64(name, int(_FP32))
+                elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _BF16:
+                    node.attributes[name] = ir.AttrTensor(name, _widened(attribute.as_tensor()))
+
+
+def _widen_value(value: ir.Value) -> None:
+    if value.const_value is not None and value.const_value.dtype == _BF16:
+        value.const_value = _widened(value.const_value)
+    if value.dtype == _BF16:
+        value.dtype = _FP32
+
+
+def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    def numbers() -> ir.Tensor:
+        read = tensor.numpy().astype(np.float32)
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.release()
+        return ir.Tensor(read, dtype=_FP32, name=tensor.name)
+
+    return ir.LazyTensor(numbers, _FP32, ir.Shape(tensor.shape.numpy()), name=tensor.name)  # type: ignore[union-attr]
