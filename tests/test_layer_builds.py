@@ -13,6 +13,7 @@ from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.plan import make_plan
+from trtconvert.engine import tensorrt_rtx
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.nodes.layers import LAYER_METADATA
@@ -134,3 +135,27 @@ def test_layers_of_half_precision(tmp_path):
     got = bundle["denoiser"](**inputs)
     assert got.dtype == torch.float16
     assert relative_error(got, TorchInt8(model, bundle.folder, bundle.manifest)(**inputs)) < 0.03
+
+
+@pytest.mark.skipif(not tensorrt_rtx.status().available, reason=tensorrt_rtx.status().detail)
+def test_bf16_bundles_have_engines_where_there_is_bf16_and_draw_anywhere(tmp_path):
+    sections = {
+        "model": {"source": "tiny_layers:build", "dtype": "bfloat16"},
+        "layers": {"modes": "static", "include": WITH_CONV},
+        "calibration": {"samples": 16},
+        "engine": {"backend": "tensorrt_rtx"},
+    }
+    outcome = run("build", tiny_recipe(tmp_path, **sections), "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    assert "no engine of denoiser for sm75, which computes in float16 alone" in " ".join(outcome.output.split())
+    component = read_manifest(tmp_path / "bundle").components["denoiser"]
+    assert [engine.target for engine in component.engines] == ["sm80", "sm86", "sm89", "sm120"]
+    assert {spec.name: spec.dtype for spec in component.inputs} == {"x": "bfloat16", "timestep": "float32"}
+    stored = onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
+    assert onnx.TensorProto.BFLOAT16 in {x.data_type for x in stored}
+    model = build()
+    inputs = model.example(0, {name: opt for name, (_, opt, _) in model.dims.items()})
+    with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
+        out = bundle["denoiser"](**inputs)
+        assert out.dtype == torch.bfloat16
+        assert relative_error(out, model.denoiser(**inputs)) < 0.1  # of INT8 attention and layers, and of BF16

@@ -187,10 +187,12 @@ def test_a_list_of_modes_of_the_wrong_length_is_told_with_its_line(tmp_path):
     assert "recipe.yaml:4: 'layers.modes' does not fit" in message and "got: ['static']" in message
 
 
-def test_bfloat16_is_refused_before_anything_is_done(tmp_path):
-    message = refused(tmp_path, "model:\n  source: a\n  dtype: bfloat16\n")
-    assert "recipe.yaml:3: 'model.dtype' does not fit" in message and "ONNX Runtime" in message
-    assert "expected: float16 or float32" in message
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_turing_computes_in_float16_alone(tmp_path, dtype):
+    message = refused(tmp_path, f"model: {{source: a, dtype: {dtype}}}\nengine:\n  targets: [sm75, sm80]\n")
+    assert "recipe.yaml:3: 'engine.targets' does not fit 'model.dtype'" in message and "take sm75 out" in message
+    for engine in ("{}", "{targets: [sm80]}", "{targets: [sm75], backend: onnxruntime}"):
+        assert load(tmp_path, f"model: {{source: a, dtype: {dtype}}}\nengine: {engine}\n").model.dtype == dtype
 
 
 def test_an_alias_may_be_used_again_and_again(tmp_path):

@@ -1,0 +1,66 @@
+"""BF16 models as ONNX Runtime runs them on a CPU: the same graph in FP32, with the numbers of its weights."""
+
+from __future__ import annotations
+
+import copy
+
+import onnx
+import onnx_ir as ir
+import pytest
+import tolerances
+import torch
+from layered_graphs import STATIC, int8_model
+from onnxruntime import InferenceSession
+
+from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export import storage
+from trtconvert.export.float32 import in_float32
+from trtconvert.models.denoiser import intercepted
+
+
+@pytest.fixture(scope="module")
+def model():
+    return int8_model(modes=STATIC, attention=True)
+
+
+@pytest.fixture(params=[False, True], ids=["weights inside", "weights beside"])
+def file(request, model, tmp_path, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(storage, "INLINE_LIMIT", 1)
+    path = tmp_path / "model.onnx"
+    storage.save(model.graph(torch.bfloat16), path)
+    assert storage.weights_file(path).exists() == request.param
+    return path
+
+
+def types_of(proto: onnx.ModelProto) -> set[int]:
+    values = [*proto.graph.input, *proto.graph.output, *proto.graph.value_info]
+    return {x.data_type for x in proto.graph.initializer} | {x.type.tensor_type.elem_type for x in values}
+
+
+def test_nothing_of_it_is_bf16(file):
+    assert onnx.TensorProto.BFLOAT16 in types_of(onnx.load(file))
+    with in_float32(file) as path:
+        proto = onnx.load(path)
+        assert onnx.TensorProto.BFLOAT16 not in types_of(proto)
+        assert not any(
+            a.name == "to" and a.i == onnx.TensorProto.BFLOAT16 for n in proto.graph.node for a in n.attribute
+        )
+        assert path != file
+    assert not path.exists() and onnx.TensorProto.BFLOAT16 in types_of(onnx.load(file))
+
+
+def test_it_computes_with_weights_of_bf16(file, model):
+    inputs = model.example()
+    with in_float32(file) as path:
+        names = [x.name for x in ir.load(path).graph.inputs]
+        session = InferenceSession(path)
+        (found,) = session.run(None, {name: inputs[name].numpy() for name in names})
+    rounded = copy.copy(model.model)
+    object.__setattr__(rounded, "denoiser", copy.deepcopy(model.model.denoiser).bfloat16().float())
+    sites = Int8Sites(model.attention, rounded.timestep_max, "calibrated", True)
+    layers = Int8Layers({name: layer.tables for name, layer in model.layers.items()}, rounded.timestep_max)
+    with torch.no_grad():
+        expected = intercepted(rounded, sites.handler(), layers.handler())(**inputs)
+    assert relative_error(torch.from_numpy(found), expected) < tolerances.WHOLE_DENOISER
