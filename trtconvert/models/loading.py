@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,15 @@ from torch import Tensor, nn
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
 from trtconvert.models.saved import INDEX, pipeline_folder
-from trtconvert.models.weight_files import READABLE, StoredWeights, holds_fp8, read_tensors, stored_weights, variants_of
+from trtconvert.models.weight_files import (
+    READABLE,
+    StoredWeights,
+    holds_fp8,
+    is_spare,
+    read_tensors,
+    stored_weights,
+    variants_of,
+)
 from trtconvert.runtime.libraries import current_name
 
 _TEXT_COMPONENTS = ("text_encoder", "tokenizer")
@@ -43,12 +50,6 @@ _FAILURES = (
     SafetensorError,
 )
 """What the libraries raise for a folder that is none of theirs, or damaged; an index that is no index is a TypeError."""
-
-_MADE_BY_MODELS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|num_batches_tracked|y_embedding)$")
-"""Tables that older classes saved, and that models make themselves; PixArt's embedding of no caption is for its training."""
-
-_HEADS = re.compile(r"^(lm_head|text_projection|visual_projection|vision_model|decoder)\.|(^|\.)logit_scale$")
-"""What models of transformers are trained with, and pipelines' encoders do without."""
 
 
 @dataclass(frozen=True)
@@ -380,14 +381,7 @@ def _refuse_others(
             got=f"{len(lost)} missing, {lost[0]} the first of them",
             remedy=f"save the pipeline again, or correct what its {INDEX} and config.json say it is",
         )
-    of_text = not hasattr(kind, "load_config")
-    more = sorted(
-        name
-        for name in unexpected
-        if not _MADE_BY_MODELS.search(name)
-        and not (of_text and _HEADS.search(name))
-        and not any(fnmatch(name, pattern) for pattern in ignore)
-    )
+    more = sorted(name for name in unexpected if not is_spare(name, kind, ignore))
     if more:
         raise UserError(
             f"the weights of {title} are more than the model takes",

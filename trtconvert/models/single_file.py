@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import TrtconvertError, UserError, first_line
-from trtconvert.models.weight_files import read_tensors
+from trtconvert.models.weight_files import is_spare, read_tensors
 
 _DENOISERS = ("transformer", "unet")
 _DENOISER = ("model.diffusion_model.", "diffusion_model.")
@@ -64,6 +63,8 @@ def states_of(
     Raises:
         UserError: the file cannot be read, holds another model's weights, or weights that belong to no model.
     """
+    from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE
+
     tensors = read_tensors([file])
     name = denoiser or next((name for name in _DENOISERS if name in kinds), "")
     if name not in kinds:
@@ -80,8 +81,8 @@ def states_of(
         states[part], used = _renamed(file, folder, part, kinds[part], of)
         if more := sorted(
             key
-            for key in of.keys() - used
-            if not _OF_TRAINING.match(key) and not any(fnmatch(key, pattern) for pattern in ignore)
+            for key in of.keys() - used - set(SD_2_TEXT_ENCODER_KEYS_TO_IGNORE)
+            if not _OF_TRAINING.match(key) and not is_spare(key, kinds[part], ignore)
         ):
             raise UserError(
                 f"{file} holds more than the models of {folder} take",
@@ -231,14 +232,14 @@ def _text_rule(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
 class _Named(Tensor):
     """A tensor that knows which weights of a file it was made of, whatever it is split into, joined with and turned."""
 
-    names: frozenset[str]
+    sources: frozenset[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = super().__torch_function__(func, types, args, kwargs or {})
-        names = frozenset().union(*(x.names for x in _named_in((args, kwargs or {}))))
+        names = frozenset().union(*(x.sources for x in _named_in((args, kwargs or {}))))
         for x in _named_in(made):
-            x.names = names
+            x.sources = names
         return made
 
 
@@ -253,5 +254,5 @@ def _traced(rename: Rename, tensors: Mapping[str, Tensor]) -> set[str]:
     named: dict[str, Tensor] = {}
     for name, x in tensors.items():
         named[name] = traced = torch.empty(x.shape, dtype=x.dtype, device="meta").as_subclass(_Named)
-        traced.names = frozenset([name])  # type: ignore[attr-defined]
-    return set().union(*(x.names for x in _named_in(list(rename(named).values()))))
+        traced.sources = frozenset([name])  # type: ignore[attr-defined]
+    return set().union(*(x.sources for x in _named_in(list(rename(named).values()))))

@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ _QUANTISED_OTHERWISE = (
     ".weight_format",
 )
 """Parts of weights in NVFP4, of bitsandbytes, GPTQ, AWQ and SVDQuant."""
+
+_MADE_BY_MODELS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn_mask|num_batches_tracked|y_embedding)$")
+"""Tables that older classes saved, and that models make themselves; PixArt's embedding of no caption is for its training."""
+
+_HEADS = re.compile(r"^(lm_head|text_projection|visual_projection|vision_model|decoder)\.|(^|\.)logit_scale$")
+"""What models of transformers are trained with, and pipelines' encoders do without."""
 
 _BLOCK = 128
 """Rows and columns that have a scale in common, where a scale is a matrix (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
@@ -116,6 +123,16 @@ def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
     for path in files:
         tensors |= _read(path)
     return dequantised(tensors, ", ".join(dict.fromkeys(str(path) for path in files)))
+
+
+def is_spare(name: str, kind: Any, ignore: Sequence[str]) -> bool:
+    """Whether a model draws the same without a tensor that a file has for it.
+
+    Args:
+        kind: the model's class; ignore: patterns (fnmatch) of names of which the user says so.
+    """
+    head = not hasattr(kind, "load_config") and _HEADS.search(name)
+    return bool(_MADE_BY_MODELS.search(name) or head) or any(fnmatch(name, pattern) for pattern in ignore)
 
 
 def holds_fp8(files: Sequence[Path]) -> bool:
