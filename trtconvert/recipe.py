@@ -89,8 +89,8 @@ class ModelSection(_Section):
     )
     dtype: Literal["float32", "float16", "bfloat16"] = Field(
         default="float32",
-        description="Type of the engine's weights and inputs. bfloat16 has the range of float32, which many models of today need, and "
-        "an eighth of float16's precision; ONNX Runtime computes it in float32.",
+        description="Type of the engine's weights and inputs. bfloat16 has the range of float32, which many models of today need, "
+        "and an eighth of float16's precision; ONNX Runtime computes it in float32.",
     )
 
     @field_validator("images")
@@ -545,7 +545,8 @@ def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
 def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
     """
     Raises:
-        UserError: the recipe asks for an engine for Turing, where TensorRT-RTX computes in float16 alone. By default there is none.
+        UserError: the recipe asks for an engine for Turing, where TensorRT-RTX computes in float16 alone. By default there is
+            none.
     """
     engine, dtype = recipe.engine, recipe.model.dtype
     asked = "targets" in engine.model_fields_set and engine.backend in ("auto", "tensorrt_rtx")

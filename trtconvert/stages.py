@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,6 @@ def component_stage(
         )
 
     def make(folder: Path, bar: Bar) -> None:
-        import onnx
         import torch
 
         from trtconvert.calib.component_layers import component_layers
@@ -106,9 +106,9 @@ def component_stage(
         found = component_layers(source, recipe.layers, limit) if in_int8 else None
         exported = trace_component(source, getattr(torch, dtype), found.converted if found else None)
         storage.save(exported, onnx_file)
-        onnx.checker.check_model(onnx_file, full_check=True)
+        _check_onnx(onnx_file, dtype)
         if found:
-            _save_native(onnx_file, folder / NATIVE)
+            _save_native(onnx_file, folder / NATIVE, dtype)
         component = ComponentRecord(
             onnx=onnx_file.name,
             inputs=[
@@ -166,6 +166,7 @@ def calibrate_stage(
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
+        from trtconvert.calib.float16_range import within_float16
 
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
@@ -175,7 +176,8 @@ def calibrate_stage(
             from trtconvert.calib.plan import kernel_cost
 
             kernel_cost(recipe.plan, recipe.layers)
-        parts = parts_to_convert(source, recipe.attention, recipe.layers)
+        with within_float16(source) if recipe.model.dtype == "float16" else nullcontext():
+            parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.calibration.from_ is not None:
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers)
         else:
@@ -283,7 +285,6 @@ def export_stage(
     }
 
     def make(folder: Path, bar: Bar) -> None:
-        import onnx
         import torch
 
         from trtconvert.export import storage
@@ -297,8 +298,8 @@ def export_stage(
         layers = _converted_layers(source, calibration, plan)
         exported = trace(source, _tables(calibration, plan), options, layers=layers, dims=dims, dtype=dtype)
         storage.save(exported, folder / ONNX)
-        onnx.checker.check_model(folder / ONNX, full_check=True)
-        _save_native(folder / ONNX, folder / NATIVE)
+        _check_onnx(folder / ONNX, recipe.model.dtype)
+        _save_native(folder / ONNX, folder / NATIVE, recipe.model.dtype)
         component = ComponentRecord(
             onnx=ONNX,
             inputs=[
@@ -454,9 +455,19 @@ def verify_stage(
     return _run("verify", reads, make, cache, report)
 
 
-def _save_native(onnx_file: Path, path: Path) -> None:
-    """Write a model for engines that host no plugin: attention in its own type, INT8 layers between Q/DQ."""
+def _check_onnx(path: Path, dtype: str) -> None:
+    """Let ONNX check a model, its types and shapes too; one in BF16 as FP32, since operators of its opset lack BF16 where TensorRT's
+    have it (convolutions, sines)."""
     import onnx
+
+    from trtconvert.export.float32 import in_float32
+
+    with in_float32(path) if dtype == "bfloat16" else nullcontext(path) as checked:
+        onnx.checker.check_model(checked, full_check=True)
+
+
+def _save_native(onnx_file: Path, path: Path, dtype: str) -> None:
+    """Write a model of a type for engines that host no plugin: attention in its own type, INT8 layers between Q/DQ."""
     import onnx_ir as ir
 
     from trtconvert.export import storage
@@ -469,7 +480,7 @@ def _save_native(onnx_file: Path, path: Path) -> None:
     expand_layers(native)
     quantise_products(native)
     storage.save(native, path)
-    onnx.checker.check_model(path, full_check=True)
+    _check_onnx(path, dtype)
 
 
 # What stages leave ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Models that leave float16's range are told so by the module, before they are calibrated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import refusal, run, tiny_recipe
+from tiny_layers import Called, model_of
+from torch import nn
+
+from trtconvert.calib.float16_range import within_float16
+from trtconvert.errors import UserError
+
+
+def scaled(up: float, down: float):
+    """A path whose inside is large and whose ends are not."""
+    denoiser = Called(
+        lambda self, x: x + self.down(self.up(x)), up=nn.Linear(32, 32), down=nn.Linear(32, 32, bias=False)
+    )
+    with torch.no_grad():
+        denoiser.up.weight.mul_(up)
+        denoiser.down.weight.mul_(down)
+    return model_of(denoiser, ("batch", 16, 32))
+
+
+def watched(model):
+    with within_float16(model), torch.no_grad():
+        model.denoiser(**model.example(0, {"batch": 2}))
+
+
+def test_values_beyond_it_are_named():
+    with pytest.raises(
+        UserError, match=r"(?s)leaves the range of float16.*at up\n.*remedy: set model.dtype to bfloat16"
+    ):
+        watched(scaled(3e5, 3e-6))
+
+
+def test_weights_beyond_it_are_named():
+    with pytest.raises(UserError, match=r"got: .* at up.weight, and more at \d others"):
+        watched(scaled(1e7, 1e-7))
+
+
+def test_others_pass_and_nothing_stays_on_the_model():
+    model = scaled(100.0, 0.01)
+    watched(model)
+    assert not any(module._forward_hooks for module in model.denoiser.modules())
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [("float16", False), ("bfloat16", True)])
+def test_a_build_says_so_before_the_calibration(tmp_path, monkeypatch, dtype, fits):
+    import tiny_layers
+
+    build = tiny_layers.build
+
+    def large():
+        model = build()
+        with torch.no_grad():
+            model.denoiser.mlp[0].weight.mul_(1e6)
+            model.denoiser.mlp[2].weight.mul_(1e-6)
+        return model
+
+    monkeypatch.setattr(tiny_layers, "build", large)
+    recipe = tiny_recipe(
+        tmp_path, model={"source": "tiny_layers:build", "dtype": dtype}, verify={"min_psnr": -50, "min_site_sqnr": -50}
+    )
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    if fits:
+        assert outcome.exit_code == 0, outcome.output
+    else:
+        refusal(outcome, "leaves the range of float16", "mlp.0", "bfloat16")
