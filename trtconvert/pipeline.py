@@ -30,7 +30,7 @@ from trtconvert.errors import UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
-from trtconvert.models.saved import copy_without_models, pipeline_folder
+from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter, say
 from trtconvert.recipe import Recipe, changed_paths, with_paths
 from trtconvert.stages import (
@@ -84,6 +84,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             got="one in the other",
             remedy="give another folder with --cache, or with -o",
         )
+    recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
     backend, reason = choose_backend(recipe.engine.backend)
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)

@@ -87,9 +87,10 @@ class ModelSection(_Section):
         description="Keyword arguments for a `package.module:function`, or of "
         "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …",
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        default="float32",
-        description="Type of the engine's weights and inputs. bfloat16 has the range of float32, which many models of today need, "
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the engine's weights and inputs. `auto`: that in which a diffusers pipeline's denoiser was saved, "
+        "float32 for other models. bfloat16 has the range of float32, which many models of today need, "
         "and an eighth of float16's precision; ONNX Runtime computes it in float32.",
     )
 
@@ -550,7 +551,7 @@ def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
     """
     engine, dtype = recipe.engine, recipe.model.dtype
     asked = "targets" in engine.model_fields_set and engine.backend in ("auto", "tensorrt_rtx")
-    if asked and "sm75" in engine.targets and dtype != "float16":
+    if asked and "sm75" in engine.targets and dtype in ("float32", "bfloat16"):
         raise UserError(
             f"{path}:{_line(document, ('engine', 'targets'))}: 'engine.targets' does not fit 'model.dtype'",
             expected="model.dtype float16 for sm75, which has no products of other types in TensorRT-RTX",

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
+
+from trtconvert.documents import safetensors_header
+from trtconvert.recipe import ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
 
 INDEX = "model_index.json"
+
+DENOISERS = ("transformer", "unet")
+"""Folders of a pipeline's denoiser."""
+
+_STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def is_saved_pipeline(folder: Path) -> bool:
@@ -22,6 +31,42 @@ def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
     the folder that the file lies in, as published ones do. None where there is none."""
     near = weights if weights.is_dir() else config or weights.parent
     return near if is_saved_pipeline(near) else None
+
+
+def with_dtype(section: ModelSection) -> ModelSection:
+    """The section with a type in place of `auto`: that of most bytes of a diffusers denoiser's weights, as far as their headers
+    tell, and float32 for other models and types."""
+    if section.dtype != "auto":
+        return section
+    sizes = Counter[str]()
+    if section.source == "diffusers" and section.weights is not None:
+        for file in _denoiser_files(section):
+            try:
+                tensors = safetensors_header(file)
+            except (OSError, ValueError):  # what is wrong with it is told by who loads it
+                continue
+            for name, entry in tensors.items():
+                if name != "__metadata__" and isinstance(entry, dict) and "data_offsets" in entry:
+                    start, end = entry["data_offsets"]
+                    sizes[str(entry.get("dtype"))] += end - start
+    stored = max(sizes, key=lambda name: sizes[name], default="F32")
+    return section.model_copy(update={"dtype": _STORED_TYPES.get(stored, "float32")})
+
+
+def _denoiser_files(section: ModelSection) -> list[Path]:
+    weights, options = section.weights, section.options
+    assert weights is not None
+    if not weights.is_dir():
+        return [weights]
+    asked = options.get("denoiser")
+    for name in (asked,) if isinstance(asked, str) else DENOISERS:
+        files = sorted((weights / name).glob("*.safetensors"))
+        variant = options.get("variant")
+        of_variant = [file for file in files if f".{variant}" in file.name]
+        plain = [file for file in files if file.name.count(".") == 1]
+        if files:
+            return of_variant or plain or files
+    return []
 
 
 def copy_without_models(folder: Path, target: Path) -> None:
