@@ -31,6 +31,7 @@ LAYERS: tuple[set[str], ...] = (
         "images",
         "interception",
         "library",
+        "manifest_checks",
         "progress",
         "recipe",
     },

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trtconvert import __version__
-from trtconvert.errors import UserError
-from trtconvert.files import is_partial, link_files, sha256
-from trtconvert.linear.modes import LayerMode
-from trtconvert.recipe import ModelSection, Recipe, changed_paths
+from trtconvert.documents import JSON_BYTES, read_json
+from trtconvert.errors import TrtconvertError, UserError, first_line
+from trtconvert.files import is_partial, link_files, read_limited, sha256
+from trtconvert.manifest_checks import contradiction
+from trtconvert.recipe import LayerModeName, ModelSection, ModeName, Recipe, changed_paths
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -38,6 +40,39 @@ Dims = dict[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
 
 
+def _require_ordered(dims: Dims) -> Dims:
+    if bad := [name for name, (low, opt, high) in dims.items() if not 1 <= low <= opt <= high]:
+        raise ValueError(f"1 <= min <= opt <= max for {', '.join(bad)}")
+    return dims
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path is one of a file in a bundle beside the manifest, in the only form that manifests have it in."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and str(path) == name and name not in (".", MANIFEST)
+
+
+def _require_inside(name: str) -> str:
+    if not is_inside(name):
+        raise ValueError(f"a path in the bundle, not {name!r}")
+    return name
+
+
+_Ordered = Annotated[Dims, AfterValidator(_require_ordered)]
+_Inside = Annotated[str, AfterValidator(_require_inside)]
+_Name = Annotated[str, Field(min_length=1)]
+_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_SiteMode = Annotated[int, Field(ge=0, lt=len(get_args(ModeName)))]
+"""`Mode`, which counts as recipes name them."""
+
+_LayerMode = Annotated[int, Field(ge=1, le=len(get_args(LayerModeName)))]
+"""`LayerMode`, which counts as recipes name them after 0 for layers that are left as they are, whose list is empty."""
+
+_WEIGHT_ONLY = 1 + get_args(LayerModeName).index("weight_only")
+
+
 def opt_sizes(profiles: Sequence[Dims]) -> list[dict[str, int]]:
     """The sizes that the engine is tuned for, in each profile."""
     return [{name: opt for name, (_, opt, _) in dims.items()} for dims in profiles]
@@ -51,6 +86,10 @@ def covering(profiles: Sequence[Dims]) -> Dims:
     }
 
 
+_SHOWN = 300
+"""Characters of what is wrong with a manifest that messages repeat."""
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,23 +97,29 @@ class _Record(BaseModel):
 class FileRecord(_Record):
     """Size in bytes and SHA-256 of one file."""
 
-    size: int
-    sha256: str
+    size: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class TensorRecord(_Record):
     """One input or output: numpy's name of its type, and sizes or symbolic dimensions, in outputs lines through them too."""
 
-    name: str
-    dtype: str
+    name: _Name
+    dtype: Literal["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool"]
     shape: list[int | str]
 
     @field_validator("shape")
     @classmethod
     def _readable(cls, shape: list[int | str]) -> list[int | str]:
-        if bad := [dim for dim in shape if isinstance(dim, str) and not (dim.isidentifier() or LINE.fullmatch(dim))]:
+        if bad := [str(dim) for dim in shape if not _is_dimension(dim)]:
             raise ValueError(f"a size, a name, or a line through one: {', '.join(bad)}")
         return shape
+
+
+def _is_dimension(dim: int | str) -> bool:
+    if isinstance(dim, int):
+        return dim >= 0
+    return dim.isidentifier() or LINE.fullmatch(dim) is not None
 
 
 class NativeSite(_Record):
@@ -87,11 +132,11 @@ class NativeSite(_Record):
             attention alone could be built or run.
     """
 
-    name: str
-    query_tokens: int
-    key_tokens: int
-    native_us: float | None
-    plugin_us: float | None
+    name: _Name
+    query_tokens: _Count
+    key_tokens: _Count
+    native_us: _Positive | None
+    plugin_us: _Positive | None
 
 
 class EngineRecord(_Record):
@@ -122,21 +167,21 @@ class EngineRecord(_Record):
 
     backend: Literal["tensorrt", "tensorrt_rtx"]
     library: str
-    target: str
+    target: _Name
     attention: Literal["plugin", "native"]
-    file: str
+    file: _Inside
     gpu: str = ""
     plugin: str = ""
-    profiles: list[Dims] = Field(default_factory=list)
+    profiles: list[_Ordered] = Field(default_factory=list)
     native_sites: list[NativeSite] = Field(default_factory=list)
-    plugin_us: float | None = None
-    native_us: float | None = None
-    with_plugins_us: float | None = None
-    plain_us: float | None = None
+    plugin_us: _Positive | None = None
+    native_us: _Positive | None = None
+    with_plugins_us: _Positive | None = None
+    plain_us: _Positive | None = None
     layers: Literal["", "native", "plugin", "exact"] = ""
-    layers_us: dict[str, float] = Field(default_factory=dict)
+    layers_us: dict[Literal["native", "plugin", "exact"], _Positive] = Field(default_factory=dict)
     refittable: bool = False
-    weights: dict[str, list[int]] = Field(default_factory=dict)
+    weights: dict[str, list[_Count]] = Field(default_factory=dict)
     version_compatible: bool = False
     hardware_compatible: bool = False
     weight_streaming: bool = False
@@ -160,10 +205,10 @@ class EngineRecord(_Record):
 class SiteRecord(_Record):
     """One attention site. `modes` per timestep bin, from low noise up; empty when the site was left as it is, for `reason`."""
 
-    name: str
-    heads: int
-    head_dim: int
-    modes: list[int]
+    name: _Name
+    heads: _Count
+    head_dim: _Count
+    modes: list[_SiteMode]
     reason: str = ""
 
     @property
@@ -183,14 +228,14 @@ class LayerRecord(_Record):
         weight: the name of its weight in the state dict.
     """
 
-    name: str
+    name: _Name
     kind: Literal["linear", "conv"]
-    in_channels: int
-    out_channels: int
-    kernel: list[int] = Field(default_factory=list)
-    rows: int
-    weight: str
-    modes: list[int] = Field(default_factory=list)
+    in_channels: _Count
+    out_channels: _Count
+    kernel: list[_Count] = Field(default_factory=list)
+    rows: _Count
+    weight: _Name
+    modes: list[_LayerMode] = Field(default_factory=list)
     reason: str = ""
 
     @property
@@ -201,7 +246,7 @@ class LayerRecord(_Record):
     @property
     def is_mixed(self) -> bool:
         """Whether its activations are INT8 in some timestep bins and of 16 bits in others."""
-        return LayerMode.WEIGHT_ONLY in self.modes and len(set(self.modes)) > 1
+        return _WEIGHT_ONLY in self.modes and len(set(self.modes)) > 1
 
 
 class DiffusersRecord(_Record):
@@ -233,8 +278,8 @@ class DiffusersRecord(_Record):
     output: str
     parameters: list[str]
     arguments: dict[str, dict[str, Any]]
-    timestep_factor: float = 1.0
-    timestep_sizes: list[int] = Field(default_factory=list)
+    timestep_factor: _Positive = 1.0
+    timestep_sizes: list[_Count] = Field(default_factory=list)
     results: dict[str, dict[str, Any]] = Field(default_factory=dict)
     attributes: dict[str, Any] = Field(default_factory=dict)
 
@@ -253,13 +298,13 @@ class ComponentRecord(_Record):
         diffusers: how pipelines call it, where it comes from one.
     """
 
-    onnx: str
+    onnx: _Inside
     inputs: list[TensorRecord]
     outputs: list[TensorRecord]
     timestep_input: str = ""
-    timestep_max: float = 0.0
-    dims: Dims
-    profiles: list[Dims] = Field(default_factory=list)
+    timestep_max: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    dims: _Ordered
+    profiles: list[_Ordered] = Field(default_factory=list)
     sites: list[SiteRecord] = Field(default_factory=list)
     layers: list[LayerRecord] = Field(default_factory=list)
     engines: list[EngineRecord]
@@ -289,8 +334,8 @@ class QualityRecord(_Record):
         component_errors: component: the largest relative L2 error of its outputs against float32 in torch.
     """
 
-    samples: int
-    steps: int
+    samples: _Count
+    steps: _Count
     sampler: str
     psnr: float
     psnr_worst: float
@@ -333,9 +378,9 @@ class Manifest(_Record):
     backend: Literal["tensorrt", "tensorrt_rtx", "onnxruntime"]
     backend_reason: str
     recipe: Recipe
-    calibration: str
+    calibration: _Inside
     components: dict[str, ComponentRecord]
-    pipeline: str = ""
+    pipeline: Literal[""] | _Inside = ""
     quality: QualityRecord
     files: dict[str, FileRecord] = Field(default_factory=dict)
     digest: str = ""
@@ -353,12 +398,19 @@ class Manifest(_Record):
             raise ValueError(f"names of letters, digits and _, not {', '.join(map(repr, bad))}")
         return components
 
-    @field_validator("files")
+    @field_validator("files", mode="before")
     @classmethod
-    def _inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        if bad := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+    def _all_inside(cls, files: Any) -> Any:
+        if isinstance(files, dict) and (bad := [name for name in files if not is_inside(name)]):
             raise ValueError(f"paths in the bundle, not {', '.join(map(repr, bad))}")
         return files
+
+    def is_own(self, name: str) -> bool:
+        """Whether a file of such a path counts as one of the bundle's own, and has to be among `files`: what reads a model or the
+        pipeline reads what lies beside it too."""
+        beside = name.startswith(tuple(component.onnx for component in self.components.values()))
+        in_pipeline = bool(self.pipeline) and PurePosixPath(name).is_relative_to(self.pipeline)
+        return beside or in_pipeline or name in self.files
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -395,12 +447,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
+        strange = f"a {MANIFEST} that is not JSON: {first_line(error)}"
         raise UserError(
             f"{folder} is not a bundle",
             expected=f"a folder with {MANIFEST}, made by `trtconvert build`",
-            got=f"{MANIFEST}: {error.strerror}" if isinstance(error, OSError) else f"a {MANIFEST} that is not JSON",
+            got=f"{MANIFEST}: {error.strerror}" if isinstance(error, OSError) else strange,
             remedy="check the path, or build the bundle again",
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
@@ -422,12 +475,49 @@ def read_manifest(folder: Path) -> Manifest:
                 got=f"the field {'.'.join(map(str, first['loc']))}",
                 remedy="install the trtconvert that made it, or build the bundle again",
             ) from error
-        raise _damaged(
-            folder, "the fields of a bundle manifest", f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from error
+        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise _damaged(folder, "the fields of a bundle manifest", found[:_SHOWN]) from error
     if manifest.digest != (digest := _digest(content)):
         raise _damaged(folder, f"contents with the SHA-256 {manifest.digest[:12]}…", f"{digest[:12]}…")
+    if found := contradiction(manifest):
+        raise _damaged(folder, "fields that fit together", found[:_SHOWN])
     return manifest
+
+
+Result = TypeVar("Result")
+
+
+def read_unchanged(
+    folder: Path, use: Callable[[Manifest], Result], discard: Callable[[Result], object] = lambda result: None
+) -> Result:
+    """What `use` makes of a bundle's manifest and files, which are those of one build: where another bundle takes the place of
+    this one meanwhile, or `trtconvert compile` changes it, again.
+
+    Args:
+        use: may read the bundle's files.
+        discard: called with what `use` gave where it is not taken.
+    Raises:
+        UserError: not a bundle; or what `use` raises of one that stayed what it was.
+    """
+    while True:
+        before = _as_it_lies(folder)
+        try:
+            result = use(read_manifest(folder))
+        except (TrtconvertError, OSError):
+            if _as_it_lies(folder) == before:
+                raise
+            continue
+        if _as_it_lies(folder) == before:
+            return result
+        discard(result)
+
+
+def _as_it_lies(folder: Path) -> bytes:
+    """The bytes of a bundle's manifest; none where it cannot be read."""
+    try:
+        return read_limited(folder / MANIFEST, JSON_BYTES)
+    except OSError:
+        return b""
 
 
 def _damaged(folder: Path, expected: str, got: str) -> UserError:
@@ -460,26 +550,29 @@ def lost_plans(folder: Path, manifest: Manifest) -> list[str]:
 def keep_others(old: Path, new: Path) -> None:
     """Take along what users have put into a bundle that another one replaces, such as a report.
 
-    The new bundle's own files come first. They are no part of its manifest: users may change and remove them.
+    The new bundle's own files come first. They are no part of its manifest: users may change and remove them. What lies where
+    a bundle has files of its own alone is not taken along.
 
     Raises:
         UserError: the old folder is no bundle.
     """
     manifest = read_manifest(old)
-    own = {MANIFEST, *manifest.files, *lost_plans(old, manifest)}
+    owners = [manifest, read_manifest(new)] if (new / MANIFEST).exists() else [manifest]
+    own = {MANIFEST, *lost_plans(old, manifest)}
     names = {
         str(path.relative_to(old))
         for path in old.rglob("*")
         if not any(map(is_partial, path.relative_to(old).parts)) and (path.is_symlink() or not path.is_dir())
     }
-    link_files(sorted(name for name in names - own if not os.path.lexists(new / name)), old, new)
+    theirs = (name for name in names - own if not any(manifest.is_own(name) for manifest in owners))
+    link_files(sorted(name for name in theirs if not os.path.lexists(new / name)), old, new)
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Compare every file of a bundle with the manifest.
 
     Raises:
-        UserError: names the first file that is missing, truncated or altered.
+        UserError: names the first file that is missing, truncated or altered, or that lies among the bundle's own and is none.
     """
     for name, record in manifest.files.items():
         path = folder / name
@@ -494,6 +587,27 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 got=got,
                 remedy="copy the bundle again, or build it again",
             )
+    if unlisted := next((name for name in _lying_among_own(folder, manifest) if name not in manifest.files), None):
+        raise UserError(
+            f"{unlisted} in the bundle {folder} is none of its files",
+            expected="files of the build alone beside the models and in the folder of the pipeline, which are read as they lie",
+            got="a file that the manifest does not list",
+            remedy="move it elsewhere, or build the bundle again",
+        )
+
+
+def _lying_among_own(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that count as the bundle's own, see `Manifest.is_own`. Hidden ones are left out: temporary folders of this program's
+    and what file managers leave, which nothing reads."""
+    places = {folder / component.onnx for component in manifest.components.values()}
+    found = [path for place in places for path in place.parent.glob(f"{glob.escape(place.name)}*")]
+    if manifest.pipeline:
+        # Through links, as what is read goes; the pipeline's own folder has a few levels.
+        found += (Path(here, name) for here, _, names in os.walk(folder / manifest.pipeline) for name in names)
+    for path in sorted(found):
+        inside = path.relative_to(folder)
+        if not any(part.startswith(".") for part in inside.parts):
+            yield str(inside)
 
 
 def _found(path: Path, record: FileRecord) -> str:

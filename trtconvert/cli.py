@@ -199,14 +199,17 @@ def inspect(bundle: Path, as_json: bool) -> None:
     from rich.console import Console
 
     from trtconvert import summary
-    from trtconvert.bundle import check_files, read_manifest
+    from trtconvert.bundle import Manifest, check_files, read_unchanged
 
-    manifest = read_manifest(bundle)
-    check_files(bundle, manifest)
+    def shown(manifest: Manifest) -> Any:
+        check_files(bundle, manifest)
+        return manifest.model_dump_json(indent=1) if as_json else summary.manifest_table(manifest, bundle)
+
+    found = read_unchanged(bundle, shown)
     if as_json:
-        click.echo(manifest.model_dump_json(indent=1))
+        click.echo(found)
     else:
-        summary.print_manifest(Console(highlight=False), manifest, bundle)
+        Console(highlight=False).print(found)
 
 
 @main.command()
@@ -238,9 +241,11 @@ def run(
             remedy="give another file with -o",
         )
     loaded = runtime.load(bundle)
-    if output.resolve() in {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}:
+    place, folder = output.resolve(), loaded.folder.resolve()
+    taken = {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}
+    if place in taken or (place.is_relative_to(folder) and loaded.manifest.is_own(str(place.relative_to(folder)))):
         raise UserError(
-            f"{output} is a file of the bundle, which would no longer be what was built",
+            f"{output} is among the files of the bundle, which would no longer be what was built",
             expected="a place of its own for the samples",
             got=str(output),
             remedy="give another file with -o",

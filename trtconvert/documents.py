@@ -4,7 +4,7 @@ without what can be read in two ways. Free of torch."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ a second for so many."""
 
 YAML_NUMBER = 100
 """Characters of a number: Python reads larger ones, and refuses to print them."""
+
+PLAIN_TYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")
+"""Types of tensors that all of torch's operators take, as safetensors call them."""
 
 _STANDARD = "tag:yaml.org,2002:"
 _SCALARS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "timestamp", "merge")}
@@ -116,6 +119,20 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ValueError("a header that is no JSON object")
     return header
+
+
+def require_plain_types(header: Mapping[str, Any], names: Container[str] | None = None) -> None:
+    """
+    Args:
+        header: see `safetensors_header`; names: of the tensors that shall be read, all by default.
+    Raises:
+        ValueError: one of them is of a type that not all operators take, or that torch may not have.
+    """
+    for name, entry in header.items():
+        if name != "__metadata__" and (names is None or name in names):
+            dtype = entry.get("dtype") if isinstance(entry, dict) else entry
+            if dtype not in PLAIN_TYPES:
+                raise ValueError(f"{name} is of the type {dtype}, where one of {', '.join(PLAIN_TYPES)} is needed")
 
 
 # YAML -----------------------------------------------------------------------------------------------------------------

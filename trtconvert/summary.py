@@ -42,13 +42,22 @@ def print_build(outcome: Outcome, report: Reporter) -> None:
 
 
 def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
-    """The table of `trtconvert inspect`."""
+    """The table of `trtconvert inspect`, printed."""
+    console.print(manifest_table(manifest, folder))
+
+
+def manifest_table(manifest: Manifest, folder: Path) -> Table:
+    """The table of `trtconvert inspect`. Reads the calibration in the bundle.
+
+    Raises:
+        UserError: it is not one.
+    """
     table = _table(str(folder))
     _manifest_rows(table, manifest, folder)
     _row(table, "made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     _row(table, "weights", manifest.weights[:16] + "…")
     _row(table, "files", f"{len(manifest.files)}, {_size(sum(f.size for f in manifest.files.values()))}, all as built")
-    console.print(table)
+    return table
 
 
 def _table(title: str) -> Table:

@@ -1,6 +1,7 @@
 """Calibration: ranges against what the tensors hold, percentiles, bins, the file, and refused data."""
 
 import math
+import os
 
 import pytest
 import tolerances
@@ -336,8 +337,15 @@ def test_a_damaged_file_is_refused(records, tmp_path, damage):
     [
         ({"v_scale": None}, "without v_scale"),
         ({"v_scael": torch.ones(BINS, 1, 8)}, "with v_scael, which is none"),
-        ({"q_scale": torch.full((BINS, 4), math.nan)}, "NaN"),
-        ({"k_scale": torch.zeros(BINS, 4)}, "not positive"),
+        ({"q_scale": torch.full((BINS, 2), math.nan)}, "NaN"),
+        ({"k_scale": torch.zeros(BINS, 2)}, "not positive"),
+        ({"k_scale": torch.ones(BINS, 4)}, "k_scale of [4, 4] torch.float32, where FP32 [4, 2] is needed"),
+        ({"q_scale": torch.ones(BINS, 4)}, "q_scale of [4, 4] torch.float32, where FP32 [4, 2]"),
+        ({"q_scale": torch.ones(BINS, 2, 1)}, "q_scale of [4, 2, 1]"),
+        ({"q_scale": torch.tensor(1.0)}, "other timestep bins"),
+        ({"v_offset": torch.ones(BINS, 2, 32)}, "v_offset of [4, 2, 32]"),
+        ({"k_offset": torch.ones(BINS, 2, 64, dtype=torch.float64)}, "torch.float64, where FP32"),
+        ({"q_scale": torch.ones(BINS, 2, dtype=torch.int64)}, "torch.int64"),
         ({"q_scale": torch.ones(BINS + 1, 4)}, "other timestep bins"),
     ],
 )
@@ -349,6 +357,62 @@ def test_tables_that_cannot_be_used_are_refused(digits, records, tmp_path, chang
     with pytest.raises(UserError, match="tables that cannot be used") as refused:
         taken(tmp_path / "c.safetensors", digits, provenance().weights, BINS, [site])
     assert got in refused.value.got and SITE in refused.value.got
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "got"),
+    [
+        ("outliers", {"q_outliers": torch.full((BINS, 2), math.nan)}, "q_outliers outside 0 to 1"),
+        ("outliers", {"q_outliers": torch.full((BINS, 2), 1.5)}, "q_outliers outside 0 to 1"),
+        ("outliers", {"v_outliers": torch.ones(BINS + 1, 2)}, "v_outliers of [5, 2]"),
+        ("outliers", {"k_outliers": None}, "where q_outliers, k_outliers, v_outliers are needed"),
+        ("magnitudes", {"q_octaves": torch.ones(2, len(OCTAVES))}, "torch.int64 is needed"),
+        ("magnitudes", {"q_octaves": torch.full((2, len(OCTAVES)), -1)}, "q_octaves outside 0 to inf"),
+    ],
+)
+def test_coverage_that_cannot_be_shown_is_refused(records, coverage, tmp_path, group, change, got):
+    made = {"outliers": coverage[1].outliers(), "magnitudes": coverage[1].magnitudes()}
+    made[group][SITE] = {name: x for name, x in (made[group][SITE] | change).items() if x is not None}
+    Calibration(scales(records[0], 99.0, BINS), provenance(), **made).save(tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="tables that cannot be used") as refused:
+        Calibration.load(tmp_path / "c.safetensors")
+    assert got in refused.value.got and SITE in refused.value.got
+
+
+@pytest.mark.parametrize("damage", ["twice", "pipe", "device", "type", "provenance"])
+def test_what_is_no_calibration_is_refused_by_its_header(records, tmp_path, damage):
+    path = tmp_path / "c.safetensors"
+    Calibration(scales(records[0], 99.0, BINS), provenance()).save(path)
+    content = path.read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    path.unlink()
+    if damage == "pipe":
+        os.mkfifo(path)
+    elif damage == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        name = f'"{SITE}/q_scale":'.encode()
+        first = header.index(name)
+        entry = header[first : header.index(b"}", first) + 1]
+        changed = {
+            "twice": header.replace(entry, entry + b"," + entry),
+            "type": header.replace(entry, entry.replace(b"F32", b"F8_E4M3")),
+            "provenance": header.replace(b'\\"observed\\":[1,', b'\\"observed\\":[-1,'),
+        }[damage]
+        assert changed != header
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + len(header) :])
+    got = {
+        "twice": f"the key '{SITE}/q_scale' twice in one object",
+        "pipe": "a pipe, not a file",
+        "device": "a device, not a file",
+        "type": "of the type F8_E4M3",
+        "provenance": "observed.0 of the provenance: ",
+    }[damage]
+    readers = (Calibration.load,) if damage == "type" else (Calibration.load, read_provenance)
+    for read in readers:
+        with pytest.raises(UserError, match="is not a calibration") as refused:
+            read(path)
+        assert got in refused.value.got
 
 
 @pytest.mark.parametrize("site_value", [math.nan, math.inf])

@@ -368,7 +368,9 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
         ("engine.workspace_mb=2001-02-30", ["not valid YAML"]),
         ("engine.refittable=!!bool x", ["not valid YAML"]),
         ("engine.workspace_mb=!!int ''", ["not valid YAML"]),
-        pytest.param("engine.shapes=" + "[" * 3000, ["not valid YAML", "brackets, too many to follow", "[[[…"], id="deep"),
+        pytest.param(
+            "engine.shapes=" + "[" * 3000, ["not valid YAML", "brackets, too many to follow", "[[[…"], id="deep"
+        ),
         ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
         ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),
     ],

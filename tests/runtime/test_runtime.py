@@ -353,6 +353,8 @@ def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path, mon
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     manifest = read_manifest(bundle)
     with_engine = manifest.components["denoiser"].model_copy(update={"engines": [engine()]})
+    (bundle / engine().file).parent.mkdir()
+    (bundle / engine().file).write_bytes(b"plan")
     (bundle / MANIFEST).unlink()
     write_manifest(bundle, manifest.model_copy(update={"components": {"denoiser": with_engine}}))
     with runtime.load(bundle) as loaded:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site, find_sites, select_sites
 from trtconvert.cache import versions
-from trtconvert.calib.calibration import Calibration, flaw, offsets, scales
+from trtconvert.calib.calibration import Calibration, flaw, offsets, refuse_flaw, scales
 from trtconvert.calib.coverage import CoverageObserver
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
@@ -299,14 +299,9 @@ def taken(
             remedy="calibrate again with these sites included, or exclude them with attention.exclude",
         )
     names = [site.name for site in sites]
-    for name in names:
-        if found := flaw(loaded.tables[name], bins):
-            raise UserError(
-                f"{path} holds tables that cannot be used",
-                expected="finite tables of every kind for each timestep bin, their scales positive",
-                got=f"tables of {name} {found}",
-                remedy="calibrate again",
-            )
+    for site in sites:
+        sizes = {"heads": site.heads, "kv_heads": site.kv_heads, "head_dim": site.head_dim}
+        refuse_flaw(path, site.name, flaw(loaded.tables[site.name], bins, **sizes))
     channels = {layer.source: layer.in_channels for layer in layers}
     if missing := [source for source in channels if source not in loaded.layers]:
         raise UserError(
@@ -317,13 +312,7 @@ def taken(
             remedy="calibrate again, set layers.modes to off in the recipe, or exclude them with layers.exclude",
         )
     for source, count in channels.items():
-        if found := loaded.layers[source].flaw(count, bins):
-            raise UserError(
-                f"{path} holds scales that cannot be used",
-                expected="finite scales of every kind for the input of each layer, positive but for offsets",
-                got=f"{source}: {found}",
-                remedy="calibrate again",
-            )
+        refuse_flaw(path, source, loaded.layers[source].flaw(count, bins), of_layer=True)
     return Calibration(
         {name: loaded.tables[name] for name in names},
         made,

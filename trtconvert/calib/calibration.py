@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.calib.histogram import LEVELS, Histograms, SiteHistograms
+from trtconvert.bundle import Manifest
+from trtconvert.calib.histogram import LEVELS, OCTAVES, Histograms, SiteHistograms
 from trtconvert.calib.layer_scales import LayerScales
 from trtconvert.calib.observer import Records, Rows
-from trtconvert.calib.provenance import Provenance
-from trtconvert.errors import UserError, first_line
+from trtconvert.calib.provenance import Provenance, not_a_calibration, provenance_in
+from trtconvert.documents import require_plain_types, safetensors_header
+from trtconvert.errors import UserError
 
 CHANNEL_FLOOR = 1e-4
 """Smallest range of a value channel relative to its head's largest. A channel of zeros would divide by zero otherwise."""
@@ -72,19 +73,16 @@ class Calibration:
         """Exactly what was saved.
 
         Raises:
-            UserError: the file is missing, damaged, or not a calibration.
+            UserError: the file is missing, damaged, or not a calibration; or a table of it cannot be used, whatever it is for.
         """
         try:
+            header = safetensors_header(path)
+            provenance = provenance_in(header)
+            require_plain_types(header)
             with safe_open(path, framework="pt") as file:
-                provenance = Provenance.model_validate(json.loads((file.metadata() or {})["provenance"]))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError, KeyError, ValueError, ValidationError) as error:
-            raise UserError(
-                f"{path} is not a calibration",
-                expected="a safetensors file written by trtconvert",
-                got="no file" if not path.exists() else first_line(error),
-                remedy="build again; the calibration is made anew",
-            ) from error
+        except (OSError, SafetensorError, ValueError) as error:
+            raise not_a_calibration(path, error) from error
         tables: dict[str, dict[str, Tensor]] = {}
         shares: dict[str, dict[str, Tensor]] = {}
         counts: dict[str, dict[str, Tensor]] = {}
@@ -98,27 +96,110 @@ class Calibration:
         if lacking := [
             f"{name}: {', '.join(found)}" for name, found in layers.items() if found.keys() != set(OF_LAYERS)
         ]:
-            raise UserError(
-                f"{path} is not a calibration",
-                expected=f"{', '.join(OF_LAYERS)} of every layer",
-                got=lacking[0],
-                remedy="build again; the calibration is made anew",
-            )
+            raise not_a_calibration(path, ValueError(f"{lacking[0]}, where {', '.join(OF_LAYERS)} are needed"))
         scales = {name: LayerScales(**found) for name, found in layers.items()}
+        bins = provenance.bins
+        for site in (*tables, *(shares.keys() - tables.keys()), *(counts.keys() - tables.keys())):
+            refuse_flaw(path, site, flaw(tables.get(site, {}), bins))
+            refuse_flaw(path, site, _flaw_of_coverage(tables[site], shares.get(site, {}), counts.get(site, {})))
+        for source, of_input in scales.items():
+            refuse_flaw(path, source, of_input.flaw(of_input.x_offset.numel(), bins), of_layer=True)
         return Calibration(tables, provenance, shares, counts, scales)
 
 
-def flaw(named: Mapping[str, Tensor], bins: int) -> str:
-    """What keeps the tables of a site from being used; empty if nothing."""
+def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
+    """The calibration of a bundle, with tables of every site that the manifest says is converted, and of no other.
+
+    Raises:
+        UserError: see `Calibration.load`; or it has none of a site, or others than the site takes.
+    """
+    path, bins = folder / manifest.calibration, manifest.recipe.calibration.bins
+    found = Calibration.load(path)
+    sites = {site.name: site for site in manifest.sites if site.modes}
+    lacking = sorted(sites.keys() - found.tables.keys())
+    if lacking or found.provenance.bins != bins:
+        raise UserError(
+            f"{path} is not the calibration of this bundle",
+            expected=f"tables of {len(sites)} sites for {bins} timestep bins",
+            got=f"none of {lacking[0]}" if lacking else f"{found.provenance.bins} timestep bins",
+            remedy="build the bundle again",
+        )
+    for name, site in sites.items():
+        refuse_flaw(path, name, flaw(found.tables[name], bins, heads=site.heads, head_dim=site.head_dim))
+    return replace(found, tables={name: found.tables[name] for name in sites})
+
+
+def refuse_flaw(path: Path, name: str, found: str, *, of_layer: bool = False) -> None:
+    """
+    Args:
+        name: of a site or a layer; found: what keeps its tables from being used, see `flaw`; empty if nothing.
+    Raises:
+        UserError: they cannot be used.
+    """
+    if found:
+        of_sites = "finite tables of every kind for each timestep bin and head, their scales positive"
+        of_layers = "finite scales of every kind for the input of each layer, positive but for offsets"
+        raise UserError(
+            f"{path} holds {'scales' if of_layer else 'tables'} that cannot be used",
+            expected=of_layers if of_layer else of_sites,
+            got=f"{name}: {found}" if of_layer else f"tables of {name} {found}",
+            remedy="calibrate again",
+        )
+
+
+def flaw(
+    named: Mapping[str, Tensor],
+    bins: int,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> str:
+    """What keeps the tables of a site from being used; empty if nothing.
+
+    Args:
+        heads, kv_heads, head_dim: of the site; where they are not given, what the tables say themselves, which have to agree.
+    """
     wanted = {f.name for f in fields(AttentionTables)} - {"modes"}
     if missing := sorted(wanted - named.keys()):
         return f"without {', '.join(missing)}"
     if unknown := sorted(named.keys() - wanted):
         return f"with {', '.join(unknown)}, which is none"
-    if any(len(x) != bins for x in named.values()):
+    if any(x.dim() == 0 or len(x) != bins for x in named.values()):
         return f"for other timestep bins than {bins}"
+    q, v = named["q_scale"].shape, named["v_scale"].shape
+    heads = heads if heads is not None else (q[1] if len(q) == 2 else 0)
+    kv_heads = kv_heads if kv_heads is not None else (v[1] if len(v) == 3 else 0)
+    head_dim = head_dim if head_dim is not None else (v[2] if len(v) == 3 else 0)
+    by_head, by_kv_head, by_channel = (bins, heads), (bins, kv_heads), (bins, kv_heads, head_dim)
+    shapes = {name: by_channel for name in wanted} | {"q_scale": by_head, "k_scale": by_kv_head}
+    for name in sorted(wanted):
+        x = named[name]
+        if tuple(x.shape) != shapes[name] or not x.numel() or x.dtype != torch.float32:
+            return f"with {name} of {list(x.shape)} {x.dtype}, where FP32 {list(shapes[name])} is needed"
+    if heads % kv_heads:
+        return f"for {heads} heads of queries and {kv_heads} of keys, which is no multiple"
     if any(not x.isfinite().all() or (name.endswith("_scale") and (x <= 0).any()) for name, x in named.items()):
         return "with NaN, Inf, or scales that are not positive"
+    return ""
+
+
+def _flaw_of_coverage(
+    tables: Mapping[str, Tensor], outliers: Mapping[str, Tensor], magnitudes: Mapping[str, Tensor]
+) -> str:
+    """The same of a site's outliers and magnitudes, see `CoverageObserver`, given tables without a flaw. Both may be absent."""
+    rows = {name: tables[f"{name}_scale"].shape[:2] for name in ("q", "k", "v")}
+    for names, found in ((OUTLIERS, outliers), (OCTAVE_COUNTS, magnitudes)):
+        if found and found.keys() != set(names):
+            return f"with {', '.join(sorted(found))}, where {', '.join(names)} are needed"
+    for name, x in (*outliers.items(), *magnitudes.items()):
+        bins, heads = rows[name[0]]
+        of_shares, of_counts = ((bins, heads), torch.float32, 1.0), ((heads, len(OCTAVES)), torch.int64, math.inf)
+        shape, dtype, top = of_shares if name in OUTLIERS else of_counts
+        if tuple(x.shape) != shape or x.dtype != dtype:
+            return f"with {name} of {list(x.shape)} {x.dtype}, where {list(shape)} {dtype} is needed"
+        if not ((x >= 0) & (x <= top)).all():  # written so that NaN fails
+            return f"with {name} outside 0 to {top:g}"
     return ""
 
 

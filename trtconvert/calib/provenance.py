@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtconvert.documents import parse_json, safetensors_header
+from trtconvert.errors import UserError, first_line
+
+Count = Annotated[int, Field(ge=0)]
 
 
 class Provenance(BaseModel):
@@ -26,15 +31,15 @@ class Provenance(BaseModel):
     weights: str
     data: str
     data_hash: str
-    samples: int
-    batch: int
-    steps: int
-    seed: int
+    samples: Count
+    batch: Count
+    steps: Count
+    seed: Count
     percentile: float
     statistic: str
-    bins: int
+    bins: Annotated[int, Field(ge=1)]
     timestep_max: float
-    observed: list[int]
+    observed: list[Count]
     skipped: list[str] = []
     versions: dict[str, str]
 
@@ -42,8 +47,41 @@ class Provenance(BaseModel):
 def read_provenance(path: Path) -> Provenance:
     """Of a file that `Calibration.save` wrote; nothing but the header is read.
 
-    Source: the description of the safetensors format: the length of the header in 8 bytes, the header in JSON.
+    Raises:
+        UserError: the file is missing, damaged, or not a calibration.
     """
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return Provenance.model_validate_json(header["__metadata__"]["provenance"])
+    try:
+        return provenance_in(safetensors_header(path))
+    except (OSError, ValueError) as error:
+        raise not_a_calibration(path, error) from error
+
+
+def provenance_in(header: dict[str, Any]) -> Provenance:
+    """The one in a safetensors header.
+
+    Raises:
+        ValueError: there is none, or not a whole one.
+    """
+    metadata = header.get("__metadata__")
+    text = metadata.get("provenance") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ValueError("no provenance in the header")
+    try:
+        made = Provenance.model_validate(parse_json(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))} of the provenance: {first['msg']}") from error
+    if len(made.observed) != made.bins:
+        raise ValueError(f"calls of {len(made.observed)} timestep bins, where there are {made.bins}")
+    return made
+
+
+def not_a_calibration(path: Path, error: Exception) -> UserError:
+    """Of a file that is none, for some reason."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return UserError(
+        f"{path} is not a calibration",
+        expected="a safetensors file written by trtconvert",
+        got="no file" if isinstance(error, FileNotFoundError) else reason or first_line(error),
+        remedy="copy it again, or make it again, by `trtconvert calibrate` or a build without calibration.from",
+    )

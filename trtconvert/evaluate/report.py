@@ -18,8 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from trtconvert.attention.modes import INT8_VALUES, Mode
-from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, check_files, read_manifest
-from trtconvert.calib.calibration import Calibration
+from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, check_files, read_unchanged
+from trtconvert.calib.calibration import Calibration, load_of_bundle
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
@@ -77,17 +77,20 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
     Raises:
         UserError: not a bundle or a damaged one, not an evaluation or one of another bundle, or the place cannot be written.
     """
-    manifest = read_manifest(folder)
-    check_files(folder, manifest)
     found = read_evaluation(evaluation) if evaluation else None
-    if found is not None and found.bundle != manifest.digest:
-        raise UserError(
-            f"{evaluation} is the evaluation of another bundle",
-            expected=f"one of the bundle {manifest.digest[:12]}…",
-            got=f"one of {found.bundle[:12]}…",
-            remedy=f"run `trtconvert evaluate {folder}`",
-        )
-    html = render(folder, manifest, found)
+
+    def rendered(manifest: Manifest) -> str:
+        check_files(folder, manifest)
+        if found is not None and found.bundle != manifest.digest:
+            raise UserError(
+                f"{evaluation} is the evaluation of another bundle",
+                expected=f"one of the bundle {manifest.digest[:12]}…",
+                got=f"one of {found.bundle[:12]}…",
+                remedy=f"run `trtconvert evaluate {folder}`",
+            )
+        return render(folder, manifest, found)
+
+    html = read_unchanged(folder, rendered)
     with whole_file(output, "give another file with -o") as partial:
         partial.write_text(html, encoding="utf-8")
 
@@ -102,16 +105,17 @@ def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> s
         lstrip_blocks=True,
     )
     components = [_component_view(name, component, manifest, folder) for name, component in manifest.components.items()]
-    picture = folder / SAMPLES
+    # What users have put there under these names is not the build's.
+    listed = {name for name in (SAMPLES, FRONTIER) if name in manifest.files and (folder / name).is_file()}
     return environment.get_template("report.html.j2").render(
         manifest=manifest,
         recipe=_yaml(manifest.recipe.model_dump(mode="json")),
         gates=gates(manifest),
         tiles=tiles(manifest, evaluation),
-        picture=base64.b64encode(picture.read_bytes()).decode() if picture.is_file() else "",
+        picture=base64.b64encode((folder / SAMPLES).read_bytes()).decode() if SAMPLES in listed else "",
         shown=min(manifest.recipe.output.grid, manifest.quality.samples),
         components=components,
-        frontier=charts.frontier(read_frontier(folder / FRONTIER)) if (folder / FRONTIER).is_file() else None,
+        frontier=charts.frontier(read_frontier(folder / FRONTIER)) if FRONTIER in listed else None,
         evaluation=evaluation,
         figures=rows(evaluation) if evaluation else [],
         paired=paired_rows(evaluation) if evaluation else [],
@@ -229,7 +233,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         return view
     bins = len(next(iter(converted.values())))
     starts = [f"{component.timestep_max * index / bins:g}" for index in range(bins)]
-    calibration = Calibration.load(folder / manifest.calibration)
+    calibration = load_of_bundle(folder, manifest)
     ranges = _ranges(calibration.tables, converted)
     clipped = {site: _worst_share(calibration.outliers[site]) for site in converted if site in calibration.outliers}
     sqnr = {site: row for site, row in manifest.quality.site_sqnr.items() if site in converted}

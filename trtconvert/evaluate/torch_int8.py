@@ -13,7 +13,7 @@ from torch import Tensor
 from trtconvert.attention import kernel
 from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import LayerRecord, Manifest
-from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.calibration import load_of_bundle
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
@@ -35,7 +35,7 @@ class TorchInt8:
         device = next(model.denoiser.parameters()).device
         sites = [site for site in manifest.sites if site.modes]
         modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
-        calibration = Calibration.load(folder / manifest.calibration)
+        calibration = load_of_bundle(folder, manifest)
         tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
         attention = manifest.recipe.attention
         self._sites = Int8Sites(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from trtconvert.bundle import MANIFEST, EngineRecord, Manifest, check_files, read_manifest
+from trtconvert.bundle import EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.engine import tensorrt as builder
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, warn
+from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.session import OnnxRuntimeComponent
@@ -213,25 +213,11 @@ def load(
     folder = Path(folder)
     with suppress(FileNotFoundError):  # the current folder has gone
         folder = folder.absolute()  # what is read later is there, wherever the process goes
-    while True:
-        before = _manifest_as_it_lies(folder)
-        manifest = read_manifest(folder)
-        try:
-            loaded = _loaded(folder, manifest, backend, device, graphs, streams, weight_budget)
-        except (TrtconvertError, OSError):
-            if _manifest_as_it_lies(folder) == before:
-                raise
-            continue
-        if _manifest_as_it_lies(folder) == before:
-            return loaded
-        loaded.close()  # compiled or built again meanwhile: a file may be of before, or of after
-
-
-def _manifest_as_it_lies(folder: Path) -> bytes:
-    try:
-        return (folder / MANIFEST).read_bytes()
-    except OSError:
-        return b""
+    return read_unchanged(
+        folder,
+        lambda manifest: _loaded(folder, manifest, backend, device, graphs, streams, weight_budget),
+        LoadedBundle.close,
+    )
 
 
 def _loaded(

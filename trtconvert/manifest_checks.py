@@ -1,0 +1,179 @@
+"""What a manifest means: whether its fields fit together, beyond what each may be alone. Looked at before any is acted on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtconvert.bundle import ComponentRecord, DiffusersRecord, LayerRecord, Manifest, SiteRecord
+
+INDEX = "model_index.json"
+"""What every folder of a pipeline has."""
+
+
+def contradiction(manifest: Manifest) -> str:
+    """What in a manifest does not fit the rest of it, the first such thing; empty if nothing."""
+    return next(_contradictions(manifest), "")
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    bins = manifest.recipe.calibration.bins
+    denoisers = [component for component in manifest.components.values() if component.is_denoiser]
+    if len(denoisers) != 1:
+        yield f"components: {len(denoisers)} denoisers, where there is one in every bundle"
+        return
+    for name, component in manifest.components.items():
+        found = (*_of_signature(component), *_of_parts(component, bins), *_of_diffusers(component))
+        yield from (f"components.{name}.{text}" for text in found)
+    yield from _of_quality(manifest, denoisers[0], bins)
+    for field, path in _named_files(manifest):
+        if path not in manifest.files:
+            yield f"{field}: {path}, which is not among files"
+
+
+def _named_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Fields that name files of the bundle, and the files."""
+    yield "calibration", manifest.calibration
+    if manifest.pipeline:
+        yield "pipeline", f"{manifest.pipeline}/{INDEX}"
+    for name, component in manifest.components.items():
+        yield f"components.{name}.onnx", component.onnx
+        for index, engine in enumerate(component.engines):
+            yield f"components.{name}.engines.{index}.file", engine.file
+    for argument, images in manifest.recipe.model.images.items():
+        paths: Sequence[Path] = images if isinstance(images, list) else [images]
+        yield from ((f"recipe.model.images.{argument}", path.as_posix()) for path in paths)
+
+
+def _of_signature(component: ComponentRecord) -> Iterator[str]:
+    for field, tensors in (("inputs", component.inputs), ("outputs", component.outputs)):
+        if not tensors:
+            yield f"{field}: none"
+        yield from _twins(field, (tensor.name for tensor in tensors))
+    sized = {dim for tensor in component.inputs for dim in tensor.shape if isinstance(dim, str)}
+    if unknown := sorted(sized - component.dims.keys()):
+        yield f"dims: without {unknown[0]}, which an input has"
+    given = {_symbol(dim) for tensor in component.outputs for dim in tensor.shape if isinstance(dim, str)}
+    if unknown := sorted(given - sized):
+        yield f"outputs: the dimension {unknown[0]}, which no input has"
+    names = {tensor.name for tensor in component.inputs}
+    if component.timestep_input and component.timestep_input not in names:
+        yield f"timestep_input: {component.timestep_input}, which is no input"
+    if (component.timestep_max > 0) != bool(component.timestep_input):
+        yield f"timestep_max: {component.timestep_max:g} with the timestep_input '{component.timestep_input}'"
+    for index, profile in enumerate(component.profiles):
+        if profile.keys() != component.dims.keys():
+            yield f"profiles.{index}: the dimensions {', '.join(profile)}, where dims has {', '.join(component.dims)}"
+    for number, engine in enumerate(component.engines):
+        for index, profile in enumerate(engine.profiles):
+            if unknown := sorted(profile.keys() - component.dims.keys()):
+                yield f"engines.{number}.profiles.{index}: the dimension {unknown[0]}, which dims has not"
+
+
+def _symbol(dim: str) -> str:
+    """The name in a dimension that may be a line through it: "height" of "8*height-3"."""
+    return dim.rpartition("*")[2].partition("+")[0].partition("-")[0]
+
+
+def _of_parts(component: ComponentRecord, bins: int) -> Iterator[str]:
+    """Of sites and layers. A component that follows no timestep has one bin."""
+    if component.sites and not component.is_denoiser:
+        yield "sites: some, without a timestep"
+    length = bins if component.is_denoiser else 1
+    fields: dict[str, Sequence[SiteRecord | LayerRecord]] = {"sites": component.sites, "layers": component.layers}
+    for field, parts in fields.items():
+        yield from _twins(field, (part.name for part in parts))
+        for index, part in enumerate(parts):
+            if part.modes and len(part.modes) != length:
+                yield f"{field}.{index}.modes: {len(part.modes)}, where there are {length} timestep bins"
+            if part.modes and part.reason:
+                yield f"{field}.{index}: modes, and a reason why it has none"
+    for index, layer in enumerate(component.layers):
+        if bool(layer.kernel) != (layer.kind == "conv"):
+            yield f"layers.{index}.kernel: {layer.kernel} of a layer of the kind {layer.kind}"
+    sites = {site.name for site in component.sites}
+    for number, engine in enumerate(component.engines):
+        if unknown := [site.name for site in engine.native_sites if site.name not in sites]:
+            yield f"engines.{number}.native_sites: {unknown[0]}, which is no site"
+
+
+def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
+    record = component.diffusers
+    if record is None:
+        return
+    names = [name.lstrip("*") for name in record.parameters]
+    yield from _twins("diffusers.parameters", names)
+    if bad := [name for name in names if not name.isidentifier()]:
+        yield f"diffusers.parameters: {bad[0]!r} is no name"
+    taken: set[str] = set()
+    yield from _of_nodes("diffusers.arguments", record.arguments, taken)
+    if taken != {tensor.name for tensor in component.inputs}:
+        yield "diffusers.arguments: other tensors than inputs has"
+    given: set[str] = set()
+    yield from _of_nodes("diffusers.results", record.results, given)
+    if unknown := sorted(given - {tensor.name for tensor in component.outputs}):
+        yield f"diffusers.results: {unknown[0]}, which is no output"
+    yield from _of_attributes(record)
+
+
+def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterator[str]:
+    """What is wrong with arguments or results, see `DiffusersRecord`; takes up the names of their tensors."""
+    for name, node in nodes.items():
+        here = f"{place}.{name}"
+        match node:
+            case {"tensor": str(tensor), **rest} if rest.keys() <= {"dtype"}:
+                tensors.add(tensor)
+            case {"dict": dict(inner), **rest} if not rest:
+                yield from _of_nodes(here, inner, tensors)
+            case {"list": list(inner), **rest} if not rest:
+                yield from _of_nodes(here, {str(index): item for index, item in enumerate(inner)}, tensors)
+            case {"value": _, **rest} | {"unused": [*_], **rest} if not rest:
+                pass
+            case _:
+                yield f"{here}: neither a tensor nor what holds some, nor a value"
+
+
+def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
+    for name, node in record.attributes.items():
+        match node:
+            case {"value": _} | {"tensor": [*_] | int() | float()}:
+                pass
+            case {"module": dict(inner)} if all(isinstance(x, dict) and x.keys() == {"tensor"} for x in inner.values()):
+                pass
+            case _:
+                yield f"diffusers.attributes.{name}: no number, tensor or part"
+
+
+def _of_quality(manifest: Manifest, denoiser: ComponentRecord, bins: int) -> Iterator[str]:
+    quality = manifest.quality
+    parts = (("site_sqnr", quality.site_sqnr, denoiser.sites), ("layer_sqnr", quality.layer_sqnr, denoiser.layers))
+    for field, rows, records in parts:
+        converted = {record.name for record in records if record.modes}
+        if unknown := sorted(rows.keys() - converted):
+            yield f"quality.{field}: {unknown[0]}, which is not converted"
+        if wrong := sorted(name for name, row in rows.items() if len(row) != bins):
+            yield f"quality.{field}.{wrong[0]}: {len(rows[wrong[0]])} figures, where there are {bins} timestep bins"
+        # Without layers there are no figures of them; without sites there is no bundle.
+        if (rows or field == "site_sqnr") and not any(db is not None for row in rows.values() for db in row):
+            yield f"quality.{field}: no figure at all"
+    if unknown := sorted(quality.component_errors.keys() - manifest.components.keys()):
+        yield f"quality.component_errors: {unknown[0]}, which is no component"
+    figures: dict[str, float | None] = {
+        **{name: getattr(quality, name) for name in ("psnr", "psnr_worst", "error", "lowering_difference")},
+        "lowering_limit": quality.lowering_limit,
+        **{f"component_errors.{name}": error for name, error in quality.component_errors.items()},
+        **{f"{field}.{name}": db for field, rows, _ in parts for name, row in rows.items() for db in row},
+    }
+    if bad := [name for name, figure in figures.items() if figure is not None and not math.isfinite(figure)]:
+        yield f"quality.{bad[0]}: {figures[bad[0]]}, which no gate passes"
+
+
+def _twins(field: str, names: Iterable[str]) -> Iterator[str]:
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            yield f"{field}: {name} twice"
+        seen.add(name)
