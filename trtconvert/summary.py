@@ -74,6 +74,8 @@ def _row(table: Table, label: str, value: str) -> None:
 
 def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     _row(table, "model", manifest.model)
+    for lora in manifest.recipe.loras:
+        _row(table, "LoRA", f"{lora.file} × {lora.scale:g} in {lora.target}")
     for name, component in manifest.components.items():
         signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
         _row(table, name, signature)
@@ -83,8 +85,6 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             for group in left_groups(component.sites):
                 _row(table, "", f"left: {group}")
             for modes, count in _plans(site.modes for site in component.sites).items():
-    for lora in manifest.recipe.loras:
-        _row(table, "LoRA", f"{lora.file} × {lora.scale:g} in {lora.target}")
                 _row(table, "modes, low noise to high", f"{_runs(modes, _site_mode)}  ({count} sites)")
         for line in _layers(component):
             _row(table, *line)
