@@ -1,4 +1,4 @@
-"""Running bundles. Imports neither ONNX tooling nor diffusers."""
+"""Running bundles. Imports neither diffusers nor ONNX tooling, but for what LoRAs of an engine begin with."""
 
 from __future__ import annotations
 
@@ -297,6 +297,7 @@ def _on_gpu(
                 folder / record.file,
                 record,
                 manifest.components[name],
+                onnx=folder / manifest.components[name].onnx,
                 device=device,
                 scratch=scratch,
                 graphs=graphs,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trtconvert.errors import UserError
 from trtconvert.runtime.signature import Signature
+
+if TYPE_CHECKING:
+    from trtconvert.runtime.loras import Loras
 
 
 class Component(Protocol):
@@ -42,6 +45,10 @@ class Component(Protocol):
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """Replace weights, where that can be done, by their names in the state dict; how many of the engine's were replaced."""
+        ...
+
+    def set_loras(self, loras: Loras) -> int:
+        """LoRA files and their scales, instead of those before, where that can be done; how many weights were replaced."""
         ...
 
     def close(self) -> None:

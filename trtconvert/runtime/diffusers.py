@@ -20,6 +20,7 @@ from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
 from trtconvert.runtime.libraries import library_class
+from trtconvert.runtime.loras import Loras
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.unused import UnusedResult
 
@@ -69,8 +70,9 @@ class _DropIn(nn.Module):
                 f"the converted {self._record.model} has no '{name}'",
                 expected="a pipeline that calls its model, and reads its configuration, type and device",
                 got="a use of the model itself: it runs as it was converted",
-                remedy="do what changes a model, such as LoRA, and save it before `trtconvert build`; pipelines that change "
-                "theirs while they draw, as for perturbed attention guidance, keep it as it is",
+                remedy="give LoRAs in the recipe's section loras, or to set_loras of a refittable engine; do what else changes a "
+                "model, and save it, before `trtconvert build`; pipelines that change theirs while they draw, as for perturbed "
+                "attention guidance, keep it as it is",
             ) from None
 
 
@@ -160,6 +162,10 @@ class DiffusersDenoiser(_DropIn):
 
         state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
         return self._denoiser.refit({f"{self._record.component}.{name}": x for name, x in state.items()})
+
+    def set_loras(self, loras: Loras) -> int:
+        """LoRA files and their scales, see `TensorRTComponent.set_loras`."""
+        return self._denoiser.set_loras(loras)
 
 
 class _Denoising:

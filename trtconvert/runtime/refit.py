@@ -8,7 +8,7 @@ ONNX model. That is the whole mapping.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,20 @@ from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.lane import Plan
 
 
-def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str, Sequence[int]]) -> int:
+def refit(
+    plan: Plan,
+    weights: Mapping[str, Tensor] | Path,
+    shapes: Mapping[str, Sequence[int]],
+    others: Callable[[str], Tensor | None] = lambda name: None,
+) -> int:
     """Replace weights of an engine in place. Nothing may be running on it.
 
     Args:
         plan: a refittable engine.
         weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
         shapes: of the engine's weights of more than one dimension, by TensorRT's names. TensorRT itself only counts elements.
+        others: what weights are that stay as they are, as far as that is known, by the names of the state dict: TensorRT may want
+            them together with what is replaced.
     Returns:
         How many of the engine's weights were replaced.
     Raises:
@@ -45,7 +52,7 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str,
         turned = name + TRANSPOSED
         targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
         if not targets:
-            known = [n.removesuffix(NAMESAKE).removesuffix(TRANSPOSED) for n in names]
+            known = [_name_of(n) for n in names]
             near = difflib.get_close_matches(name, known, 1)
             raise UserError(
                 f"the engine has no weight '{name}' to replace",
@@ -54,6 +61,11 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str,
                 remedy="give the state dict of the module that was converted; leave out what its forward does not use",
             )
         for target in targets:
+            kept.append(_set(trt, refitter, target, name, tensor, shapes.get(target)))
+    # Fused with what is replaced.
+    for target in refitter.get_missing_weights():
+        name = _name_of(target)
+        if (tensor := others(name)) is not None:
             kept.append(_set(trt, refitter, target, name, tensor, shapes.get(target)))
     if missing := refitter.get_missing_weights():
         raise UserError(
@@ -69,6 +81,11 @@ def refit(plan: Plan, weights: Mapping[str, Tensor] | Path, shapes: Mapping[str,
     return len(kept)
 
 
+def _name_of(target: str) -> str:
+    """The name in the state dict of a weight that TensorRT has."""
+    return target.removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
+
+
 def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
     transposed = target.removesuffix(NAMESAKE) != name
     prototype = refitter.get_weights_prototype(target)
@@ -79,7 +96,7 @@ def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape:
         trt.DataType.INT64: torch.int64,
         trt.DataType.INT32: torch.int32,
     }[prototype.dtype]
-    if not tensor.isfinite().all() or not tensor.to(dtype).isfinite().all():
+    if not tensor.isfinite().all() or (tensor.dtype != dtype and not tensor.to(dtype).isfinite().all()):
         raise UserError(
             f"the new weight '{name}' cannot be used",
             expected=f"finite numbers that {str(dtype).removeprefix('torch.')} holds",

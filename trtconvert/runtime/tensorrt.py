@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
+from trtconvert.runtime.loras import BuiltWeights, Loras, Source, additions_of, changed, files_of, sources
 from trtconvert.runtime.refit import refit
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
@@ -26,6 +27,15 @@ _PER_THREAD = 2
 
 _KNOWN_CALLS = 256
 """Combinations of shapes, types and devices whose checks are remembered."""
+
+
+def _target(component: ComponentRecord) -> str:
+    """What LoRA files call a component."""
+    return "denoiser" if component.is_denoiser or component.diffusers is None else component.diffusers.component
+
+
+def _title(component: ComponentRecord) -> str:
+    return component.diffusers.model if component.diffusers is not None else "the denoiser"
 
 
 def _wait_for(lanes: Mapping[int, Lane]) -> None:
@@ -72,6 +82,7 @@ class TensorRTComponent:
 
     Args:
         path: the serialized engine, its bytes checked; record: its entry in the manifest; component: the signature.
+        onnx: the component's ONNX model, whose weights `set_loras` begins with.
         device: the GPU.
         scratch: memory for execution contexts, shared with other engines.
         graphs: CUDA graphs kept per stream, the least recently used one goes first; 0 for none.
@@ -94,6 +105,7 @@ class TensorRTComponent:
         record: EngineRecord,
         component: ComponentRecord,
         *,
+        onnx: Path | None = None,
         device: torch.device,
         scratch: Scratch,
         graphs: int = 4,
@@ -154,6 +166,11 @@ class TensorRTComponent:
         # Whoever lets go of the last reference may have calls under way, which need the engine until they are done.
         weakref.finalize(self, _wait_for, self._lanes).atexit = False
         self._lock = threading.Lock()
+        self._onnx, self._onnx_files = onnx, files_of(onnx) if onnx is not None else []
+        self._built_weights: BuiltWeights | None = None
+        self._loras: dict[str, tuple[Source, ...]] = {}  # what weights have now, by their names in the state dict
+        self._replaced = False  # by `refit`: the engine has other weights than it was built with
+        self._changing = threading.Lock()
 
     @property
     def engine(self) -> Any:
@@ -195,17 +212,84 @@ class TensorRTComponent:
             return self._run(tensors)
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
-        """Replace weights of the engine: a fine-tuned model, or one with a LoRA merged into it. Waits for what is running.
+        """Replace weights of the engine by those of a fine-tuned model. Waits for what is running.
 
         Args:
             weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
         Returns:
             How many of the engine's weights were replaced.
         Raises:
-            UserError: the engine is not refittable, or the weights do not fit it.
+            UserError: the engine is not refittable, has LoRAs, or the weights do not fit it.
             BackendUnavailable: TensorRT failed half way; load the bundle again.
         """
-        plan = self._opened()
+        with self._changing:
+            self._refuse_fixed_weights()
+            if self._loras:
+                raise UserError(
+                    "weights with LoRAs in them are not replaced",
+                    expected="an engine with the weights that it was built with",
+                    got=f"one with LoRAs in {len(self._loras)} weights",
+                    remedy="call set_loras([]) first",
+                )
+            count = self._replace(Path(weights) if isinstance(weights, str) else weights)
+            self._replaced = True
+            return count
+
+    def set_loras(self, loras: Loras) -> int:
+        """Add LoRAs to the weights that the engine was built with, instead of those that were set before.
+
+        Waits for what is running.
+        Weights to which the same files add at the same scales as before stay. They are W + scale · alpha/rank · up · down, summed
+        in FP32 on the engine's device, with W as the bundle's ONNX model has it: in the engine's type, and with the recipe's own
+        `loras` in it. The first call reads that model. Each call takes as much host memory as the weights that it replaces.
+
+        INT8 layers compute in 16 bits in refittable engines, and so with the sum itself.
+
+        Args:
+            loras: safetensors files, in the layouts that the recipe's section `loras` takes, and what their differences are
+                multiplied by. None of them for the weights that the engine was built with.
+        Returns:
+            How many of the engine's weights were replaced.
+        Raises:
+            UserError: the engine is not refittable, has other weights than it was built with, or a file cannot be read or does
+                not fit. The engine is as before.
+            BackendUnavailable: TensorRT failed half way; load the bundle again.
+        """
+        with self._changing:
+            self._refuse_fixed_weights()
+            if self._replaced or self._onnx is None:
+                raise UserError(
+                    "LoRAs are added to the weights that the engine was built with",
+                    expected="an engine whose weights were not replaced by refit",
+                    got="one with other weights",
+                    remedy="load the bundle again; or merge the LoRAs into the weights and refit with those",
+                )
+            if files_of(self._onnx) != self._onnx_files:
+                raise UserError(
+                    f"{self._onnx} is no longer what the engine was built from",
+                    expected="the bundle that was loaded",
+                    got="one that was built or copied again, or none",
+                    remedy="load the bundle again",
+                )
+            if self._built_weights is None:
+                self._built_weights = BuiltWeights(self._onnx)
+            built, component = self._built_weights, self.signature.component
+            wanted = additions_of(loras, _target(component), built.shapes, _title(component))
+
+            def weight(name: str) -> Tensor | None:
+                return built.with_additions(name, wanted.get(name, ()), self.device) if name in built else None
+
+            anew = {name: x for name in changed(self._loras, wanted) if (x := weight(name)) is not None}
+            count = self._replace(anew, weight) if anew else 0
+            self._loras = {name: sources(additions) for name, additions in wanted.items()}
+            return count
+
+    def _refuse_fixed_weights(self) -> None:
+        """
+        Raises:
+            UserError: the component was closed, or its engine is not refittable.
+        """
+        self._opened()
         if not self.record.refittable:
             raise UserError(
                 f"the weights in {self.record.file} cannot be replaced",
@@ -213,6 +297,11 @@ class TensorRTComponent:
                 got="one that was not",
                 remedy="set engine.refittable in the recipe, and build or compile the bundle again",
             )
+
+    def _replace(
+        self, weights: Mapping[str, Tensor] | Path, others: Callable[[str], Tensor | None] = lambda name: None
+    ) -> int:
+        """See `trtconvert.runtime.refit.refit`, with nothing running."""
         try:
             with self._lock, ExitStack() as held:
                 # Other engines of the bundle take the same locks: in one order, so that none waits for the other.
@@ -225,7 +314,7 @@ class TensorRTComponent:
                         lane.close()
                 try:
                     with torch.cuda.device(self.device):
-                        return refit(plan, Path(weights) if isinstance(weights, str) else weights, self.record.weights)
+                        return refit(self._opened(), weights, self.record.weights, others)
                 except BackendUnavailable:
                     # Some weights may be new and others old: nobody shall see what they compute, whoever waits for a lane.
                     self._plan = None

@@ -1,0 +1,287 @@
+"""LoRAs of loaded engines, tried on the host: which weights TensorRT is given, and what a model computes with them."""
+
+import ctypes
+import functools
+from types import SimpleNamespace
+from typing import ClassVar
+
+import onnx_ir as ir
+import pytest
+import tiny_layers
+import tiny_loras
+import tiny_models
+import torch
+from host_runtime import TRT, computes
+from layered_graphs import int8_model, run
+from safetensors.torch import save_file
+from tiny_loras import ALPHA, RANK
+
+from trtconvert.engine import tensorrt
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.export import storage
+from trtconvert.export.lowering import expand_layers
+from trtconvert.runtime import loras as runtime_loras
+
+HALF = ALPHA / RANK
+TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
+
+
+class Refitter:
+    """TensorRT's, of an engine with all floating-point weights of an ONNX model.
+
+    Attributes:
+        engine: its weights by name; they are replaced when it refits. fused: names that go together.
+        given: names that the last one was given.
+    """
+
+    engine: ClassVar[dict[str, torch.Tensor]] = {}
+    works, given, fused = True, (), ()
+
+    def __init__(self, engine, log) -> None:
+        self.new = {}
+        Refitter.given = []
+
+    def get_all_weights(self):
+        return list(self.engine)
+
+    def get_weights_prototype(self, name):
+        return SimpleNamespace(dtype=str(self.engine[name].dtype), size=self.engine[name].numel())
+
+    def set_named_weights(self, name, weights):
+        self.given.append(name)
+        self.new[name] = weights
+        return True
+
+    def get_missing_weights(self):
+        return [n for n in self.fused if n not in self.new and self.new.keys() & set(self.fused)]
+
+    def refit_cuda_engine(self):
+        for name, (dtype, address, size) in self.new.items():
+            old = self.engine[name]
+            assert dtype == str(old.dtype) and size == old.numel()
+            read = (ctypes.c_byte * old.nbytes).from_address(address)
+            self.engine[name] = torch.frombuffer(bytearray(read), dtype=old.dtype).reshape(old.shape)
+        return self.works
+
+
+@pytest.fixture
+def load(component, monkeypatch, tmp_path):
+    """Loads an "engine" with the weights of an ONNX model, of which the host computes something else."""
+    names = {"FLOAT": "torch.float32", "HALF": "torch.float16", "BF16": "torch.bfloat16"}
+    types = SimpleNamespace(**names, INT64="torch.int64", INT32="torch.int32")
+    trt = SimpleNamespace(**vars(TRT), Refitter=Refitter, DataType=types, Weights=lambda *of: of)
+    monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
+
+    def loaded(model, **options):
+        storage.save(model, tmp_path / "x.onnx")
+        lowered = storage.load(tmp_path / "x.onnx")
+        expand_layers(lowered, exact=True)
+        initialisers = {name: value.const_value for name, value in lowered.graph.initializers.items()}
+        weights = {
+            name: torch.tensor(x.numpy(), dtype=TYPES[x.dtype.name])
+            for name, x in initialisers.items()
+            if x.dtype.name in TYPES
+        }
+        monkeypatch.setattr(Refitter, "engine", weights)
+        shapes = {name: list(x.shape) for name, x in weights.items() if x.dim() > 1}
+        options = {"refittable": True, "weights": shapes, "onnx": tmp_path / "x.onnx"} | options
+        return component(tmp_path / "x.plan", **options)[0]
+
+    return loaded
+
+
+def file_of(folder, module, names, name="a", layout=None):
+    layers = tiny_loras.layers_of(module, names)
+    return layers, tiny_loras.save(folder / f"{name}.safetensors", layers, layout or tiny_loras.kohya())
+
+
+def engine():
+    return {name: x.clone() for name, x in Refitter.engine.items()}
+
+
+@functools.cache
+def traced():
+    return tiny_models.traced(tiny_models.build())
+
+
+@pytest.fixture
+def tiny(load):
+    """The tiny model in FP32, and its engine."""
+    return tiny_models.build().denoiser, load(traced().clone())
+
+
+def merged(module, layers, factor):
+    return tiny_loras.with_deltas(module.state_dict(), {n: layer.delta() for n, layer in layers.items()}, factor)
+
+
+def assert_engine_has(state):
+    for name, tensor in Refitter.engine.items():
+        if (weight := name.removesuffix(".T")) in state:
+            torch.testing.assert_close(tensor.T if weight != name else tensor, state[weight], rtol=1e-6, atol=1e-6)
+
+
+def test_weights_are_those_of_the_build_with_the_loras(tiny, tmp_path):
+    module, loaded = tiny
+    layers, file = file_of(tmp_path, module, ["qkv", "out"])
+    built = engine()
+    assert loaded.set_loras([(file, 0.5)]) == 2
+    assert set(Refitter.given) == {"qkv.weight.T", "out.weight.T"}
+    assert_engine_has(merged(module, layers, 0.5 * HALF))
+    assert loaded.set_loras([(str(file), -2)]) == 2  # instead of the one before
+    assert_engine_has(merged(module, layers, -2 * HALF))
+    assert loaded.set_loras([]) == 2
+    assert all(torch.equal(x, built[name]) for name, x in engine().items())
+    assert loaded.set_loras([]) == 0 and computes(loaded)
+
+
+def test_only_what_changes_is_replaced(tiny, tmp_path):
+    module, loaded = tiny
+    _, of_both = file_of(tmp_path, module, ["qkv", "out"])
+    one, of_one = file_of(tmp_path, module, ["embed"], "b")
+    assert loaded.set_loras([(of_both, 1.0), (of_one, 0.5)]) == 3
+    assert loaded.set_loras([(of_both, 1.0), (of_one, 0.5)]) == 0
+    assert loaded.set_loras([(of_both, 1.0), (of_one, 1.0)]) == 1 and Refitter.given == ["embed.weight.T"]
+    assert loaded.set_loras([(of_one, 1.0)]) == 2 and "embed.weight.T" not in Refitter.given
+    assert_engine_has(merged(module, one, HALF))
+    file_of(tmp_path, module, ["embed"], "b", tiny_loras.peft(""))  # another file of that name: with no alpha
+    assert loaded.set_loras([(of_one, 1.0)]) == 1
+    assert_engine_has(merged(module, one, 1.0))
+
+
+def test_the_model_computes_what_the_merged_one_does(tiny, tmp_path):
+    """Through ONNX Runtime, with the weights that TensorRT was given in the bundle's model. Its attention is INT8."""
+    module, loaded = tiny
+    layers, file = file_of(tmp_path, module, ["embed", "qkv", "out"])
+    loaded.set_loras([(file, 0.7)])
+    model, inputs = traced().clone(), tiny_models.build().example(3, {"batch": 2})
+    before, exact = run(model, **inputs), module(**inputs)
+    for name, weight in Refitter.engine.items():
+        model.graph.initializers[name].const_value = ir.tensor(weight.numpy(), name=name)
+    module.load_state_dict(merged(module, layers, 0.7 * HALF))
+    assert relative_error(run(model, **inputs) - before, module(**inputs) - exact) < 0.1  # INT8 attention's own
+
+
+def test_what_tensorrt_fused_with_a_weight_is_given_with_it(tiny, tmp_path, monkeypatch):
+    module, loaded = tiny
+    _, file = file_of(tmp_path, module, ["qkv"])
+    _, other = file_of(tmp_path, module, ["out"], "b")
+    monkeypatch.setattr(Refitter, "fused", ("qkv.weight.T", "qkv.bias", "out.weight.T"))
+    assert loaded.set_loras([(other, 1.0)]) == 3
+    before = engine()
+    assert loaded.set_loras([(other, 1.0), (file, 1.0)]) == 3
+    assert torch.equal(Refitter.engine["out.weight.T"], before["out.weight.T"])  # with its own LoRA still
+    assert not torch.equal(Refitter.engine["qkv.weight.T"], before["qkv.weight.T"])
+
+
+def test_int8_layers_have_the_numbers_of_their_integers_and_the_lora(load, tmp_path):
+    model = tiny_layers.build()
+    loaded = load(int8_model(model).graph(torch.float16))
+    before = engine()
+    layers, file = file_of(tmp_path, model.denoiser, ["q", "mlp.0", "tied", "conv", "conv_in"])
+    assert loaded.set_loras([(file, 1.0)]) == 5
+    after = engine()
+    for name, layer in layers.items():
+        key = next(key for key in (f"{name}.weight.T", f"{name}.weight") if key in after)
+        delta = HALF * layer.delta().float()
+        expected = (before[key].float() + (delta.T if key.endswith(".T") else delta)).half()
+        torch.testing.assert_close(after[key], expected, rtol=2e-3, atol=1e-6)
+        weight = model.denoiser.get_parameter(f"{name}.weight")
+        rounding = (before[key] - (weight.T if key.endswith(".T") else weight)).abs().max()
+        assert rounding < weight.abs().max() / 100  # a hundredth and not more: they are of the layer's own input
+
+
+def test_what_cannot_be_set_leaves_the_engine_as_it_was(tiny, tmp_path):
+    module, loaded = tiny
+    _, file = file_of(tmp_path, module, ["qkv"])
+    loaded.set_loras([(file, 1.0)])
+    before = engine()
+    save_file({"lora_unet_qkw.lora_up.weight": torch.ones(2, 2)}, tmp_path / "half.safetensors")
+    _, foreign = file_of(tmp_path, tiny_layers.build().denoiser, ["mlp.0"], "foreign")
+    text = {"lora_te_q": tiny_loras.layer_of(torch.ones(4, 4), 0)}
+    tiny_loras.save(tmp_path / "text.safetensors", text, tiny_loras.kohya(""))
+    for wanted, message in (
+        ([(foreign, 1.0)], r"another model.*modules of the denoiser; the nearest is.*mlp_0"),
+        ([(tmp_path / "half.safetensors", 1.0)], "not whole"),
+        ([(tmp_path / "text.safetensors", 1.0)], "nothing for denoiser"),
+        ([(tmp_path / "none.safetensors", 1.0)], "there is no LoRA"),
+        ([file], r"\[\(file, scale\), …\]"),
+        ([str(file)], r"\[\(file, scale\), …\]"),
+        ([(file, "x")], r"\[\(file, scale\), …\]"),
+        ([(file, float("nan"))], r"\[\(file, scale\), …\]"),
+        ([(file, 1e39)], r"qkv.weight leaves the range.*at 1e\+39"),
+    ):
+        with pytest.raises(UserError, match=rf"(?s){message}.*remedy: "):
+            loaded.set_loras(wanted)
+    assert all(torch.equal(x, before[name]) for name, x in engine().items())
+    assert loaded.set_loras([(file, 1.0)]) == 0
+
+
+def test_loras_and_other_weights_do_not_mix(tiny, tmp_path):
+    """And the remedies are right."""
+    module, loaded = tiny
+    _, file = file_of(tmp_path, module, ["qkv"])
+    loaded.set_loras([(file, 1.0)])
+    with pytest.raises(UserError, match=r"(?s)LoRAs in 1 weights.*set_loras\(\[\]\)"):
+        loaded.refit(module.state_dict())
+    loaded.set_loras([])
+    assert loaded.refit({"qkv.weight": module.qkv.weight}) == 1
+    with pytest.raises(UserError, match=r"(?s)built with.*refit.*load the bundle again"):
+        loaded.set_loras([(file, 1.0)])
+
+
+def test_a_bundle_that_was_built_again_is_not_read(tiny, tmp_path):
+    module, loaded = tiny
+    _, file = file_of(tmp_path, module, ["qkv"])
+    (tmp_path / "x.onnx").write_bytes((tmp_path / "x.onnx").read_bytes())
+    with pytest.raises(UserError, match=r"(?s)no longer what the engine was built from.*load the bundle again"):
+        loaded.set_loras([(file, 1.0)])
+
+
+def test_an_engine_with_fixed_weights_takes_none(load, tmp_path):
+    model = tiny_models.build()
+    loaded = load(traced().clone(), refittable=False)
+    _, file = file_of(tmp_path, model.denoiser, ["qkv"])
+    with pytest.raises(UserError, match=r"(?s)cannot be replaced.*engine.refittable"):
+        loaded.set_loras([(file, 1.0)])
+    loaded.close()
+    with pytest.raises(UserError, match="was closed"):
+        loaded.set_loras([])
+
+
+def test_an_engine_with_some_of_them_is_not_called(tiny, tmp_path, monkeypatch):
+    module, loaded = tiny
+    _, file = file_of(tmp_path, module, ["qkv"])
+    monkeypatch.setattr(Refitter, "works", False)
+    with pytest.raises(BackendUnavailable, match=r"(?s)some may be new.*load the bundle again"):
+        loaded.set_loras([(file, 1.0)])
+    with pytest.raises(UserError, match="was closed"):
+        computes(loaded)
+
+
+def test_without_memory_on_the_device_the_host_computes(tiny, tmp_path, monkeypatch):
+    module, loaded = tiny
+    layers, file = file_of(tmp_path, module, ["qkv"])
+    compute = runtime_loras._sum
+
+    def full(stored, turned, additions, device):
+        if device.index is not None:
+            raise torch.OutOfMemoryError
+        return compute(stored, turned, additions, device)
+
+    monkeypatch.setattr(runtime_loras, "_sum", full)
+    loaded.set_loras([(file, 1.0)])
+    assert_engine_has(merged(module, layers, HALF))
+
+
+def test_weights_beside_the_model_are_read_where_they_lie(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "INLINE_LIMIT", 0)
+    model = tiny_models.build()
+    loaded = load(traced().clone())
+    assert storage.weights_file(tmp_path / "x.onnx").is_file()
+    layers, file = file_of(tmp_path, model.denoiser, ["qkv"])
+    loaded.set_loras([(file, 1.0)])
+    assert_engine_has(merged(model.denoiser, layers, HALF))
+    storage.weights_file(tmp_path / "x.onnx").unlink()
+    with pytest.raises(UserError, match="no longer what the engine was built from"):
+        loaded.set_loras([])
