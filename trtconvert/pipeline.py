@@ -206,7 +206,7 @@ def _assemble(
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
-    images = {name: _copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
+    images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
     errors = {
         name: json.loads((stage.folder / ERROR).read_text()) for name, stage in components.items() if name != COMPONENT
     }
@@ -231,7 +231,7 @@ def _assemble(
     return bundle.read_manifest(folder)
 
 
-def _copied_images(name: str, paths: Path | list[Path], folder: Path) -> Path | list[Path]:
+def copied_images(name: str, paths: Path | list[Path], folder: Path) -> Path | list[Path]:
     """The images of an argument in a bundle, relative to it, where they are copied to."""
     numbered = (
         {path: f"{name}-{number}" for number, path in enumerate(paths)} if isinstance(paths, list) else {paths: name}

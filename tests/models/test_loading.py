@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_pipelines
 import torch
 from safetensors.torch import load_file, save_file
 
+from trtconvert import models
 from trtconvert.errors import UserError
 from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.identity import identity
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.weight_files import stored_weights
+from trtconvert.pipeline import copied_images
+from trtconvert.recipe import load_recipe
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -187,3 +193,68 @@ def test_a_pointer_of_git_lfs_is_told(folder):
     (folder / "unet" / UNET).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
     with pytest.raises(UserError, match=r"(?s)diffusion_pytorch_model.safetensors have not been fetched.*git lfs pull"):
         load_pipeline(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"ignore": "lora_*"}, "a list of patterns"), ({"variant": 16}, "a text"), ({"variant": ""}, "a text")],
+)
+def test_options_of_another_kind_are_refused(folder, options, told):
+    """A text is a list of letters, and * would stand for every name."""
+    with pytest.raises(UserError, match=rf"(?s)model.options.{next(iter(options))} does not fit.*expected: {told}"):
+        load_pipeline(folder, **options)
+
+
+def control_nets(folder: Path, count: int) -> Any:
+    """A saved pipeline that follows so many images."""
+    base = tiny_pipelines.with_text("stable_diffusion")
+    nets = [
+        tiny_pipelines.randomised(
+            diffusers.ControlNetModel.from_unet(base.unet, conditioning_embedding_out_channels=(8, 8, 8))
+        )
+        for _ in range(count)
+    ]
+    nets[-1].conv_in.weight.mul_(2)
+    pipe = diffusers.StableDiffusionControlNetPipeline(
+        **base.components, controlnet=nets, requires_safety_checker=False
+    )
+    pipe.save_pretrained(folder)
+    return pipe
+
+
+def test_a_pipeline_follows_two_images_through_two_control_nets(tmp_path):
+    pipe = control_nets(tmp_path / "pipeline", 2)
+    got = load_pipeline(tmp_path / "pipeline").controlnet
+    for mine, wanted in zip(got.nets, pipe.controlnet.nets, strict=True):
+        assert all(torch.equal(x, mine.state_dict()[name]) for name, x in wanted.state_dict().items())
+    for seed, name in enumerate(("lines", "depth")):
+        tiny_pipelines.picture(tmp_path / f"{name}.png", seed)
+    options = {"height": 32, "width": 32, "batch": [1, 1, 2], "prompts": ["a cat"]}
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps(
+            {
+                "model": {
+                    "source": "diffusers",
+                    "weights": "pipeline",
+                    "images": {"image": ["lines.png", "depth.png"]},
+                    "options": options,
+                }
+            }
+        )
+    )
+    section = load_recipe(tmp_path / "recipe.yaml").model
+    model = models.load(section)
+    drawn = model.sample(model.denoiser, [0, 1], steps=2, solver="ddim")
+    (tmp_path / "bundle").mkdir()
+    pictures = section.images["image"]
+    assert isinstance(pictures, list)
+    kept = copied_images("image", pictures, tmp_path / "bundle")
+    assert kept == [Path("images/image-0.png"), Path("images/image-1.png")]
+    assert sorted(path.name for path in (tmp_path / "bundle" / "images").iterdir()) == ["image-0.png", "image-1.png"]
+    swapped = section.model_copy(update={"images": {"image": pictures[::-1]}})
+    assert identity(swapped) != identity(section)
+    other = models.load(swapped)
+    assert not torch.allclose(other.sample(other.denoiser, [0, 1], steps=2, solver="ddim"), drawn, atol=1e-3)
+    (tmp_path / "pipeline" / "controlnet_1" / UNET).unlink()
+    with pytest.raises(UserError, match=r"(?s)no weights of controlnet.*got: config.json"):
+        load_pipeline(tmp_path / "pipeline")

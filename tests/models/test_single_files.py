@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from trtconvert import models
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.identity import identity
 from trtconvert.models.loading import load_pipeline
+from trtconvert.models.saved import copy_without_models
 from trtconvert.models.single_file import states_of
 from trtconvert.recipe import ModelSection
 
@@ -140,13 +142,25 @@ def test_the_folder_of_a_file_is_its_configuration(sd, tmp_path):
     assert load_pipeline(tmp_path / "v1-5.safetensors").unet is not None
 
 
-def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path):
+def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypatch):
+    """And where the configurations are, if diffusers has ever fetched them: the remedy is followed as it says."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     _, weights = published(tmp_path / "config", "wan")
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(
-        UserError, match=r"(?s)does not say what.*expected: model.config: .*remedy: add `config: FOLDER`.*Wan"
+        UserError,
+        match=r"(?s)does not say what.*expected: model.config: .*remedy: add `config: FOLDER`.*hf download Wan",
     ):
         load_pipeline(tmp_path / "model.safetensors")
+    cached = tmp_path / "cache" / "models--Wan-AI--Wan2.1-I2V-14B-480P-Diffusers"  # as diffusers takes this width
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(tmp_path / "config", cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError) as error:
+        load_pipeline(tmp_path / "model.safetensors")
+    named = re.search("`config: (.*?)`", str(error.value))
+    assert named and load_pipeline(tmp_path / "model.safetensors", config=Path(named[1]))
     with pytest.raises(UserError, match=r"(?s)is a folder, which has its own.*remove model.config"):
         load_pipeline(tmp_path / "config", config=tmp_path / "config")
     (tmp_path / "model.txt").write_text("a cat")
@@ -250,6 +264,11 @@ def test_flux_is_read_as_published(tmp_path, monkeypatch):
     assert {name: x.shape for name, x in state.items()} == {
         name: x.shape for name, x in transformer.state_dict().items()
     }
+
+
+def test_of_a_pipeline_in_one_file_a_bundle_keeps_what_is_no_model(sd, tmp_path):
+    copy_without_models(sd[0], tmp_path / "kept")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model_index.json", "scheduler", "tokenizer"]
 
 
 def test_what_a_file_and_its_configurations_hold_counts_for_what_is_cached(sd, tmp_path):

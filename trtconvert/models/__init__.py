@@ -198,9 +198,10 @@ def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, a
                 if wanted
                 else "correct model.options",
             ) from error
+        title = DIFFUSERS if section.source == _DIFFUSERS_FUNCTION else section.source
         field = f"model.{unknown[0]}" if unknown[0] in fields else f"model.options.{unknown[0]}"
         raise UserError(
-            f"{section.source} does not take the recipe's {field}",
+            f"{title} does not take the recipe's {field}",
             expected="options among " + ", ".join(options) if options else "no options",
             got=", ".join(unknown),
             remedy=did_you_mean(unknown[0], options, f"take {field} out of the recipe"),

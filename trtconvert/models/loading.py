@@ -26,6 +26,7 @@ from trtconvert.models.weight_files import (
     READABLE,
     StoredWeights,
     holds_fp8,
+    how_without,
     is_spare,
     read_tensors,
     stored_weights,
@@ -86,6 +87,7 @@ def load_pipeline(
         UserError: no pipeline, or a damaged one; a file lacks weights, or holds what no model of the pipeline has.
         BackendUnavailable: diffusers is not installed, or what reads a file of this kind.
     """
+    _refuse_unfit_names(variant, ignore)
     asked = Weights(weights, config, denoiser, variant, ignore)
     try:
         import diffusers
@@ -121,6 +123,25 @@ def load_pipeline(
         if isinstance(part, nn.Module) and part.dtype != torch.float32:
             part.to(torch.float32)
     return loaded
+
+
+def _refuse_unfit_names(variant: Any, ignore: Any) -> None:
+    """
+    Raises:
+        UserError: the variant is no text, or the patterns are no list of texts.
+    """
+    texts = isinstance(ignore, (list, tuple)) and all(isinstance(pattern, str) for pattern in ignore)
+    for option, fits, expected, got in (
+        ("variant", variant is None or (isinstance(variant, str) and variant), "a text such as fp16", variant),
+        ("ignore", texts, "a list of patterns of names", ignore),
+    ):
+        if not fits:
+            raise UserError(
+                f"model.options.{option} does not fit",
+                expected=expected,
+                got=repr(got),
+                remedy="correct it in the recipe, or leave it out",
+            )
 
 
 def _not_loaded(what: str, error: BaseException) -> UserError:
@@ -387,17 +408,5 @@ def _refuse_others(
             f"the weights of {title} are more than the model takes",
             expected=f"only those of {kind.__name__}, of its config.json",
             got=f"{len(more)} more, {more[0]} the first of them",
-            remedy=_how_without(more[0]),
+            remedy=how_without(more[0]),
         )
-
-
-def _how_without(name: str) -> str:
-    """What to do about a weight that a model has no place for."""
-    if "lora" in name:
-        return "fuse the LoRA into the model (`pipe.fuse_lora()`, `pipe.unload_lora_weights()`) and save the pipeline again"
-    if "_ip." in name or "ip_adapter" in name:
-        return "take the adapter out (`pipe.unload_ip_adapter()`) and save the pipeline again"
-    return (
-        "correct config.json or model_index.json, so that the model has a place for it; or, if it draws the same without, name "
-        f"it under model: `options: {{ignore: ['{name}']}}`, where * stands for anything"
-    )

@@ -12,6 +12,8 @@ from trtconvert.recipe import ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
+_OF_MODELS = {"generation_config.json"}
+"""What models have beside their own configuration; tokenizers, schedulers and processors each have one of another name."""
 
 INDEX = "model_index.json"
 
@@ -72,12 +74,20 @@ def _denoiser_files(section: ModelSection) -> list[Path]:
 def copy_without_models(folder: Path, target: Path) -> None:
     """Copy what a pipeline has beside its models: its index, tokenizers, schedulers, processors.
 
-    A model is a folder that holds weights.
+    A model is a folder that holds weights, or, of a pipeline whose weights are in one file, a configuration and nothing else.
     """
     target.mkdir()
     shutil.copyfile(folder / INDEX, target / INDEX)
     # Published pipelines have other folders too, such as examples and media.
     for name, entry in json.loads((folder / INDEX).read_text()).items():
         part = folder / name
-        if isinstance(entry, list) and part.is_dir() and not any(f.suffix in _WEIGHTS for f in part.rglob("*")):
+        if isinstance(entry, list) and part.is_dir() and not _is_model(part):
             shutil.copytree(part, target / name)
+
+
+def _is_model(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    bare = "config.json" in names and not any(
+        name.endswith("_config.json") and name not in _OF_MODELS for name in names
+    )
+    return bare or any(file.suffix in _WEIGHTS for file in folder.rglob("*"))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtconvert.errors import TrtconvertError, UserError, first_line
-from trtconvert.models.weight_files import is_spare, read_tensors
+from trtconvert.errors import UserError, first_line
+from trtconvert.models.saved import DENOISERS, is_saved_pipeline
+from trtconvert.models.weight_files import how_without, is_spare, read_tensors
 
-_DENOISERS = ("transformer", "unet")
 _DENOISER = ("model.diffusion_model.", "diffusion_model.")
 """How the names of a denoiser's weights begin where the file holds other models too, and in some that hold it alone."""
 
@@ -66,11 +66,11 @@ def states_of(
     from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE
 
     tensors = read_tensors([file])
-    name = denoiser or next((name for name in _DENOISERS if name in kinds), "")
+    name = denoiser or next((name for name in DENOISERS if name in kinds), "")
     if name not in kinds:
         raise UserError(
             f"the pipeline in {folder} has no denoiser" + (f" '{denoiser}'" if denoiser else ""),
-            expected=" or ".join(_DENOISERS) + " among its models",
+            expected=" or ".join(DENOISERS) + " among its models",
             got=", ".join(kinds) or "no models",
             remedy="name the model that the file is of in model.options.denoiser, or give another model.config",
         )
@@ -88,8 +88,7 @@ def states_of(
                 f"{file} holds more than the models of {folder} take",
                 expected=f"of {part} only what {kinds[part].__name__} is made of",
                 got=f"{len(more)} more, {more[0]} the first of them",
-                remedy="give a model.config that has a place for it; or, if the model draws the same without, name it under "
-                f"model: `options: {{ignore: ['{more[0]}']}}`, where * stands for anything",
+                remedy=how_without(more[0]),
             )
     return states
 
@@ -101,16 +100,25 @@ def looks_like(file: Path) -> str:
         UserError: the file cannot be read.
     """
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    where = "the folder of a pipeline of its kind, as `save_pretrained` wrote it"
     try:
         kind = infer_diffusers_model_type(_whole_prefix(read_tensors([file])))
-        where = f"that of {DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]['pretrained_model_name_or_path']}, if it is {kind} as it seems"
-    except TrtconvertError:
-        raise
-    except (KeyError, IndexError, AttributeError, UnboundLocalError, ValueError):
-        pass  # shapes or names of none that diffusers knows
-    return f"add `config: FOLDER` under model, {where}"
+        repository = DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
+    except (KeyError, IndexError, AttributeError, UnboundLocalError, ValueError):  # of none that diffusers knows
+        return "add `config: FOLDER` under model, the folder of a pipeline of its kind, as `save_pretrained` wrote it"
+    try:
+        cached = snapshot_download(repository, local_files_only=True)
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        cached = ""
+    if cached and is_saved_pipeline(Path(cached)):
+        return f"add `config: {cached}` under model: it is {repository}, if the file is {kind} as it seems"
+    patterns = " ".join(f"--include '{pattern}'" for pattern in ("*.json", "*.txt", "*.model"))
+    return (
+        f"add `config: FOLDER` under model; if the file is {kind} as it seems, `hf download {repository} {patterns} "
+        "--local-dir FOLDER` gets one, of small files"
+    )
 
 
 def _whole_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

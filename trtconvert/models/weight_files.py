@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trtconvert.documents import safetensors_header
 from trtconvert.errors import BackendUnavailable, UserError, first_line
 
 SAFETENSORS, TORCH, GGUF = (".safetensors", ".sft"), (".bin", ".ckpt", ".pt", ".pth"), (".gguf",)
@@ -135,6 +136,21 @@ def is_spare(name: str, kind: Any, ignore: Sequence[str]) -> bool:
     return bool(_MADE_BY_MODELS.search(name) or head) or any(fnmatch(name, pattern) for pattern in ignore)
 
 
+def how_without(name: str) -> str:
+    """What to do about a weight that a model has no place for."""
+    if "lora" in name:
+        return (
+            "save the pipeline without the LoRA (`pipe.unload_lora_weights()`), and name the LoRA's own file under loras in the "
+            "recipe; or fuse it before (`pipe.fuse_lora()`)"
+        )
+    if "_ip." in name or "ip_adapter" in name:
+        return "take the adapter out (`pipe.unload_ip_adapter()`) and save the pipeline again"
+    return (
+        "correct config.json or model_index.json, so that the model has a place for it; or, if it draws the same without, name "
+        f"it under model: `options: {{ignore: ['{name}']}}`, where * stands for anything"
+    )
+
+
 def holds_fp8(files: Sequence[Path]) -> bool:
     """Whether safetensors files hold weights in FP8; only their headers are read."""
     for path in files:
@@ -186,9 +202,10 @@ def _refuse_pointer(path: Path) -> None:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
+        safetensors_header(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise _damaged(path, error) from error
 
 

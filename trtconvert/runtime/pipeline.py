@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trtconvert.errors import BackendUnavailable, UserError, first_line
+from trtconvert.errors import BackendUnavailable, UserError, did_you_mean, first_line
 from trtconvert.runtime.libraries import library_class
 
 INDEX = "model_index.json"
@@ -45,12 +44,11 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
     parameters = inspect.signature(kind.__init__).parameters
     if unknown := [name for name in parts if name not in parameters]:
         names = [name for name in parameters if name != "self"]
-        near = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
         raise UserError(
             f"{title} has no part '{unknown[0]}'",
             expected="some of " + ", ".join(names),
             got=", ".join(unknown),
-            remedy=f"did you mean '{near[0]}'?" if near else "leave it out",
+            remedy=did_you_mean(unknown[0], names, "leave it out"),
         )
     given: dict[str, Any] = {}
     missing: list[str] = []
