@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,11 @@ class DiffusionModel:
     components: Components | None = None
     whole_numbers: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)
+        if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, _WholeTimesteps):
+            object.__setattr__(self, "sample", _WholeTimesteps(self.sample, place, self.timestep_input))
+
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).
 
@@ -196,15 +201,39 @@ class DiffusionModel:
             if spec.name == self.timestep_input:
                 # Stratified: whatever the batch, every part of the schedule is seen.
                 count = max(1, int(torch.Size(shape).numel()))
-                strata = (torch.arange(count) + torch.rand(count, generator=generator)) / count
+                drawn = torch.rand(count, dtype=torch.float32, generator=generator)
+                strata = (torch.arange(count) + drawn) / count
                 inputs[spec.name] = self.timesteps_at(strata).reshape(shape).to(getattr(torch, spec.dtype))
             elif spec.name in self.whole_numbers:
                 inputs[spec.name] = resized(self.whole_numbers[spec.name], spec, sizes)
             elif spec.dtype == "int64":
                 inputs[spec.name] = torch.randint(0, 2, shape, generator=generator)
             else:
-                inputs[spec.name] = torch.randn(shape, generator=generator)
+                inputs[spec.name] = torch.randn(shape, dtype=torch.float32, generator=generator)
         return inputs
+
+
+@dataclass(frozen=True)
+class _WholeTimesteps:
+    """A sampler whose denoisers are given whole timesteps, for those that look them up in a table.
+
+    Attributes:
+        place, name: of the timestep among the denoiser's inputs.
+    """
+
+    sampler: Sampler
+    place: int
+    name: str
+
+    def __call__(self, denoiser: Denoiser, seeds: Sequence[int], **named: Any) -> Tensor:
+        def whole(*inputs: Tensor, **by_name: Tensor) -> Tensor:
+            if self.name in by_name:
+                by_name[self.name] = by_name[self.name].round().long()
+            else:
+                inputs = (*inputs[: self.place], inputs[self.place].round().long(), *inputs[self.place + 1 :])
+            return denoiser(*inputs, **by_name)
+
+        return self.sampler(whole, seeds, **named)
 
 
 def resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Hook = Callable[["Caller", tuple[Any, ...], dict[str, Any]], Any]
-"""What is done instead of a call: gets the caller, positional and named arguments, and returns what the function would."""
+"""What is done instead of a call: gets the caller, positional and named arguments, and returns what the function would. Of a
+function that calls others which are of interest, torch's multi-head attention, it is told before, and returns nothing."""
 
 Hooks = Mapping[Callable[..., Any], Hook]
 """Function of torch, as `TorchFunctionMode` names it: its hook."""
@@ -36,7 +37,7 @@ class Caller:
         self.timestep = timestep
         self.tokens_first: int | None = None
         self._model = model
-        self._names: dict[nn.Module, str] = {}
+        self._names: dict[int, str] = {}
         self._calls: dict[str, Counter[str]] = {}
 
     def name(self, kind: str) -> str:
@@ -54,17 +55,30 @@ class Caller:
         model's time, and run for every thread that uses the model.
         """
         if not self._names:
-            self._names = {module: name for name, module in self._model.named_modules()}
+            # By their attributes: of models that have a module under two names torch.export calls stand-ins, which share them.
+            for name, module in self._model.named_modules():
+                self._names.setdefault(id(vars(module)), name)
         frame = sys._getframe()
         while frame is not None:
-            if frame.f_code is _MODULE_CALL and (module := frame.f_locals["self"]) in self._names:
-                return self._names[module]
+            if frame.f_code is _MODULE_CALL and (name := self._names.get(id(vars(frame.f_locals["self"])))) is not None:
+                return name
             frame = frame.f_back
         return ""
 
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 """The function that every call of a module goes through."""
+
+
+def module_of(model: nn.Module, error: BaseException) -> str:
+    """Path of the innermost module that was running when a forward failed; empty for the model itself."""
+    names = {id(vars(module)): name for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _MODULE_CALL:
+            found = names.get(id(vars(trace.tb_frame.f_locals["self"])), found)
+        trace = trace.tb_next
+    return found
 
 
 class Interception(TorchFunctionMode):
@@ -76,6 +90,8 @@ class Interception(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _COMPOSITE:
+            if (hook := self._hooks.get(func)) is not None:  # to look at it
+                hook(self._caller, args, dict(kwargs or {}))
             query = args[0] if args else (kwargs or {})["query"]
             self._caller.tokens_first = query.shape[1] if query.dim() == 3 else 1
             try:

@@ -166,7 +166,7 @@ def calibrate_stage(
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
-        from trtconvert.calib.float16_range import within_float16
+        from trtconvert.calib.dtype_checks import refuse_mixed_types, within_float16
 
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
@@ -176,6 +176,10 @@ def calibrate_stage(
             from trtconvert.calib.plan import kernel_cost
 
             kernel_cost(recipe.plan, recipe.layers)
+        if recipe.model.dtype in ("float16", "bfloat16"):
+            import torch
+
+            refuse_mixed_types(source, getattr(torch, recipe.model.dtype))
         with within_float16(source) if recipe.model.dtype == "float16" else nullcontext():
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.calibration.from_ is not None:
@@ -456,8 +460,8 @@ def verify_stage(
 
 
 def _check_onnx(path: Path, dtype: str) -> None:
-    """Let ONNX check a model, its types and shapes too; one in BF16 as FP32, since operators of its opset lack BF16 where TensorRT's
-    have it (convolutions, sines)."""
+    """Let ONNX check a model, its types and shapes too; one in BF16 as FP32: operators of its opset lack BF16 where those of
+    TensorRT have it (convolutions, sines)."""
     import onnx
 
     from trtconvert.export.float32 import in_float32

@@ -237,3 +237,19 @@ def test_nothing_to_convert_is_an_error_that_says_what_is_there(model, include, 
     with pytest.raises(UserError, match=message.replace("*", r"\*")) as raised:
         select_sites(find_sites(model, INPUTS, "timestep"), include, exclude)
     assert raised.value.expected and raised.value.remedy
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("need_weights", "obstacle"), [(False, ""), (True, "it returns its weights too")])
+def test_torchs_multi_head_attention_is_a_site_or_listed_with_the_reason(need_weights, obstacle, training):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(64, 2, batch_first=True)
+
+        def forward(self, x, timestep):
+            return x + self.attn(x, x, x, need_weights=need_weights)[0]
+
+    (site,) = find_sites(Weighted().train(training), INPUTS, "timestep")
+    assert (site.name, site.heads, site.head_dim, site.query_tokens, site.key_tokens) == ("attn", 2, 32, 6, 6)
+    assert site.obstacle.startswith(obstacle) and bool(site.obstacle) == bool(obstacle)

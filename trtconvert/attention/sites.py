@@ -5,6 +5,7 @@ One handler decides what happens at each: observe it, run INT8 attention, or emi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 from trtconvert.errors import UserError
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
 
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
+
+_MULTI_HEAD = inspect.signature(multi_head_attention_forward)
+_WITH_WEIGHTS = "it returns its weights too: call torch's multi-head attention with need_weights=False"
 
 MAX_BATCH = 65_535
 """Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
@@ -121,7 +125,7 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, fol
     if not folds:  # whose scales follow which timestep?
         return "its batch is not that of the timestep or a multiple of it, as frames or windows are, or its samples share keys"
     if q.shape[-1] not in HEAD_DIMS:
-        return f"head_dim {q.shape[-1]} is not a multiple of 8 from 32 to 256"
+        return f"head_dim {q.shape[-1]} is not one of 32, 40, 48, …, 256"
     if v.shape[-1] != q.shape[-1]:
         return f"values have head_dim {v.shape[-1]}, queries {q.shape[-1]}"
     if q.shape[1] % k.shape[1]:
@@ -185,10 +189,18 @@ def find_sites(
                 found[call.name] = replace(found[call.name], obstacle=mixed)
         return call.exact()
 
+    def weighted(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        call = _MULTI_HEAD.bind(*args, **named)
+        call.apply_defaults()
+        if (given := call.arguments)["need_weights"]:
+            name, heads = caller.name("attention with weights"), given["num_heads"]
+            dim, queries, keys = given["embed_dim_to_check"] // heads, given["query"].shape[0], given["key"].shape[0]
+            masked = given["attn_mask"] is not None or given["key_padding_mask"] is not None
+            found.setdefault(name, Site(name, heads, heads, dim, dim**-0.5, masked, queries, keys, _WITH_WEIGHTS))
+
     with torch.no_grad():
-        InterceptedDenoiser(denoiser, inputs, timestep_input, {**attention_hooks(handler), **(also or {})})(
-            *inputs.values()
-        )
+        hooks = {**attention_hooks(handler), multi_head_attention_forward: weighted, **(also or {})}
+        InterceptedDenoiser(denoiser, inputs, timestep_input, hooks)(*inputs.values())
         if seen and samples_of(inputs, timestep_input) > 1:
             others = _with_another_last_sample(inputs, timestep_input)
             InterceptedDenoiser(denoiser, inputs, timestep_input, attention_hooks(compare))(*others.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import TILE
 from trtconvert.calib.identity import KERNEL_COST
+from trtconvert.documents import read_json
 from trtconvert.errors import UserError
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, flops
@@ -78,7 +78,7 @@ class KernelCost:
         """
         path = path or KERNEL_COST
         try:
-            cost = KernelCost(json.loads(path.read_text(encoding="utf-8")))
+            cost = KernelCost(read_json(path))
             if lacking := cost._lacking():
                 raise ValueError(lacking)
         except (OSError, ValueError, TypeError, KeyError) as error:

@@ -309,9 +309,9 @@ def _run_examples(
     clean = _encoder(model, usable[0][1]).encode(torch.stack([images[i] for i in kept]))
     generator = torch.Generator().manual_seed(section.seed + first)
     for stratum in range(section.steps):
-        drawn = (stratum + torch.rand(len(kept), generator=generator)) / section.steps
+        drawn = (stratum + torch.rand(len(kept), dtype=torch.float32, generator=generator)) / section.steps
         timestep = model.timesteps_at(drawn)
-        noise = torch.randn(clean.shape, generator=generator).to(clean.device)
+        noise = torch.randn(clean.shape, dtype=torch.float32, generator=generator).to(clean.device)
         x = model.noised(clean, noise, timestep)
         inputs = {model.inputs[0].name: x, model.timestep_input: timestep} | conditions
         checked = _checked_inputs(model, "the image encoder", inputs)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from trtconvert.documents import read_json
 from trtconvert.errors import UserError, first_line
+from trtconvert.recipe import LayerModeName, ModeName
 
 
 class _Record(BaseModel):
     # A plan whose samples are NaN has no PSNR, which JSON has no number for.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+_SiteModes = Annotated[list[Annotated[int, Field(ge=0, lt=len(get_args(ModeName)))]], Field(min_length=1)]
+_LayerModes = Annotated[list[Annotated[int, Field(ge=0, le=len(get_args(LayerModeName)))]], Field(min_length=1)]
 
 
 class PlanPoint(_Record):
@@ -29,13 +36,20 @@ class PlanPoint(_Record):
     """
 
     name: str
-    speed: float
+    speed: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     figures: dict[str, float]
     keeps_budget: bool
     allowed: bool = True
-    int8_values: float
-    modes: dict[str, list[int]]
-    layers: dict[str, list[int]] = {}
+    int8_values: Annotated[float, Field(ge=0, le=1)]
+    modes: dict[str, _SiteModes]
+    layers: dict[str, _LayerModes] = {}
+
+    @field_validator("figures")
+    @classmethod
+    def _with_psnr(cls, figures: dict[str, float]) -> dict[str, float]:
+        if "psnr" not in figures:
+            raise ValueError("psnr is missing")
+        return figures
 
     @property
     def psnr(self) -> float:
@@ -61,8 +75,16 @@ class Frontier(_Record):
     gpu: str
     date: str
     limits: dict[str, float]
-    points: list[PlanPoint]
+    points: Annotated[list[PlanPoint], Field(min_length=1)]
     chosen: str = ""
+
+    @model_validator(mode="after")
+    def _of_one_search(self) -> Frontier:
+        if self.chosen and self.chosen not in {point.name for point in self.points}:
+            raise ValueError(f"chosen is '{self.chosen}', which is none of the points")
+        if len({(*sorted(point.modes), *sorted(point.layers)) for point in self.points}) > 1:
+            raise ValueError("points of different sites or layers")
+        return self
 
     def choose(self, name: str | None) -> PlanPoint:
         """The fastest allowed plan that keeps the budget, or the named one, which must keep it too.
@@ -96,11 +118,15 @@ def read_frontier(path: Path) -> Frontier:
         UserError: not a frontier.
     """
     try:
-        return Frontier.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, ValidationError) as error:
+        return Frontier.model_validate(read_json(path))
+    except (OSError, ValueError) as error:
+        got = first_line(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise UserError(
             f"{path} is not a frontier",
             expected="the plans that a search tried, as a build writes them",
-            got=first_line(error),
+            got=got,
             remedy="build the bundle again",
         ) from error

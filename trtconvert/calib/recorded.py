@@ -20,7 +20,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.documents import require_plain_types, safetensors_header
 from trtconvert.errors import UserError, first_line
+from trtconvert.files import open_regular
+
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""What can be compared and converted. Complex numbers would lose a half without a word."""
 
 
 class RowReader(Protocol):
@@ -52,8 +60,9 @@ class _Safetensor:
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
-        with safe_open(path, framework="pt") as file:
-            self.shape = tuple(file.get_slice(name).get_shape())
+        header = safetensors_header(path)
+        require_plain_types(header, {name})
+        self.shape = tuple(header[name]["shape"])
 
     def rows(self, start: int, stop: int) -> Tensor:
         with safe_open(self._path, framework="pt") as file:
@@ -87,7 +96,10 @@ def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not read")
-    torch.from_numpy(np.empty(0, dtype))  # raises for types that torch has not
+    if torch.from_numpy(np.empty(0, dtype)).dtype not in _DTYPES:  # which raises for types that torch has not
+        raise ValueError(f"an array of {dtype}, which are no real numbers that can be read")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"an array of the shape {list(shape)}")
     return shape, fortran, dtype
 
 
@@ -114,15 +126,32 @@ def _npz_member(path: Path, info: zipfile.ZipInfo) -> RowReader:
 
 
 def _safetensors(path: Path) -> dict[str, Callable[[], RowReader]]:
-    with safe_open(path, framework="pt") as file:
-        return {name: partial(_Safetensor, path, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    with safe_open(path, framework="pt"):  # which checks where the tensors lie
+        header = safetensors_header(path)
+    return {name: partial(_Safetensor, path, name) for name in header if name != "__metadata__"}
 
 
 def _pt(path: Path) -> dict[str, Callable[[], RowReader]]:
     loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(loaded, Mapping) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise ValueError(f"it holds a {type(loaded).__name__}, a dictionary of tensors is needed")
-    return {name: partial(_Tensor, x) for name, x in loaded.items()}
+    if odd := [name for name in loaded if not isinstance(name, str)]:
+        raise ValueError(f"it holds a tensor under {odd[0]!r}, where names are needed")
+    return {name: partial(_stored, x) for name, x in loaded.items()}
+
+
+def _stored(tensor: Tensor) -> RowReader:
+    """Rows of a tensor of a .pt file, which keeps tensors of every kind."""
+    kinds = {
+        "on the meta device, without numbers": tensor.is_meta,
+        "quantised": tensor.is_quantized,
+        "nested": tensor.is_nested,
+        f"in the layout {tensor.layout}": tensor.layout != torch.strided,
+        f"of {tensor.dtype}, which are no real numbers that can be read": tensor.dtype not in _DTYPES,
+    }
+    if found := [kind for kind, is_so in kinds.items() if is_so]:
+        raise ValueError(f"a tensor that is {found[0]}; save .dequantize(), .to_dense() or .float() of it")
+    return _Tensor(tensor.detach())
 
 
 _OPEN = {".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
@@ -159,6 +188,7 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
         UserError: the file cannot be read, or does not fit the model.
     """
     with _readable(path):
+        open_regular(path).close()
         found = _OPEN[path.suffix](path)
     inputs: dict[str, RowReader] = {}
     sizes: dict[str, int] = {}

@@ -39,7 +39,13 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = ()) -> DiffusionM
     Raises:
         UserError: unknown source, missing or unfit weights, NaN or Inf among them, or a LoRA that does not fit them.
     """
-    model = _load(section)
+    import torch
+
+    default = torch.get_default_dtype()
+    try:
+        model = _load(section)
+    finally:  # of code that the model comes with, and the type of all that is drawn and made from here on
+        torch.set_default_dtype(default)
     if loras:
         from trtconvert.models.lora import merge_loras
 

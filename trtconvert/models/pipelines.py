@@ -243,7 +243,10 @@ class PipelineCaller:
         for name, shape in shapes.items():
             if name in self.parameters:
                 # The odd number keeps them apart from the latents, which the seed itself draws.
-                drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(seed ^ 0x5EED)) for seed in seeds]
+                drawn = [
+                    torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed ^ 0x5EED))
+                    for seed in seeds
+                ]
                 made[name] = embeddings = torch.stack(drawn)
                 if f"negative_{name}" in self.parameters:
                     made[f"negative_{name}"] = torch.zeros_like(embeddings)

@@ -47,7 +47,9 @@ def initial_noise(indices: Sequence[int], shape: Sequence[int], seed: int = 0) -
 
     def one(index: int) -> Tensor:
         # Torch's CPU generator keeps 32 bits of its seed. The odd factor (2³² over the golden ratio) spreads the seeds.
-        return torch.randn(*shape, generator=torch.Generator().manual_seed((seed * 0x9E3779B1 + index) % 2**32))
+        return torch.randn(
+            *shape, dtype=torch.float32, generator=torch.Generator().manual_seed((seed * 0x9E3779B1 + index) % 2**32)
+        )
 
     return torch.stack([one(index) for index in indices])
 

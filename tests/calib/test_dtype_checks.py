@@ -1,4 +1,4 @@
-"""Models that leave float16's range are told so by the module, before they are calibrated."""
+"""Models that do not compute in a 16-bit type are told so by the module, before they are calibrated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support import refusal, run, tiny_recipe
 from tiny_layers import Called, model_of
 from torch import nn
 
-from trtconvert.calib.float16_range import within_float16
+from trtconvert.calib.dtype_checks import refuse_mixed_types, within_float16
 from trtconvert.errors import UserError
 
 
@@ -68,3 +68,35 @@ def test_a_build_says_so_before_the_calibration(tmp_path, monkeypatch, dtype, fi
         assert outcome.exit_code == 0, outcome.output
     else:
         refusal(outcome, "leaves the range of float16", "mlp.0", "bfloat16")
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+class Timed(nn.Module):
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.embed, self.cast = nn.ModuleList([nn.Linear(32, 32)]), cast
+
+    def forward(self, x, timestep):
+        features = torch.sin(timestep[:, None] * torch.arange(32) / 50)
+        return x + self.embed[0](features.to(x.dtype) if self.cast else features)[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_whose_input_stays_in_fp32_are_named(dtype):
+    model = model_of(Timed(False), ("batch", 16, 32))
+    with pytest.raises(
+        UserError, match=r"(?s)does not compute in .*float16.*got: embed\.0: .*remedy: cast what it reads"
+    ):
+        refuse_mixed_types(model, dtype)
+    refuse_mixed_types(model_of(Timed(True), ("batch", 16, 32)), dtype)
+    assert model.denoiser.embed[0].weight.dtype == torch.float32 and model.denoiser.embed[0].weight.isfinite().all()
+
+
+def test_what_cannot_be_run_without_numbers_is_left_to_the_export():
+    class Deciding(Timed):
+        def forward(self, x, timestep):
+            return x if float(x.sum()) > 0 else super().forward(x, timestep)
+
+    refuse_mixed_types(model_of(Deciding(False), ("batch", 16, 32)), torch.float16)
