@@ -86,16 +86,17 @@ def clip(encoder: nn.Module) -> dict[str, Tensor]:
 
 
 def open_clip(encoder: nn.Module) -> dict[str, Tensor]:
-    """A `CLIPTextModelWithProjection` as OpenCLIP has it."""
+    """A `CLIPTextModel`, with its projection where it has one, as OpenCLIP has it."""
     state = {name.removeprefix("text_model."): x for name, x in encoder.state_dict().items()}
     found = {
         "positional_embedding": state.pop("embeddings.position_embedding.weight"),
         "token_embedding.weight": state.pop("embeddings.token_embedding.weight"),
-        "text_projection": state.pop("text_projection.weight").T.contiguous(),
         "ln_final.weight": state.pop("final_layer_norm.weight"),
         "ln_final.bias": state.pop("final_layer_norm.bias"),
         "logit_scale": torch.ones(()),
     }
+    if "text_projection.weight" in state:
+        found["text_projection"] = state.pop("text_projection.weight").T.contiguous()
     renames = {"layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
     for name, x in state.items():
         short = name.replace("encoder.layers.", "transformer.resblocks.").replace("self_attn", "attn")

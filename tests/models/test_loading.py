@@ -20,6 +20,7 @@ from trtconvert.models.loading import load_pipeline
 from trtconvert.models.weight_files import stored_weights
 from trtconvert.pipeline import copied_images
 from trtconvert.recipe import load_recipe
+from trtconvert.runtime.libraries import library_class
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -175,6 +176,7 @@ def test_a_class_is_found_by_the_name_that_it_had(folder):
     index["feature_extractor"] = ["transformers", "CLIPFeatureExtractor"]
     (folder / "model_index.json").write_text(json.dumps(index))
     assert isinstance(load_pipeline(folder).feature_extractor, transformers.CLIPImageProcessor)
+    assert library_class("transformers", "CLIPFeatureExtractor") is transformers.CLIPImageProcessor  # in a bundle
 
 
 def test_what_is_there_is_not_called_missing(folder, tmp_path):
@@ -193,6 +195,46 @@ def test_a_pointer_of_git_lfs_is_told(folder):
     (folder / "unet" / UNET).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
     with pytest.raises(UserError, match=r"(?s)diffusion_pytorch_model.safetensors have not been fetched.*git lfs pull"):
         load_pipeline(folder)
+
+
+def test_names_of_older_versions_are_known(folder):
+    """As Stable Diffusion 1.5 was published: the VAE's attention, CLIP's prefix, and a table that models now make themselves."""
+    pipe = load_pipeline(folder)
+    path = folder / "vae" / UNET
+    renames = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = load_file(path)
+    for own, older in renames.items():
+        state = {name.replace(f"attentions.0.{own}.", f"attentions.0.{older}."): x for name, x in state.items()}
+    assert any(".proj_attn." in name for name in state)
+    save_file(state, path, {"format": "pt"})
+    path = folder / "text_encoder" / "model.safetensors"
+    state = {f"text_model.{name}": x for name, x in load_file(path).items()}
+    state["text_model.embeddings.position_ids"] = torch.arange(8)[None]
+    save_file(state, path, {"format": "pt"})
+    got = load_pipeline(folder)
+    for name in ("vae", "text_encoder"):
+        wanted = getattr(pipe, name).state_dict()
+        assert all(torch.equal(x, wanted[key]) for key, x in getattr(got, name).state_dict().items())
+
+
+def test_an_encoder_in_fp8_by_its_configuration_is_scaled(tmp_path):
+    """T5 as transformers saves it in FP8, with the quantiser's settings, which would want a GPU; its embedding has two names."""
+    pipe = tiny_pipelines.with_text("pixart")
+    pipe.save_pretrained(tmp_path)
+    path = tmp_path / "text_encoder" / "model.safetensors"
+    state = load_file(path)
+    name = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    state["encoder.embed_tokens.weight"] = state["shared.weight"].clone()
+    scale = state[name].abs().max() / 448
+    state[name] = (state[name] / scale).to(torch.float8_e4m3fn)
+    state[f"{name}_scale_inv"] = scale[None, None]
+    save_file(state, path, {"format": "pt"})
+    settings = tmp_path / "text_encoder" / "config.json"
+    config = json.loads(settings.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    settings.write_text(json.dumps(config))
+    got, wanted = load_pipeline(tmp_path).text_encoder.state_dict(), pipe.text_encoder.state_dict()
+    assert 0 < (got[name] - wanted[name]).norm() / wanted[name].norm() < 0.04
+    assert all(torch.equal(x, got[key]) for key, x in wanted.items() if key != name)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,13 @@ def wan(pipe: Any) -> dict[str, Tensor]:
 
 
 def flux_by_diffusers(pipe: Any) -> dict[str, Tensor]:
-    """As trainers save it: the names of diffusers behind the prefix of single files."""
-    return layouts.with_prefix(UNET, pipe.transformer.state_dict())
+    """As ComfyUI saves all of it, the transformer with the names of diffusers."""
+    return (
+        layouts.with_prefix(UNET, pipe.transformer.state_dict())
+        | layouts.with_prefix("vae.", layouts.ldm_vae(pipe.vae))
+        | layouts.with_prefix("text_encoders.clip_l.transformer.", layouts.clip(pipe.text_encoder))
+        | layouts.with_prefix("text_encoders.t5xxl.transformer.", pipe.text_encoder_2.state_dict())
+    )
 
 
 FILES: dict[str, tuple[Callable[[Any], dict[str, Tensor]], set[str]]] = {
@@ -81,7 +86,7 @@ FILES: dict[str, tuple[Callable[[Any], dict[str, Tensor]], set[str]]] = {
         {"transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"},
     ),
     "wan": (wan, {"transformer"}),
-    "flux": (flux_by_diffusers, {"transformer"}),
+    "flux": (flux_by_diffusers, {"transformer", "vae", "text_encoder", "text_encoder_2"}),
 }
 
 
@@ -116,6 +121,17 @@ def test_a_file_gives_the_pipeline_that_it_was_made_of(tmp_path, name):
     pipe, weights = published(tmp_path / "config", name)
     save_file(weights, tmp_path / "model.safetensors")
     assert_same(load_pipeline(tmp_path / "model.safetensors", config=tmp_path / "config"), pipe)
+
+
+def test_the_text_encoder_of_stable_diffusion_2_is_read(sd, tmp_path):
+    """In OpenCLIP's layout, with the last block that diffusers' text encoder does without."""
+    folder, weights = sd
+    pipe = tiny_pipelines.with_text("stable_diffusion")
+    encoder = layouts.with_prefix("cond_stage_model.model.", layouts.open_clip(pipe.text_encoder))
+    last = {"cond_stage_model.model.transformer.resblocks.23.ln_1.weight": torch.ones(32)}
+    others = {name: x for name, x in weights.items() if not name.startswith("cond_stage")}
+    save_file(others | encoder | last, tmp_path / "model.safetensors")
+    assert_same(load_pipeline(tmp_path / "model.safetensors", config=folder), pipe)
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".bin", ".pt"])
