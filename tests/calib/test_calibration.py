@@ -1,5 +1,6 @@
 """Calibration: ranges against what the tensors hold, percentiles, bins, the file, and refused data."""
 
+import json
 import math
 import os
 
@@ -466,3 +467,55 @@ def test_a_plan_whose_samples_are_nan_can_be_read_back(tmp_path):
     (tmp_path / "frontier.json").write_text(written.model_dump_json())
     found = read_frontier(tmp_path / "frontier.json")
     assert math.isnan(found.points[0].psnr) and found.choose(None) == exact
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"points": []}, "points: "),
+        ({"points.0.figures": {"ssim": 1.0}}, "points.0.figures: Value error, psnr is missing"),
+        ({"points.0.modes": {"a": [65]}}, "points.0.modes.a.0: "),
+        ({"points.0.modes": {"b": [1]}}, "points of different sites or layers"),
+        ({"points.0.speed": "NaN"}, "points.0.speed: "),
+        ({"chosen": "none of them"}, "chosen is 'none of them'"),
+    ],
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
+)
+def test_a_frontier_that_cannot_be_shown_is_refused(tmp_path, change, got):
+    points = [
+        {
+            "name": name,
+            "speed": 1.0,
+            "figures": {"psnr": 40.0},
+            "keeps_budget": True,
+            "int8_values": 0,
+            "modes": {"a": [1]},
+        }
+        for name in ("one", "two")
+    ]
+    frontier = {"gpu": "", "date": "", "limits": {}, "points": points, "chosen": "one"}
+    path = tmp_path / "frontier.json"
+    path.write_text(json.dumps(frontier))
+    read_frontier(path)
+    for place, value in change.items():
+        *above, last = place.split(".")
+        node = frontier
+        for key in above:
+            node = node[int(key) if isinstance(node, list) else key]
+        node[last] = value
+    path.write_text(json.dumps(frontier))
+    with pytest.raises(UserError, match="is not a frontier") as refused:
+        read_frontier(path)
+    assert got in refused.value.got
+
+
+def test_a_frontier_is_a_file_of_json(tmp_path):
+    path = tmp_path / "frontier.json"
+    for content, got in (("[" * 100_000, "deep within each other"), ('{"gpu": "", "gpu": ""}', "the key 'gpu' twice")):
+        path.write_text(content)
+        with pytest.raises(UserError, match=got):
+            read_frontier(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="a pipe, not a file"):
+        read_frontier(path)

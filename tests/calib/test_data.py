@@ -12,8 +12,10 @@ import tiny_models
 import torch
 from calibration_data import inputs_of, write_images, write_inputs
 from PIL import Image
+from safetensors.torch import save_file
 
 from trtconvert.calib.data import BadSamples, open_data
+from trtconvert.calib.recorded import open_inputs
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.images import read_image
@@ -83,6 +85,47 @@ def test_arrays_of_types_that_torch_has_not_are_refused(digits, inputs, tmp_path
     save(tmp_path / "a.npz", **arrays | {"x": arrays["x"].astype(dtype)})
     with pytest.raises(UserError, match="cannot read the calibration data"):
         inputs_of(digits, tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({3: torch.zeros(1)}, "a tensor under 3"),
+        ({"x": torch.zeros(9, 1, 8, 8, device="meta")}, "on the meta device"),
+        ({"x": torch.quantize_per_tensor(torch.zeros(9, 1, 8, 8), 0.1, 0, torch.qint8)}, "quantised"),
+        ({"x": torch.zeros(9, 1, 8, 8).to_sparse()}, "layout torch.sparse_coo"),
+        ({"x": torch.zeros(9, 1, 8, 8, dtype=torch.complex64)}, "torch.complex64"),
+        ({"x": torch.zeros(9, 1, 8, 8, dtype=torch.float8_e4m3fn)}, "torch.float8_e4m3fn"),
+    ],
+    ids=["number", "meta", "quantised", "sparse", "complex", "float8"],
+)
+def test_tensors_that_are_no_plain_numbers_are_refused(digits, inputs, tmp_path, change, got):
+    torch.save(inputs | change, tmp_path / "a.pt")
+    with pytest.raises(UserError, match="cannot read the calibration data") as refused:
+        inputs_of(digits, tmp_path / "a.pt")
+    assert got in refused.value.got
+
+
+def test_a_safetensors_file_of_odd_types_or_with_a_name_twice_is_refused(digits, inputs, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file(inputs | {"x": inputs["x"].to(torch.float8_e4m3fn), "other": inputs["x"].to(torch.float8_e5m2)}, path)
+    with pytest.raises(UserError, match="x is of the type F8_E4M3"):
+        inputs_of(digits, path)
+    save_file(inputs | {"other": inputs["x"].to(torch.float8_e5m2)}, path)
+    inputs_of(digits, path)  # what the model does not take may be of any type
+    content = path.read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    twice = header.replace(b'"other"', b'"x"')
+    path.write_bytes(len(twice).to_bytes(8, "little") + twice + content[8 + len(header) :])
+    with pytest.raises(UserError, match="the key 'x' twice"):
+        inputs_of(digits, path)
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a.pt"])
+def test_a_device_is_no_file_of_inputs(digits, tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="a device, not a file"):
+        open_inputs(digits, tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["small.npz", "a.pt"])

@@ -126,8 +126,9 @@ def _npz_member(path: Path, info: zipfile.ZipInfo) -> RowReader:
 
 
 def _safetensors(path: Path) -> dict[str, Callable[[], RowReader]]:
+    header = safetensors_header(path)
     with safe_open(path, framework="pt"):  # which checks where the tensors lie
-        header = safetensors_header(path)
+        pass
     return {name: partial(_Safetensor, path, name) for name in header if name != "__metadata__"}
 
 

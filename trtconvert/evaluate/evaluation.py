@@ -26,6 +26,7 @@ from trtconvert.cache import versions
 from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
+from trtconvert.documents import read_json
 from trtconvert.errors import UserError, first_line
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.features import Extractor, load_extractor
@@ -170,7 +171,7 @@ def read_evaluation(path: Path) -> Evaluation:
         UserError: not a file that `trtconvert evaluate` wrote.
     """
     try:
-        return Evaluation.model_validate_json(path.read_text(encoding="utf-8"))
+        return Evaluation.model_validate(read_json(path))
     except (OSError, ValueError, ValidationError) as error:
         raise UserError(
             f"{path} is not an evaluation",

@@ -6,15 +6,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.calib.identity import CLASSIFIER_WEIGHTS, EXTRACTOR
+from trtconvert.documents import safetensors_header
 from trtconvert.entry_point import function_identity, import_function
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.evaluate.optional import require
-from trtconvert.files import sha256
+from trtconvert.files import open_regular, sha256
 
 SPATIAL_CHANNELS = 7
 """Channels of a feature map that sFID takes: the number of its authors."""
@@ -117,7 +119,12 @@ def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        open_regular(path).close()
+        if path.suffix == ".safetensors":
+            safetensors_header(path)
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, "cpu", weights_only=True)
         if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
             raise ValueError(f"a {type(state).__name__}")
         return state

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError
 
 
@@ -29,9 +30,10 @@ def load_weights(module: nn.Module, path: Path) -> None:
         got = "Is a directory" if path.is_dir() else "no file"
         raise UserError(f"There are no weights at {path}.", expected="a safetensors file", got=got, remedy=remedy)
     try:
+        safetensors_header(path)
         with safe_open(path, framework="pt") as file:
             loaded = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(
             f"The weights in {path} cannot be read.", expected="a whole safetensors file", got=str(error), remedy=remedy
         ) from error

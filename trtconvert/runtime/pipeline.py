@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from trtconvert.documents import read_json
 from trtconvert.errors import BackendUnavailable, UserError, did_you_mean, first_line
 from trtconvert.runtime.libraries import library_class
 
@@ -31,7 +31,9 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         BackendUnavailable: the installed diffusers has no such pipeline, or lacks a class of it.
     """
     try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+        index: dict[str, Any] = read_json(folder / INDEX)
+        if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+            raise ValueError(f"an {INDEX} that names no class of a pipeline")
     except (OSError, ValueError) as error:
         raise UserError(
             f"the pipeline in {folder} cannot be read",
@@ -39,7 +41,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
             got=first_line(error),
             remedy="load the bundle from where it is now, or copy it again",
         ) from error
-    title = str(index["_class_name"])
+    title = index["_class_name"]
     kind = library_class("diffusers", title)
     parameters = inspect.signature(kind.__init__).parameters
     if unknown := [name for name in parts if name not in parameters]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
+from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.lane import Plan
 
@@ -131,8 +132,9 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         UserError: there is no such file, or it is damaged.
     """
     try:
+        safetensors_header(path)
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(
             f"cannot read the weights {path}",
             expected="a safetensors file",

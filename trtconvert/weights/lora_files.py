@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.weights.lora_names import component_of, named
 
@@ -32,9 +33,10 @@ def refuse_unreadable(path: Path) -> None:
     try:
         with path.open("rb") as file:
             start = file.read(2)
+        safetensors_header(path)
         with safe_open(path, framework="numpy"):
             pass
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         pickled = start in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
         raise UserError(
             f"the LoRA {path} cannot be read",
