@@ -181,7 +181,9 @@ def test_a_class_is_found_by_the_name_that_it_had(folder):
 
 def test_what_is_there_is_not_called_missing(folder, tmp_path):
     (folder / "unet" / UNET).rename(folder / "unet" / "my-unet.safetensors")
-    with pytest.raises(UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy"):
+    with pytest.raises(
+        UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy: call my"
+    ):
         load_pipeline(folder)
     (tmp_path / "alone").mkdir()
     (folder / "unet" / "my-unet.safetensors").rename(tmp_path / "alone" / "my-unet.safetensors")
@@ -235,6 +237,14 @@ def test_an_encoder_in_fp8_by_its_configuration_is_scaled(tmp_path):
     got, wanted = load_pipeline(tmp_path).text_encoder.state_dict(), pipe.text_encoder.state_dict()
     assert 0 < (got[name] - wanted[name]).norm() / wanted[name].norm() < 0.04
     assert all(torch.equal(x, got[key]) for key, x in wanted.items() if key != name)
+
+
+def test_code_in_a_file_of_torch_is_not_executed(folder):
+    path = folder / "unet" / UNET
+    torch.save(load_file(path) | {"more": Path("x")}, path.with_name("diffusion_pytorch_model.bin"))
+    path.unlink()
+    with pytest.raises(UserError, match=r"(?s)diffusion_pytorch_model.bin holds more than weights.*got: pathlib"):
+        load_pipeline(folder)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ UNET, MIDDLE = "model.diffusion_model.", "model.diffusion_model.middle_block.1."
 def stable_diffusion(pipe: Any) -> dict[str, Tensor]:
     """All of Stable Diffusion 1.x in one file, with what training leaves in it."""
     position_ids = {"cond_stage_model.transformer.text_model.embeddings.position_ids": torch.arange(8)[None]}
-    marks = {"betas": torch.ones(4), "model_ema.decay": torch.ones(())}
+    marks = {"betas": torch.ones(4), "model_ema.decay": torch.ones(()), f"{UNET}accum_iteration": torch.ones(1)}
     return (
         layouts.with_prefix(UNET, layouts.ldm_unet(pipe.unet))
         | layouts.with_prefix("first_stage_model.", layouts.ldm_vae(pipe.vae))
@@ -177,6 +177,11 @@ def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypat
         load_pipeline(tmp_path / "model.safetensors")
     named = re.search("`config: (.*?)`", str(error.value))
     assert named and load_pipeline(tmp_path / "model.safetensors", config=Path(named[1]))
+    save_file({"a.weight": torch.ones(2)}, tmp_path / "unknown.safetensors")
+    with pytest.raises(
+        UserError, match=r"(?s)does not say what.*remedy: add `config: FOLDER` under model, the folder of"
+    ):
+        load_pipeline(tmp_path / "unknown.safetensors", config=tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"(?s)is a folder, which has its own.*remove model.config"):
         load_pipeline(tmp_path / "config", config=tmp_path / "config")
     (tmp_path / "model.txt").write_text("a cat")
@@ -191,6 +196,7 @@ def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypat
         f"{UNET}extra.weight",  # diffusers' rule leaves out what it does not know
         "lora_unet_mid_block.lora_up.weight",
         "first_stage_model.extra.weight",
+        "cond_stage_model.extra.weight",
         "cond_stage_model.transformer.text_model.encoder.layers.0.extra.weight",
     ],
 )

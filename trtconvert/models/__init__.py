@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, did_you_mean
-
 from trtconvert.weights.lora_names import DENOISER
 
 if TYPE_CHECKING:
@@ -184,6 +183,7 @@ def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, a
     try:
         signature.bind(**arguments)
     except TypeError as error:
+        title = DIFFUSERS if section.source == _DIFFUSERS_FUNCTION else section.source
         fields = ("weights", "images", "config")
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         unknown = [] if anything else [name for name in arguments if name not in signature.parameters]
@@ -197,14 +197,13 @@ def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, a
                 and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             ]
             raise UserError(
-                f"the recipe's model section lacks what {section.source} wants",
+                f"the recipe's model section lacks what {title} wants",
                 expected=", ".join(wanted) or f"arguments {signature}",
                 got=", ".join(arguments) or "none",
                 remedy=f"add {', '.join(name if name in fields else f'options.{name}' for name in wanted)} under model"
                 if wanted
                 else "correct model.options",
             ) from error
-        title = DIFFUSERS if section.source == _DIFFUSERS_FUNCTION else section.source
         field = f"model.{unknown[0]}" if unknown[0] in fields else f"model.options.{unknown[0]}"
         raise UserError(
             f"{title} does not take the recipe's {field}",

@@ -230,7 +230,7 @@ def _without_filters(folder: Path, index: Mapping[str, Any], pipeline: Any) -> d
             got=f"no {', '.join(lost)}",
             remedy=f'get it too, or, if it is optional, write "{lost[0]}": [null, null] there',
         )
-    return dict.fromkeys([*named, *(["safety_checker"] if "safety_checker" in optional and index else [])])
+    return dict.fromkeys(named + [name for name in optional if name == "safety_checker"])  # nobody asks it here
 
 
 def _is_part(entry: Any) -> bool:
@@ -302,6 +302,11 @@ def _parts(kind: Any, folder: Path) -> list[tuple[Any, Path]]:
     return [(kind, folder)]
 
 
+def _of_diffusers(kind: Any) -> bool:
+    """Whether a class of models is one of diffusers, and not of transformers."""
+    return hasattr(kind, "load_config")
+
+
 def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, asked: Weights) -> nn.Module:
     """A model with the weights of its folder.
 
@@ -311,13 +316,16 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
         UserError: see `load_pipeline`.
     """
     if stored is None:
-        beside = "" if asked.place == asked.config or asked.place.is_dir() else f", and {asked.place} holds none for it"
+        name = "diffusion_pytorch_model" if _of_diffusers(kind) else "model"
+        others = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
         raise UserError(
             f"there are no weights of {title}",
-            expected="files as `save_pretrained` names them, such as diffusion_pytorch_model.safetensors",
-            got=", ".join(sorted(path.name for path in folder.iterdir())) + beside,
-            remedy=f'get them; or, to go without the model where the pipeline can, write "{folder.name}": [null, null] in '
-            f"{INDEX}; what has another name and is of the denoiser goes into model.weights, with model.config: {folder.parent}",
+            expected=f"files as `save_pretrained` names them, such as {name}.safetensors",
+            got=", ".join(sorted(path.name for path in folder.iterdir()))
+            + (f", and {asked.place} holds none for it" if asked.place.is_file() else ""),
+            remedy=f"call {others[0].name} {name}{others[0].suffix}, if it is all of them"
+            if others
+            else f'get them; or, where the pipeline can go without, write "{folder.name}": [null, null] in {INDEX}',
         )
     try:
         quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
@@ -330,6 +338,9 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
             output_loading_info=True,
             variant=stored.variant,
             use_safetensors=stored.safetensors,
+            **(
+                {} if _of_diffusers(kind) else {"dtype": torch.float32}
+            ),  # diffusers' default, and not that of transformers
         )
     except TrtconvertError:
         raise
@@ -347,7 +358,7 @@ def _model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, 
         UserError: see `load_pipeline`.
     """
     try:
-        if hasattr(kind, "load_config"):  # of diffusers
+        if _of_diffusers(kind):
             return _filled(kind, folder, state, title, ignore)
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
         vars(config).pop("quantization_config", None)

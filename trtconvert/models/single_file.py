@@ -43,13 +43,19 @@ _TEXT = {
 }
 """How the names of a text encoder's weights begin, by its name in the pipeline and its class; the first that is there."""
 
-_TEXTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
-
 _OF_TRAINING = re.compile(
     r"(model_ema|loss|first_stage_model\.loss)\.|(betas|alphas_cumprod(_prev)?|logvar|global_step|denoiser\.sigmas|edm_mean|edm_std"
     r"|sqrt_\w+|log_one_minus_alphas_cumprod|posterior_\w+|lvlb_weights|v_pred|ztsnr|scale_factor|\w*scaled_fp8)$"
 )
 """What training left beside the models: averages, tables of the schedule, marks."""
+
+_TAKEN_OUT = re.compile(
+    r"per_channel_statistics\.(channel|mean-of-means|mean-of-stds)$|(^|\.)(logvar|pos_embedder)\.|(^|\.)accum_\w+$|_extra_state$"
+    r"|(video|audio)_embeddings_connector\.|(^|\.)norm_final\.weight$|rope\.inv_freq$"
+    r"|(^|\.)spiece_model$"
+)
+"""What diffusers' rules take out by name: tables that its classes make, counters of training, other models' parts (LTX, Cosmos);
+and a tokenizer that ComfyUI puts beside its text encoder."""
 
 
 def states_of(
@@ -82,7 +88,7 @@ def states_of(
         if more := sorted(
             key
             for key in of.keys() - used - set(SD_2_TEXT_ENCODER_KEYS_TO_IGNORE)
-            if not _OF_TRAINING.match(key) and not is_spare(key, kinds[part], ignore)
+            if not (_OF_TRAINING.match(key) or _TAKEN_OUT.search(key) or is_spare(key, kinds[part], ignore))
         ):
             raise UserError(
                 f"{file} holds more than the models of {folder} take",
@@ -99,12 +105,21 @@ def looks_like(file: Path) -> str:
     Raises:
         UserError: the file cannot be read.
     """
-    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+    from diffusers.loaders.single_file_utils import (
+        CHECKPOINT_KEY_NAMES,
+        DIFFUSERS_DEFAULT_PIPELINE_PATHS,
+        infer_diffusers_model_type,
+    )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        kind = infer_diffusers_model_type(_whole_prefix(read_tensors([file])))
+        tensors = _whole_prefix(read_tensors([file]))
+        kind = infer_diffusers_model_type(tensors)
+        if (
+            kind == "v1" and CHECKPOINT_KEY_NAMES[kind] not in tensors
+        ):  # what diffusers says of all that it does not know
+            raise KeyError(kind)
         repository = DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
     except (KeyError, IndexError, AttributeError, UnboundLocalError, ValueError):  # of none that diffusers knows
         return "add `config: FOLDER` under model, the folder of a pipeline of its kind, as `save_pretrained` wrote it"
@@ -158,11 +173,14 @@ def _taken_apart(
             found = [prefix for prefix in candidates if any(key.startswith(prefix) for key in tensors)]
             if found:
                 prefixes[name] = (found[0],)
+    # A pipeline without text encoders or a VAE leaves the file's own where they are.
+    unused = tuple(
+        prefix for of in (_VAE, *_TEXT.values()) for prefix in of if prefix not in sum(prefixes.values(), ())
+    )
     parts: dict[str, dict[str, Tensor]] = {}
     for key, x in tensors.items():
         part = next((name for name, starts in prefixes.items() if key.startswith(starts)), denoiser)
-        # A text encoder beside the one of a pipeline, as of SDXL's refiner, or of a pipeline that was saved without.
-        if part == denoiser and key.startswith((*_TEXTS, *_VAE)):
+        if part == denoiser and key.startswith(unused):
             continue
         parts.setdefault(part, {})[key] = x
     return parts
