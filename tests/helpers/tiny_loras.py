@@ -94,7 +94,7 @@ def old_diffusers(prefix: str) -> Layout:
 
 def save(path: Path, layers: Mapping[str, Layer], layout: Layout, metadata: dict[str, str] | None = None) -> Path:
     tensors = {key: tensor for name, layer in layers.items() for key, tensor in layout(name, layer).items()}
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+    save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, path, metadata)
     return path
 
 

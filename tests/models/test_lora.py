@@ -4,22 +4,26 @@ import functools
 import json
 from dataclasses import replace
 
+import onnx
 import pytest
 import tiny_loras
 import tiny_models
 import tiny_pipelines
 import torch
+from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
 from support import refusal, reused, run, tiny_recipe
 from tiny_loras import ALPHA, RANK
 from torch import nn
 
-from trtconvert import models
+from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
-from trtconvert.errors import UserError
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.identity import identity
 from trtconvert.models.lora import merge_loras
 from trtconvert.recipe import LoraSection, ModelSection, load_recipe
+from trtconvert.weights.lora import read_lora
+from trtconvert.weights.lora_names import flat
 
 HALF = ALPHA / RANK
 """What a file with an alpha multiplies by."""
@@ -308,7 +312,9 @@ def test_a_lora_that_takes_weights_out_of_range_is_refused(tmp_path):
         merged(fresh("stable_diffusion"), {"file": file, "scale": 1e6})
 
 
-@pytest.mark.parametrize("kind", ["absent", "folder", "pickled", "cut off", "a model", "peft without its settings"])
+@pytest.mark.parametrize(
+    "kind", ["absent", "folder", "pickled", "cut off", "empty", "a model", "peft without its settings"]
+)
 def test_files_that_are_no_loras_are_refused(tmp_path, kind):
     file = tmp_path / "lora.safetensors"
     layers = tiny_loras.layers_of(_made("stable_diffusion"), ATTENTION)
@@ -319,6 +325,8 @@ def test_files_that_are_no_loras_are_refused(tmp_path, kind):
         torch.save(copied(file), file)
     elif kind == "cut off":
         file.write_bytes(file.read_bytes()[:500])
+    elif kind == "empty":
+        save_file({}, file)
     elif kind == "a model":
         save_file(_made("stable_diffusion").state_dict(), file)
     message = {
@@ -326,6 +334,7 @@ def test_files_that_are_no_loras_are_refused(tmp_path, kind):
         "folder": "there is no LoRA .*got: a folder.*lora.safetensors",
         "pickled": "cannot be read.*a pickled file.*weights_only=True",
         "cut off": "cannot be read.*get the file again",
+        "empty": "is no LoRA.*got: no tensors",
         "a model": "is no LoRA.*a whole model is model.weights",
         "peft without its settings": "the alpha .* is not known.*adapter_config.json",
     }[kind]
@@ -373,11 +382,8 @@ def test_builds_follow_the_files_and_scales(tmp_path):
     assert all(reused(again).values())  # the same file by another name
 
     def bundle_weight():
-        import onnx
-
         weights = {
-            w.name: onnx.numpy_helper.to_array(w)
-            for w in onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
+            w.name: numpy_helper.to_array(w) for w in onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
         }
         return torch.tensor(weights["qkv.weight.T"]).T
 
@@ -413,6 +419,7 @@ def test_builds_refuse_what_does_not_fit_before_they_calibrate(tmp_path):
     )
     refusal(built(tmp_path, {"file": "a.safetensors", "target": "text_encoder"}), "tiny has no text_encoder")
     refusal(built(tmp_path, {"file": "a.safetensors", "target": "vae"}), "recipe.yaml:1", "loras.0.target")
+    refusal(built(tmp_path, {"file": "a.safetensors", "scal": 1}), "'loras.0.scal'", "did you mean 'scale'?")
 
 
 @pytest.fixture(scope="module")
@@ -475,6 +482,52 @@ def test_older_names_of_text_encoders_are_known(tmp_path, with_text):
         replace(holder, components=Text()), [LoraSection(file=tmp_path / "lora.safetensors", target="text_encoder")]
     )
     assert_close(module.state_dict(), expected)
+
+
+def test_t5_is_the_second_text_encoder_of_flux_and_the_third_of_stable_diffusion_3(tmp_path):
+    """kohya's scripts call it the third of either, which a file for the second as well tells apart."""
+    module = tiny_pipelines.t5()
+    query = "encoder.block.0.layer.0.SelfAttention.q"
+    layer = tiny_loras.layer_of(module.get_parameter(f"{query}.weight"), 0)
+    names = {"lora_te3_" + flat(query): layer}
+    shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
+    flux = read_lora(tiny_loras.save(tmp_path / "flux.safetensors", names, tiny_loras.kohya("")))
+    sd3 = {"lora_te2_" + flat(query): layer, f"text_encoders.t5xxl.transformer.{query}": layer}
+    both = read_lora(tiny_loras.save(tmp_path / "sd3.safetensors", sd3, tiny_loras.peft("")))
+    found = [
+        [update.weight for update in lora.updates(target, shapes, "T5")]
+        for lora, target in ((flux, "text_encoder_2"), (both, "text_encoder_2"), (both, "text_encoder_3"))
+    ]
+    assert found == [[f"{query}.weight"]] * 3
+    assert both.components == ["text_encoder_2", "text_encoder_3 or text_encoder_2"]
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_built_with_its_loras(tmp_path):
+    """Half precision: it is merged before it is rounded. On ONNX Runtime they stay as they are."""
+    pipe = tiny_pipelines.stable_diffusion()
+    pipe.save_pretrained(tmp_path / "pipeline")
+    layers = tiny_loras.layers_of(pipe.unet, UNET)
+    tiny_loras.save(tmp_path / "style.safetensors", layers, tiny_loras.kohya())
+    options = tiny_pipelines.PIPELINES["stable_diffusion"][1] | {"batch": [1, 1, 2]}
+    model = {"source": "diffusers", "weights": "pipeline", "dtype": "float16", "options": options}
+    verify = {"samples": 1, "steps": 2, "min_psnr": 15}
+    recipe = recipe_with(tmp_path, {"file": "style.safetensors", "scale": 0.8}, model=model, verify=verify)
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    weights = {
+        w.name: numpy_helper.to_array(w) for w in onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
+    }
+    deltas = {name: layer.delta() for name, layer in layers.items()}
+    for name, expected in tiny_loras.with_deltas(pipe.unet.state_dict(), deltas, 0.8 * HALF).items():
+        if name.removesuffix(".weight") in layers:
+            turned = weights.get(f"unet.{name}.T")
+            found = torch.tensor(weights[f"unet.{name}"] if turned is None else turned.T)
+            torch.testing.assert_close(found, expected.half(), rtol=1e-3, atol=1e-6)
+    with runtime.load(tmp_path / "bundle") as bundle:
+        for called in (bundle["denoiser"], bundle.as_diffusers()):
+            with pytest.raises(BackendUnavailable, match=r"(?s)LoRAs.*cannot be changed.*other loras in the recipe"):
+                called.set_loras([(tmp_path / "style.safetensors", 1.0)])
 
 
 def test_parts_that_nothing_takes_are_told(tmp_path):

@@ -16,6 +16,7 @@ from layered_graphs import int8_model, run
 from safetensors.torch import save_file
 from tiny_loras import ALPHA, RANK
 
+from trtconvert.bundle import DiffusersRecord
 from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
@@ -24,7 +25,7 @@ from trtconvert.export.lowering import expand_layers
 from trtconvert.runtime import loras as runtime_loras
 
 HALF = ALPHA / RANK
-TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
+TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
 
 
 class Refitter:
@@ -79,7 +80,7 @@ def load(component, monkeypatch, tmp_path):
         expand_layers(lowered, exact=True)
         initialisers = {name: value.const_value for name, value in lowered.graph.initializers.items()}
         weights = {
-            name: torch.tensor(x.numpy(), dtype=TYPES[x.dtype.name])
+            name: torch.tensor(x.numpy().astype("float32")).to(TYPES[x.dtype.name])
             for name, x in initialisers.items()
             if x.dtype.name in TYPES
         }
@@ -189,6 +190,35 @@ def test_int8_layers_have_the_numbers_of_their_integers_and_the_lora(load, tmp_p
         weight = model.denoiser.get_parameter(f"{name}.weight")
         rounding = (before[key] - (weight.T if key.endswith(".T") else weight)).abs().max()
         assert rounding < weight.abs().max() / 100  # a hundredth and not more: they are of the layer's own input
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_are_rounded_once_to_the_engine_s_type(load, tmp_path, dtype):
+    model = tiny_models.build()
+    loaded = load(tiny_models.traced(model, dtype))
+    before = engine()["qkv.weight.T"]
+    layers, file = file_of(tmp_path, model.denoiser, ["qkv"])
+    loaded.set_loras([(file, 1.0)])
+    after = engine()["qkv.weight.T"]
+    assert before.dtype == after.dtype == dtype
+    exact = before.double() + HALF * layers["qkv"].delta().T
+    assert (after.double() - exact).abs().max() <= torch.finfo(dtype).eps / 2 * exact.abs().max()
+    assert loaded.set_loras([]) == 1 and torch.equal(engine()["qkv.weight.T"], before)
+
+
+def test_a_text_encoder_takes_its_own_parts(tiny, tmp_path):
+    module, loaded = tiny
+    encoder = DiffusersRecord(
+        pipeline="", component="text_encoder", model="CLIPTextModel", config={}, output="", parameters=[], arguments={}
+    )
+    record = loaded.signature.component.model_copy(update={"timestep_input": "", "diffusers": encoder})
+    loaded.signature.component = record
+    layers, file = file_of(tmp_path, module, ["qkv"], layout=tiny_loras.kohya("lora_te1_"))
+    assert loaded.set_loras([(file, 1.0)]) == 1
+    assert_engine_has(merged(module, layers, HALF))
+    _, of_denoiser = file_of(tmp_path, module, ["qkv"], "b")
+    with pytest.raises(UserError, match=r"(?s)nothing for text_encoder.*modules of CLIPTextModel.*names of denoiser"):
+        loaded.set_loras([(of_denoiser, 1.0)])
 
 
 def test_what_cannot_be_set_leaves_the_engine_as_it_was(tiny, tmp_path):

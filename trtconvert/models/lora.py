@@ -52,7 +52,7 @@ def _target(model: DiffusionModel, target: str) -> tuple[nn.Module, str]:
     if components is None or target not in components.names:
         known = [DENOISER, *(name for name in (components.names if components else ()) if name.startswith("text_"))]
         raise UserError(
-            f"{model.name} has no {target} that a LoRA could be merged into",
+            f"{model.diffusers.pipeline if model.diffusers else model.name} has no {target} that a LoRA could be merged into",
             expected=", ".join(known),
             got=target,
             remedy="correct target under loras in the recipe"

@@ -87,10 +87,10 @@ class BuiltWeights:
         if not additions:
             return stored.T if turned else stored
         try:
-            made = _sum(stored, turned, additions, device)
+            made, finite = _sum(stored, turned, additions, device)
         except torch.OutOfMemoryError:
-            made = _sum(stored, turned, additions, torch.device("cpu"))
-        if not made.isfinite().all():
+            made, finite = _sum(stored, turned, additions, torch.device("cpu"))
+        if not finite:
             files = ", ".join(dict.fromkeys(f"{a.source[0]} at {a.source[-1]:g}" for a in additions))
             raise UserError(
                 f"with these LoRAs the weight {name} leaves the range of the engine's type",
@@ -104,13 +104,17 @@ class BuiltWeights:
         return name in self._places
 
 
-def _sum(stored: Tensor, turned: bool, additions: Sequence[Addition], device: torch.device) -> Tensor:
-    """In the order of the ONNX model's memory, which is the engine's: nothing is turned on the way."""
+def _sum(stored: Tensor, turned: bool, additions: Sequence[Addition], device: torch.device) -> tuple[Tensor, bool]:
+    """The sum on the CPU, and whether all of it is finite.
+
+    In the order of the ONNX model's memory, which is the engine's: nothing is turned on the way.
+    """
     total = stored.to(device, torch.float32, copy=True)
     for addition in additions:
         delta = addition.update.delta(device)
         total += addition.source[-1] * (delta.T if turned else delta)
-    return total.to(stored.dtype).cpu()
+    made = total.to(stored.dtype)
+    return made.cpu(), bool(made.isfinite().all())
 
 
 def files_of(onnx: Path) -> list[tuple[str, int, int, int]]:

@@ -184,6 +184,8 @@ def read_lora(path: Path) -> LoraFile:
     layers: dict[str, _Layer] = {}
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
+        if not names:
+            raise _no_lora(path, "no tensors", names)
         settings = _settings(path, names, file.metadata() or {})
         for name in names:
             match = _KEY.fullmatch(name)

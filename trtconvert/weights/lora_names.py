@@ -208,8 +208,11 @@ _PREFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((prefix, (DENOISER,)) for prefix in ("diffusion_model.", "unet.", "transformer.")),
     *((prefix, ("text_encoder",)) for prefix in ("lora_te_", "lora_te1_", "text_encoder.")),
     *((prefix, ("text_encoder_2",)) for prefix in ("lora_te2_", "text_encoder_2.")),
-    # kohya's third is T5, which is Flux's second text encoder and the third of Stable Diffusion 3.
+    ("text_encoders.clip_l.transformer.", ("text_encoder",)),
+    ("text_encoders.clip_g.transformer.", ("text_encoder_2",)),
+    # T5 is Flux's second text encoder and the third of Stable Diffusion 3.
     ("lora_te3_", ("text_encoder_3", "text_encoder_2")),
+    ("text_encoders.t5xxl.transformer.", ("text_encoder_3", "text_encoder_2")),
     ("text_encoder_3.", ("text_encoder_3",)),
 )
 """What names begin with, and the components that they may be of."""

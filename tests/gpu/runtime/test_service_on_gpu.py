@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_loras
 import torch
 from gpu_runtime import held, make_inputs, resident
 from rich.console import Console
@@ -221,6 +222,28 @@ def test_new_weights_take_effect_and_old_ones_come_back(denoiser, digits, tmp_pa
     error = relative_error(changed.cpu(), expected)
     assert error < relative_error(before.cpu(), expected) / 3
     denoiser.refit(old)
+    assert torch.equal(denoiser(*inputs), before)
+
+
+def test_loras_take_effect_and_go_again(denoiser, digits, tmp_path):
+    inputs = make_inputs(4)
+    for _ in range(3):  # the graph must not keep the old weights
+        before = denoiser(*inputs)
+    old = {name: x.clone() for name, x in digits.denoiser.state_dict().items()}
+    names = [name.removesuffix(".weight") for name, x in old.items() if name.endswith(".attn.qkv.weight")]
+    layers = tiny_loras.layers_of(digits.denoiser, names)
+    file = tiny_loras.save(tmp_path / "lora.safetensors", layers, tiny_loras.peft(""))
+    assert denoiser.set_loras([(file, 1.0)]) == len(names)
+    changed = [denoiser(*inputs) for _ in range(3)][-1]
+    merged = tiny_loras.with_deltas(old, {name: layer.delta() for name, layer in layers.items()}, 1.0)
+    digits.denoiser.load_state_dict(merged)
+    try:
+        expected = digits.denoiser(*[x.cpu().float() if x.is_floating_point() else x.cpu() for x in inputs])
+    finally:
+        digits.denoiser.load_state_dict(old)
+    error = relative_error(changed.cpu(), expected)
+    assert error < relative_error(before.cpu(), expected) / 3
+    assert denoiser.set_loras([]) == len(names)
     assert torch.equal(denoiser(*inputs), before)
 
 
