@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ class LoraFile:
                 f"the LoRA {self.path} has nothing for {target}",
                 expected=f"names of modules of {title}",
                 got=f"names of {', '.join(self.components)}",
-                remedy=f"set target to {' or '.join(self.components)}",
+                remedy=f"merge it into {' or '.join(self.components)}: as target in a recipe, or by its own set_loras",
             )
         suffix = ".weight"
         modules = {name.removesuffix(suffix): shape for name, shape in weights.items() if name.endswith(suffix)}
@@ -195,7 +196,7 @@ def read_lora(path: Path) -> LoraFile:
             module = match["module"].replace(".processor.", ".")
             layer = layers.setdefault(module, _Layer())
             tensor = file.get_tensor(name)
-            if problem := _damage(tensor):
+            if part != "alpha" and (problem := _damage(tensor)):
                 raise UserError(
                     f"the LoRA {path} is damaged",
                     expected="finite floating-point numbers",
@@ -204,8 +205,10 @@ def read_lora(path: Path) -> LoraFile:
                 )
             if part != "alpha":
                 layer.parts[_PARTS.get(part, part)] = tensor
-            elif tensor.numel() == 1 and tensor.item() > 0:
-                layer.alpha = tensor.item()
+            elif (
+                tensor.numel() == 1 and 0 < tensor.item() < math.inf
+            ):  # of any type: kohya's scripts write integers too
+                layer.alpha = float(tensor.item())
             else:
                 raise UserError(
                     f"the LoRA {path} is damaged",
