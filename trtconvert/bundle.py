@@ -105,7 +105,7 @@ class TensorRecord(_Record):
     """One input or output: numpy's name of its type, and sizes or symbolic dimensions, in outputs lines through them too."""
 
     name: _Name
-    dtype: Literal["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool"]
+    dtype: str
     shape: list[int | str]
 
     @field_validator("shape")

@@ -232,6 +232,7 @@ def run(
     from trtconvert.bundle import MANIFEST
     from trtconvert.evaluate.grid import save_sheet
     from trtconvert.files import whole_file
+    from trtconvert.runtime.batches import AnyBatch
 
     if output.suffix.lower() != ".png":
         raise UserError(
@@ -245,7 +246,7 @@ def run(
     taken = {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}
     if place in taken or (place.is_relative_to(folder) and loaded.manifest.is_own(str(place.relative_to(folder)))):
         raise UserError(
-            f"{output} is among the files of the bundle, which would no longer be what was built",
+            f"{output} is a file of the bundle, or would count as one, and it would no longer be what was built",
             expected="a place of its own for the samples",
             got=str(output),
             remedy="give another file with -o",
@@ -256,7 +257,7 @@ def run(
     samples = samples or len(prompts) or 16
     with whole_file(output, "give another file with -o") as partial:
         started = time.perf_counter()
-        images = draw(loaded["denoiser"], range(seed, seed + samples), steps=steps, solver=solver)
+        images = draw(AnyBatch(loaded["denoiser"]), range(seed, seed + samples), steps=steps, solver=solver)
         seconds = time.perf_counter() - started
         save_sheet(images, partial)
     click.echo(f"{samples} {'sample' if samples == 1 else 'samples'} in {seconds:.1f} s on {loaded.backend}: {output}")

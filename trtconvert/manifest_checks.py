@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 INDEX = "model_index.json"
 """What every folder of a pipeline has."""
 
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
+"""Types of inputs and outputs, as numpy and torch call them."""
+
 
 def contradiction(manifest: Manifest) -> str:
     """What in a manifest does not fit the rest of it, the first such thing; empty if nothing."""
@@ -53,6 +56,7 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
         if not tensors:
             yield f"{field}: none"
         yield from _twins(field, (tensor.name for tensor in tensors))
+        yield from (f"{field}: the type {t.dtype!r} of {t.name}" for t in tensors if t.dtype not in DTYPES)
     sized = {dim for tensor in component.inputs for dim in tensor.shape if isinstance(dim, str)}
     if unknown := sorted(sized - component.dims.keys()):
         yield f"dims: without {unknown[0]}, which an input has"

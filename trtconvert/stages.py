@@ -407,6 +407,7 @@ def verify_stage(
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.trace import in_type
         from trtconvert.models.denoiser import intercepted
+        from trtconvert.runtime.batches import AnyBatch
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
         source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
@@ -435,7 +436,7 @@ def verify_stage(
         bar.step()
         of_sites, of_layers = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, bar.step)
         full = verify.draw(source, source.denoiser, section, bar.step)
-        int8 = verify.draw(source, denoiser, section, bar.step)
+        int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
         per_sample = verify.psnr(int8, full)
         quality = QualityRecord(
             samples=section.samples,

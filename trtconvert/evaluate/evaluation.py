@@ -38,6 +38,7 @@ from trtconvert.files import sha256
 from trtconvert.models.denoiser import intercepted, on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
+from trtconvert.runtime.batches import AnyBatch
 
 SHARD = 256
 """Samples per shard: what a kill costs each process at most."""
@@ -268,7 +269,7 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
             remedy="give --weights, or leave --int8 torch and --device out",
         )
     if source is None or request.int8 == "bundle":
-        return bundle["denoiser"], bundle.backend
+        return AnyBatch(bundle["denoiser"]), bundle.backend
     where = "the CPU, the specification"
     if request.device == "cuda":
         layers = any(component.has_int8_layers for component in bundle.manifest.components.values())

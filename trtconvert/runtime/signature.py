@@ -76,6 +76,23 @@ class Signature:
             )
         return min(fitting, key=lambda i: _distance(self.profiles[i], sizes)), sizes
 
+    def of_samples(self) -> list[bool]:
+        """Which inputs have an entry for each sample: those that begin with the dimension that the first one begins with."""
+        first = self.component.inputs[0].shape[:1]
+        return [bool(first) and spec.shape[:1] == first for spec in self.component.inputs]
+
+    def batches(self, tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+        """The smallest and the largest number of samples that inputs of such sizes may have; of several profiles that hold the
+        other sizes, of the one that takes the most. None where none does."""
+        batch = self.component.inputs[0].shape[0]
+        if isinstance(batch, int):
+            return batch, batch
+        specs = zip(self.component.inputs, tensors, strict=True)
+        pairs = [pair for spec, x in specs for pair in zip(spec.shape, x.shape, strict=False)]
+        others = {dim: size for dim, size in pairs if isinstance(dim, str) and dim != batch}
+        holding = [profile[batch] for profile in self.profiles if _holds(profile, others)]
+        return max(((low, high) for low, _, high in holding), key=lambda sizes: sizes[1], default=None)
+
     def typed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inputs that were checked, detached, floating-point ones in the signature's types."""
         return [x.detach().to(dtype_of(spec)) for spec, x in zip(self.component.inputs, tensors, strict=True)]
