@@ -1,4 +1,4 @@
-"""BF16 models as ONNX Runtime runs them on a CPU: the same graph in FP32, with the numbers of its weights."""
+"""Models in 16 bits as FP32: the same graph, with the numbers of its weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ def model():
     return int8_model(modes=STATIC, attention=True)
 
 
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
+def dtype(request):
+    return request.param
+
+
 @pytest.fixture(params=[False, True], ids=["weights inside", "weights beside"])
-def file(request, model, tmp_path, monkeypatch):
+def file(request, model, dtype, tmp_path, monkeypatch):
     if request.param:
         monkeypatch.setattr(storage, "INLINE_LIMIT", 1)
     path = tmp_path / "model.onnx"
-    storage.save(model.graph(torch.bfloat16), path)
+    storage.save(model.graph(dtype), path)
     assert storage.weights_file(path).exists() == request.param
     return path
 
@@ -39,26 +44,25 @@ def types_of(proto: onnx.ModelProto) -> set[int]:
     return {x.data_type for x in proto.graph.initializer} | {x.type.tensor_type.elem_type for x in values}
 
 
-def test_nothing_of_it_is_bf16(file):
-    assert onnx.TensorProto.BFLOAT16 in types_of(onnx.load(file))
+def test_nothing_of_it_is_of_16_bits(file, dtype):
+    of_type = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}[dtype]
+    assert of_type in types_of(onnx.load(file))
     with in_float32(file) as path:
         proto = onnx.load(path)
-        assert onnx.TensorProto.BFLOAT16 not in types_of(proto)
-        assert not any(
-            a.name == "to" and a.i == onnx.TensorProto.BFLOAT16 for n in proto.graph.node for a in n.attribute
-        )
+        assert of_type not in types_of(proto)
+        assert not any(a.name == "to" and a.i == of_type for n in proto.graph.node for a in n.attribute)
         assert path != file
-    assert not path.exists() and onnx.TensorProto.BFLOAT16 in types_of(onnx.load(file))
+    assert not path.exists() and of_type in types_of(onnx.load(file))
 
 
-def test_it_computes_with_weights_of_bf16(file, model):
+def test_it_computes_with_weights_of_16_bits(file, model, dtype):
     inputs = model.example()
     with in_float32(file) as path:
         names = [x.name for x in ir.load(path).graph.inputs]
         session = InferenceSession(path)
         (found,) = session.run(None, {name: inputs[name].numpy() for name in names})
     rounded = copy.copy(model.model)
-    object.__setattr__(rounded, "denoiser", copy.deepcopy(model.model.denoiser).bfloat16().float())
+    object.__setattr__(rounded, "denoiser", copy.deepcopy(model.model.denoiser).to(dtype).float())
     sites = Int8Sites(model.attention, rounded.timestep_max, "calibrated", True)
     layers = Int8Layers({name: layer.tables for name, layer in model.layers.items()}, rounded.timestep_max)
     with torch.no_grad():

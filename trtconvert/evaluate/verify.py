@@ -14,7 +14,7 @@ from torch import Tensor
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.bundle import QualityRecord
+from trtconvert.bundle import ComponentRecord, QualityRecord, TensorRecord
 from trtconvert.calib.data import Progress, batches_of
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
@@ -115,6 +115,15 @@ class _Noise:
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """‖got - expected‖ / ‖expected‖."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def widened(component: ComponentRecord) -> ComponentRecord:
+    """The signature of a component's copy in FP32."""
+
+    def wide(specs: list[TensorRecord]) -> list[TensorRecord]:
+        return [s.model_copy(update={"dtype": "float32"}) if s.dtype == "float16" else s for s in specs]
+
+    return component.model_copy(update={"inputs": wide(component.inputs), "outputs": wide(component.outputs)})
 
 
 def lowering_difference(

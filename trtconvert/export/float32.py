@@ -1,4 +1,4 @@
-"""Models in BF16 as ONNX Runtime runs them on a CPU, where it has no BF16: in FP32, with the numbers of their weights."""
+"""Models in 16 bits as FP32, with the numbers of their weights: ONNX Runtime has no BF16 on a CPU, and rounds FP16 everywhere."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 import onnx_ir as ir
 
 from trtconvert.export import storage
+from trtconvert.export.nodes.common import HALF
 from trtconvert.files import temporary_folder
 
-_BF16, _FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+_FP32 = ir.DataType.FLOAT
 _OF_TYPES = ("to", "dtype")
 """Attributes that name a type."""
 
 
 @contextmanager
 def in_float32(path: Path) -> Iterator[Path]:
-    """A temporary copy of a model whose BF16 is FP32: weights, inputs, outputs, and what is cast between them.
+    """A temporary copy of a model whose 16-bit numbers are FP32: weights, inputs, outputs, and what is cast between them.
 
-    What a step rounds to BF16 on the way is not rounded, so that differences are those of the weights alone.
+    What a step rounds on the way is not rounded, so that differences are those of the weights alone.
     """
     model = ir.load(path)
     widen(model)
@@ -32,7 +33,7 @@ def in_float32(path: Path) -> Iterator[Path]:
 
 
 def widen(model: ir.Model) -> None:
-    """Make FP32 of everything in BF16, in place. Weights are read when they are written."""
+    """Make FP32 of everything in 16 bits, in place. Weights are read when they are written."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         for value in (*graph.inputs, *graph.initializers.values()):
             _widen_value(value)
@@ -40,16 +41,16 @@ def widen(model: ir.Model) -> None:
             for value in node.outputs:
                 _widen_value(value)
             for name, attribute in list(node.attributes.items()):
-                if attribute.type == ir.AttributeType.INT and name in _OF_TYPES and attribute.as_int() == _BF16:
+                if attribute.type == ir.AttributeType.INT and name in _OF_TYPES and attribute.as_int() in HALF:
                     node.attributes[name] = ir.AttrInt64(name, int(_FP32))
-                elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _BF16:
+                elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALF:
                     node.attributes[name] = ir.AttrTensor(name, _widened(attribute.as_tensor()))
 
 
 def _widen_value(value: ir.Value) -> None:
-    if value.const_value is not None and value.const_value.dtype == _BF16:
+    if value.const_value is not None and value.const_value.dtype in HALF:
         value.const_value = _widened(value.const_value)
-    if value.dtype == _BF16:
+    if value.dtype in HALF:
         value.dtype = _FP32
 
 
