@@ -17,6 +17,7 @@ from support import refusal, reused, run, tiny_recipe
 from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.evaluate.evaluation import full_precision
 from trtconvert.models.identity import identity
 from trtconvert.models.lora import merge_loras
 from trtconvert.recipe import LoraSection, ModelSection, load_recipe
@@ -36,7 +37,7 @@ def built(folder, *loras):
     return run("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache")
 
 
-def test_builds_follow_the_files_and_scales(tmp_path):
+def test_builds_follow_the_files_and_scales(tmp_path, monkeypatch):
     """Of a model of a user's own function, whose modules have the user's names."""
     base = tiny_models.build().denoiser
     layers = tiny_loras.layers_of(base, ["qkv", "out"])
@@ -50,14 +51,22 @@ def test_builds_follow_the_files_and_scales(tmp_path):
     again = built(tmp_path, {"file": "b.safetensors", "scale": 0.5})
     assert all(reused(again).values())  # the same file by another name
 
-    def bundle_weight():
-        weights = {
-            w.name: numpy_helper.to_array(w) for w in onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
-        }
-        return torch.tensor(weights["qkv.weight.T"]).T
+    weights = onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
+    found = next(numpy_helper.to_array(weight) for weight in weights if weight.name == "qkv.weight.T")
+    deltas = {name: layer.delta() for name, layer in layers.items()}
+    expected = tiny_loras.with_deltas(base.state_dict(), deltas, 0.5 * HALF)
+    torch.testing.assert_close(torch.tensor(found).T, expected["qkv.weight"])
 
-    expected = tiny_loras.with_deltas(base.state_dict(), {"qkv": layers["qkv"].delta()}, 0.5 * HALF)["qkv.weight"]
-    torch.testing.assert_close(bundle_weight(), expected)
+    # What a bundle is compared with has them too. They are looked for where the program runs.
+    loaded = runtime.load(tmp_path / "bundle")
+    monkeypatch.chdir(tmp_path / "cache")
+    assert full_precision(loaded, None) is None
+    with pytest.raises(UserError, match=r"(?s)LoRA of the model.*no b\.safetensors.*run this where it is"):
+        full_precision(loaded, tmp_path / "a.safetensors")
+    monkeypatch.chdir(tmp_path)
+    source = full_precision(loaded, None)
+    assert source is not None
+    assert_close(source.denoiser.state_dict(), expected)
 
 
 def test_an_identity_counts_files_scales_targets_and_settings(tmp_path):
