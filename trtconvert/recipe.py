@@ -7,7 +7,6 @@ error names its line.
 from __future__ import annotations
 
 import datetime
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trtconvert.documents import YAML_CHARACTERS, YamlError, parse_yaml
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import read_limited
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
@@ -79,8 +78,9 @@ class ModelSection(_Section):
     )
     images: dict[str, Path | list[Path]] = Field(
         default_factory=dict,
-        description="Images that the pipeline's call takes, by its arguments, such as `image` and `mask_image`, or lists of them, "
-        "as for several ControlNets; relative to the recipe. Other images may be given to the pipeline later; they decide what the model is calibrated and verified on.",
+        description="Images that the pipeline's call takes, by its arguments, such as `image` and `mask_image`, or lists of "
+        "them, as for several ControlNets; relative to the recipe. Other images may be given to the pipeline later; they decide "
+        "what the model is calibrated and verified on.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -668,13 +668,12 @@ def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
         return str(UserError(f"{where}: '{field}' is missing", expected="a value", got="none", remedy="add it"))
     if error["type"] == "extra_forbidden":
         valid = sorted(_fields_at(keys[:-1]))
-        near = difflib.get_close_matches(str(keys[-1]), valid, n=1, cutoff=0.5)
         return str(
             UserError(
                 f"{where}: unknown field '{field}'",
                 expected=f"one of {', '.join(valid)}",
                 got=str(keys[-1]),
-                remedy=f"did you mean '{near[0]}'?" if near else "remove it",
+                remedy=did_you_mean(str(keys[-1]), valid, "remove it"),
             )
         )
     got = error.get("ctx", {}).get("got", error["input"])
@@ -683,13 +682,12 @@ def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
     names = [
         name for e in errors if e["type"] == "literal_error" for name in re.findall("'(.*?)'", e["ctx"]["expected"])
     ]
-    near = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
     return str(
         UserError(
             f"{where}: '{field}' does not fit",
             expected=", or ".join(expected),
             got=_shown(got) if keys else "",
-            remedy=f"did you mean '{near[0]}'?" if near else "correct it; `trtconvert schema` describes every field",
+            remedy=did_you_mean(str(got), names, "correct it; `trtconvert schema` describes every field"),
         )
     )
 

@@ -14,15 +14,22 @@ import original_layouts as layouts
 import pytest
 import tiny_pipelines
 import torch
+from converted_pipelines import recipe_of
+from rich.console import Console
 from safetensors.torch import load_file, save_file
+from tolerances import INT8_IMAGES_PSNR
 from torch import Tensor
 
-from trtconvert import models
+from trtconvert import models, runtime
+from trtconvert.cache import Cache
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.evaluate.verify import psnr
 from trtconvert.models.identity import identity
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.saved import copy_without_models
 from trtconvert.models.single_file import states_of
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
 from trtconvert.recipe import ModelSection
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -319,6 +326,32 @@ def test_a_recipe_names_a_file_and_its_configurations(sd, tmp_path):
     for options, told in (({"heigth": 32}, "height"), ({"vairant": "fp16"}, "variant")):
         with pytest.raises(UserError, match=rf"(?s)model.options.{next(iter(options))}.*did you mean '{told}'"):
             models.load(section.model_copy(update={"options": options}))
+
+
+@pytest.mark.slow
+def test_a_bundle_of_one_file_draws_by_itself(sd, tmp_path):
+    """Its text encoder, denoiser and VAE are in one file in FP16, its tokenizer in the folder of configurations."""
+    weights = {name: x.half() if x.is_floating_point() else x for name, x in sd[1].items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    shutil.copytree(sd[0], tmp_path / "config")
+    model = {"weights": "model.safetensors", "config": "config", "dtype": "float32"}
+    recipe = recipe_of(tmp_path, "stable_diffusion", {"all": {}}, model)
+    bundled = build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+    assert bundled.manifest.recipe.model.config == Path("config")
+    wanted = load_pipeline(tmp_path / "model.safetensors", config=tmp_path / "config")
+    with runtime.load(tmp_path / "bundle") as bundle:
+        pictures = [
+            pipe(
+                prompt="a cat",
+                height=32,
+                width=32,
+                num_inference_steps=4,
+                generator=torch.Generator().manual_seed(1),
+                output_type="pt",
+            )[0]
+            for pipe in (bundle.pipeline(), wanted)
+        ]
+    assert psnr(*pictures).min() >= INT8_IMAGES_PSNR
 
 
 def write_gguf(path: Path, weights: dict[str, Tensor]) -> None:

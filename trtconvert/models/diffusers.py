@@ -21,7 +21,6 @@ from trtconvert.models.components import PipelineComponents
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.pipelines import (
     BATCH,
-    COMPONENTS,
     PROMPTS,
     Called,
     Observed,
@@ -34,6 +33,7 @@ from trtconvert.models.pipelines import (
     shapes_of,
     size_range,
 )
+from trtconvert.models.saved import DENOISERS
 from trtconvert.runtime.arguments import parameters_of, put_together
 from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
 
@@ -76,7 +76,7 @@ def diffusers_model(
     """
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
-    component = _denoiser(pipe, COMPONENTS if denoiser is None else (denoiser,))
+    component = _denoiser(pipe, DENOISERS if denoiser is None else (denoiser,))
     caller = PipelineCaller(pipe, component, tokens, tuple(prompts), dict(call or {}), _pictures(images or {}))
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
     ranges = {name: size_range(name, size) for name, size in wanted.items() if size is not None}

@@ -28,9 +28,6 @@ from trtconvert.errors import TrtconvertError, UserError, did_you_mean, kind_and
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
-COMPONENTS = ("transformer", "unet")
-"""Where pipelines keep what denoises, unless the recipe says otherwise."""
-
 BATCH = [1, 2, 8]
 """Images per call of a pipeline, (min, opt, max), unless the recipe says otherwise."""
 

@@ -18,7 +18,7 @@ _OF_MODELS = {"generation_config.json"}
 INDEX = "model_index.json"
 
 DENOISERS = ("transformer", "unet")
-"""Folders of a pipeline's denoiser."""
+"""Where pipelines keep what denoises, unless the recipe says otherwise."""
 
 _STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"}
 
