@@ -10,6 +10,7 @@ from torch import nn
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.recipe import LoraSection
+from trtconvert.weights.finite import is_finite
 from trtconvert.weights.lora import read_lora
 from trtconvert.weights.lora_names import DENOISER
 
@@ -28,9 +29,10 @@ def merge_loras(model: DiffusionModel, loras: Sequence[LoraSection]) -> None:
         with torch.no_grad():
             for update in updates:
                 weight = weights[update.weight]
-                merged = weight.float() + section.scale * update.delta(weight.device)
-                merged = merged.to(weight.dtype)
-                if not merged.isfinite().all():
+                exact = weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                update.add_to(exact, section.scale)
+                merged = exact.to(weight.dtype)
+                if not is_finite(merged):
                     raise UserError(
                         f"with the LoRA {section.file} the weight {update.weight} of {title} is no number",
                         expected=f"numbers that {str(weight.dtype).removeprefix('torch.')} holds",

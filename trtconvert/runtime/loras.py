@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.errors import UserError
+from trtconvert.weights.finite import is_finite
 from trtconvert.weights.lora import Update, read_lora
 
 if TYPE_CHECKING:
@@ -111,10 +112,9 @@ def _sum(stored: Tensor, turned: bool, additions: Sequence[Addition], device: to
     """
     total = stored.to(device, torch.float32, copy=True)
     for addition in additions:
-        delta = addition.update.delta(device)
-        total += addition.source[-1] * (delta.T if turned else delta)
+        addition.update.add_to(total.T if turned else total, addition.source[-1])
     made = total.to(stored.dtype)
-    return made.cpu(), bool(made.isfinite().all())
+    return made.cpu(), is_finite(made)
 
 
 def files_of(onnx: Path) -> list[tuple[str, int, int, int]]:

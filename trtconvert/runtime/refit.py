@@ -21,6 +21,7 @@ from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.lane import Plan
+from trtconvert.weights.finite import is_finite
 
 
 def refit(
@@ -97,7 +98,7 @@ def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape:
         trt.DataType.INT64: torch.int64,
         trt.DataType.INT32: torch.int32,
     }[prototype.dtype]
-    if not tensor.isfinite().all() or (tensor.dtype != dtype and not tensor.to(dtype).isfinite().all()):
+    if not is_finite(tensor.detach()) or (tensor.dtype != dtype and not is_finite(tensor.detach().to(dtype))):
         raise UserError(
             f"the new weight '{name}' cannot be used",
             expected=f"finite numbers that {str(dtype).removeprefix('torch.')} holds",

@@ -27,6 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line
+from trtconvert.weights.finite import is_finite
 from trtconvert.weights.lora_files import PEFT_CONFIG, refuse_unreadable, settings_beside
 from trtconvert.weights.lora_names import PEFT_ROOT, Place, component_of, flat, named, places
 
@@ -73,15 +74,22 @@ class Update:
     down: Tensor | None = None
     mid: Tensor | None = None
 
-    def delta(self, device: torch.device | str = "cpu") -> Tensor:
-        """The difference, FP32 of the weight's shape."""
-        up = self.up.to(device, torch.float32)
+    def add_to(self, weight: Tensor, scale: float) -> None:
+        """Add so many times the difference to a weight, in place.
+
+        Args:
+            weight: FP32 of the shape, contiguous, or a matrix that lies transposed.
+        """
+        device, dtype = weight.device, torch.float32
+        up = self.up.to(device, dtype) * (scale * self.factor)  # which is smaller than the product
         if self.down is None:
-            return up.reshape(self.shape)
-        down = self.down.to(device, torch.float32)
+            weight += up.reshape(self.shape)
+            return
+        down = self.down.to(device, dtype)
         if self.mid is not None:  # a convolution 1 × 1, one with the kernel, and one 1 × 1
-            down = torch.einsum("om...,mi->oi...", self.mid.to(device, torch.float32), down.flatten(1))
-        return (up.flatten(1) @ down.flatten(1)).reshape(self.shape) * self.factor
+            down = torch.einsum("om...,mi->oi...", self.mid.to(device, dtype), down.flatten(1))
+        matrix = weight if weight.dim() == 2 else weight.view(len(weight), -1)
+        matrix.addmm_(up.flatten(1), down.flatten(1))
 
 
 @dataclass
@@ -228,7 +236,7 @@ def _damage(tensor: Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
     if not tensor.numel():
         return "nothing"
-    return "" if torch.isfinite(tensor.float()).all() else "NaN or Inf"
+    return "" if is_finite(tensor.float() if tensor.element_size() == 1 else tensor) else "NaN or Inf"  # of FP8
 
 
 def _no_lora(path: Path, name: str, names: Sequence[str]) -> UserError:
