@@ -310,3 +310,15 @@ def test_lines_that_name_files_keep_their_paths_whole():
     path = Path("/tmp") / ("long" * 40) / "[red]" / "samples.png"
     say(Console(file=file, width=80), f"look at {path}")
     assert file.getvalue() == f"look at {path}\n"
+
+
+def test_a_locale_of_ascii_alone_is_as_good_as_utf8(tiny_build, tmp_path, monkeypatch):
+    folder = tmp_path / "Modèle été"
+    folder.mkdir()
+    bundle = shutil.copytree(tiny_build.bundle, folder / "bündel")
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    outcome = finish(start("inspect", bundle))
+    assert outcome.exit_code == 0 and "×" in outcome.output and "Modèle été" in outcome.output
+    outcome = finish(start("build", tiny_build.recipe, "-o", bundle, "--cache", folder / "çache"))
+    assert outcome.exit_code == 0, outcome.output

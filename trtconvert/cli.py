@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +44,13 @@ def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
     )
 
 
+def _start_in_utf8() -> None:
+    """Begin anew in UTF-8 where Python takes the locale's ASCII for all there is, which it does where it was told to: the C locale
+    alone means UTF-8 to it. Libraries in C++ open paths in UTF-8, and tables have signs beyond ASCII."""
+    if sys.getfilesystemencoding() == "ascii" and not sys.flags.utf8_mode:
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 _CLEARING_SECONDS = 2.0
 """What removing temporary folders may take."""
 
@@ -54,6 +62,11 @@ class _Commands(click.Group):
 
     stopped_by: int | None = None
     _left_at = -math.inf  # seconds, of time.monotonic()
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Any:
+        if args is None:  # what the shell gave
+            _start_in_utf8()
+        return super().main(args, *more, **named)
 
     def stop(self, number: int, _frame: object) -> None:
         """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go. What comes soon after it
