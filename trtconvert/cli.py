@@ -45,8 +45,8 @@ def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
 
 
 def _start_in_utf8() -> None:
-    """Begin anew in UTF-8 where Python takes the locale's ASCII for all there is, which it does where it was told to: the C locale
-    alone means UTF-8 to it. Libraries in C++ open paths in UTF-8, and tables have signs beyond ASCII."""
+    """Begin anew in UTF-8 where Python takes the locale's ASCII for all there is, which it does where it was told to: the C
+    locale alone means UTF-8 to it. Libraries in C++ open paths in UTF-8, and tables have signs beyond ASCII."""
     if sys.getfilesystemencoding() == "ascii" and not sys.flags.utf8_mode:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
