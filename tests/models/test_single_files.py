@@ -253,6 +253,23 @@ def test_fp8_is_scaled_before_it_is_split_and_turned(tmp_path):
         assert (got[name] - x).norm() <= limit * x.norm()
 
 
+def test_a_file_is_of_the_denoiser_that_is_named(tmp_path):
+    """Wan 2.2 is published with a file for high and one for low noise."""
+    pipe, _ = published(tmp_path / "whole", "wan")
+    second = tiny_pipelines.wan().transformer
+    second.proj_out.weight.neg_()
+    both = diffusers.WanPipeline(**pipe.components | {"transformer_2": second}, boundary_ratio=0.3)
+    both.save_pretrained(tmp_path / "config")
+    (tmp_path / "config" / "transformer_2" / "diffusion_pytorch_model.safetensors").unlink()
+    low = tmp_path / "low.safetensors"
+    save_file({name: x.contiguous() for name, x in layouts.wan(second).items()}, low)
+    assert_same(load_pipeline(low, config=tmp_path / "config", denoiser="transformer_2"), both)
+    with pytest.raises(UserError, match=r"(?s)no weights of transformer_2.*denoiser: transformer_2"):
+        load_pipeline(low, config=tmp_path / "config")
+    with pytest.raises(UserError, match=r"(?s)no denoiser 'transformer_3'.*got: text_encoder, transformer, tr"):
+        load_pipeline(low, config=tmp_path / "config", denoiser="transformer_3")
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "told"),
     [

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
-from trtconvert.models.saved import INDEX, pipeline_folder
+from trtconvert.models.saved import DENOISERS, INDEX, pipeline_folder
 from trtconvert.models.weight_files import (
     READABLE,
     StoredWeights,
@@ -316,6 +316,10 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
         UserError: see `load_pipeline`.
     """
     if stored is None:
+        of_file = asked.place.is_file() and folder.name.startswith(DENOISERS)
+        otherwise = (
+            f"if the file is of it, add `options: {{denoiser: {folder.name}}}` under model; else " if of_file else ""
+        )
         name = "diffusion_pytorch_model" if _of_diffusers(kind) else "model"
         others = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
         raise UserError(
@@ -325,7 +329,7 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
             + (f", and {asked.place} holds none for it" if asked.place.is_file() else ""),
             remedy=f"call {others[0].name} {name}{others[0].suffix}, if it is all of them"
             if others
-            else f'get them; or, where the pipeline can go without, write "{folder.name}": [null, null] in {INDEX}',
+            else f'{otherwise}get them; or, where the pipeline can go without, write "{folder.name}": [null, null] in {INDEX}',
         )
     try:
         quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
