@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test lint bench tensorrt clean
+.PHONY: setup demo test soak lint bench tensorrt clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Thousands of damaged recipes, bundles, manifests, calibrations and plans, where `make test` takes some hundreds.
+soak: $(STAMP)
+	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest tests/robustness
 
 lint: $(STAMP)
 	$(BIN)/ruff check
