@@ -52,7 +52,7 @@ def recipe_of(
     folder: Path, name: str, components: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any
 ):
     recipe = {
-        "model": {"source": "diffusers", "weights": "pipeline", "options": options(name)} | (model or {}),
+        "model": {"source": "diffusers", "weights": "pipeline", "options": options(name), "dtype": "float32"} | (model or {}),
         "components": components,
         "attention": {"modes": "precision"},
         "layers": {"modes": "off"},
@@ -103,7 +103,7 @@ FP32_ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 def halves_of(folder: Path, **options: Any) -> dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]:
     """The halves of the VAE of a saved pipeline on ONNX Runtime, by method."""
-    model = {"source": "diffusers", "weights": ".", "options": options}
+    model = {"source": "diffusers", "weights": ".", "options": options, "dtype": "float32"}
     (folder / "recipe.yaml").write_text(
         json.dumps({"model": model, "components": {"vae_decoder": {}, "vae_encoder": {}}})
     )

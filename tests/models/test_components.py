@@ -163,7 +163,7 @@ def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
         return encoded
 
     monkeypatch.setattr(type(pipe.tokenizer), "__call__", tokenize_with_truth_values)
-    model = {"source": "diffusers", "weights": ".", "options": options("pixart")}
+    model = {"source": "diffusers", "weights": ".", "options": options("pixart"), "dtype": "float32"}
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": model, "components": {"text_encoder": {}}}))
     made = component_records(tmp_path, load_recipe(tmp_path / "recipe.yaml"))
     ((stage, record),) = made.values()
