@@ -11,7 +11,7 @@ from support import REPOSITORY
 
 LAYERS: tuple[set[str], ...] = (
     {"cli"},
-    {"pipeline", "compile", "summary", "doctor"},
+    {"pipeline", "compile", "summary", "doctor", "starter"},
     {"stages"},
     {"evaluate"},
     {"calib"},

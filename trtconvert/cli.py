@@ -483,6 +483,36 @@ def doctor() -> None:
 
 
 @main.command()
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("recipe.yaml"), show_default=True)
+@click.option("--prompts", type=click.Path(path_type=Path), help="Text file with a prompt a line, to calibrate on.")
+@click.option(
+    "--lora", "loras", multiple=True, type=click.Path(path_type=Path), help="LoRA file to merge; may be given again."
+)
+@click.option("--force", is_flag=True, help="Write over a recipe that is there.")
+def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...], force: bool) -> None:
+    """Write a commented recipe for MODEL.
+
+    That is the folder of a diffusers pipeline, a file of weights, or a published model by its short name, as sdxl or flux1;
+    another name lists them.
+    """
+    from trtconvert.files import whole_file
+    from trtconvert.starter import recipe_text
+
+    text = recipe_text(model, output, prompts, loras)
+    if output.exists() and not force:
+        raise UserError(
+            f"{output} is there already",
+            expected="a file that is not",
+            got="one",
+            remedy="name another with -o, or write over it with --force",
+        )
+    with whole_file(output, "name another with -o") as partial:
+        partial.write_text(text, encoding="utf-8")
+    click.echo(f"{output}: look through it, then `trtconvert build {output}`")
+
+
+@main.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for editors."""
     import json

@@ -1,0 +1,87 @@
+"""`trtconvert init`: recipes that load and say what was found; those in recipes/ are the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import REPOSITORY, refusal, run
+
+from trtconvert.recipe import load_recipe
+from trtconvert.starter import PUBLISHED, recipe_text
+
+RECIPES = REPOSITORY / "recipes"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_recipes_of_published_models_are_those_that_init_writes(name):
+    """`trtconvert init NAME -o recipes/NAME.yaml --force` writes one anew."""
+    path = RECIPES / f"{name}.yaml"
+    assert path.read_text(encoding="utf-8") == recipe_text(name, path)
+    recipe = load_recipe(path)
+    assert recipe.model.source == "diffusers" and recipe.model.weights == RECIPES / PUBLISHED[name].folder
+    assert recipe.model.dtype == PUBLISHED[name].dtype and recipe.components
+
+
+def test_every_pipeline_is_a_class_of_diffusers():
+    diffusers = pytest.importorskip("diffusers")
+    assert [known.pipeline for known in PUBLISHED.values() if not hasattr(diffusers, known.pipeline)] == []
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """What `save_pretrained` of a Flux in BF16 leaves, as far as headers tell."""
+    folder = tmp_path / "my flux"
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    weights = {"weight": torch.zeros(8, 8, dtype=torch.bfloat16)}
+    save_file(weights, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    return folder
+
+
+def test_a_folder_becomes_a_recipe_with_its_type_prompts_and_loras(pipeline, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    (tmp_path / "style.safetensors").touch()
+    arguments = ("--prompts", tmp_path / "prompts.txt", "--lora", tmp_path / "style.safetensors")
+    outcome = run("init", pipeline, "-o", tmp_path / "flux.yaml", *arguments)
+    assert outcome.exit_code == 0 and "trtconvert build" in outcome.output
+    recipe = load_recipe(tmp_path / "flux.yaml")
+    assert recipe.model.weights == pipeline and recipe.model.dtype == "bfloat16"
+    assert recipe.model.options["height"] == 1024 and recipe.calibration.data == tmp_path / "prompts.txt"
+    assert [lora.file for lora in recipe.loras] == [tmp_path / "style.safetensors"]
+    before = (tmp_path / "flux.yaml").read_text()
+    refusal(run("init", "sdxl", "-o", tmp_path / "flux.yaml"), "is there already", "--force")
+    assert (tmp_path / "flux.yaml").read_text() == before
+    assert run("init", "sdxl", "-o", tmp_path / "flux.yaml", "--force").exit_code == 0
+    assert load_recipe(tmp_path / "flux.yaml").model.dtype == "float16"
+
+
+def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_path):
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "OtherPipeline"}))
+    (tmp_path / "other.yaml").write_text(recipe_text(str(pipeline), tmp_path / "other.yaml"))
+    recipe = load_recipe(tmp_path / "other.yaml")
+    assert recipe.model.dtype == "bfloat16" and recipe.model.options == {}
+    weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
+    text = recipe_text(str(weights), tmp_path / "other.yaml")
+    assert "config: FOLDER # with model_index.json" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("sdxll", ["did you mean 'sdxl'?"]),
+        ("nowhere", ["one of sd15, sdxl"]),
+        ("model.onnx", ["is an ONNX model", "that it was exported from"]),
+        ("folder", ["holds no diffusers pipeline", "got: notes.txt"]),
+    ],
+)
+def test_what_no_recipe_can_be_for_is_refused(tmp_path, monkeypatch, model, told):
+    (tmp_path / "model.onnx").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    refusal(run("init", model), *told)
+    assert not (tmp_path / "recipe.yaml").exists()
+    refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with a prompt a line")

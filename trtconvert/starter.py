@@ -1,0 +1,298 @@
+"""`trtconvert init`: a first recipe, for a published model by its short name, or for what lies in a folder or a file.
+
+Free of torch: files of weights are asked for their headers only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtconvert.errors import UserError, did_you_mean
+from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, with_dtype
+from trtconvert.recipe import ModelSection
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model as it is published.
+
+    Attributes:
+        title: for people; pipeline: its class in diffusers; folder: of the repository that holds it, without its owner.
+        options: `model.options` of it, with what they mean.
+        dtype: in which it is saved.
+        notes: lines of comment at the top.
+        images: arguments of the pipeline's call that take an image.
+        is_large: whether each of its steps takes minutes on a CPU.
+        second_encoder: whether it has a large second text encoder.
+    """
+
+    title: str
+    pipeline: str
+    folder: str
+    options: Mapping[str, tuple[Any, str]]
+    dtype: str = "bfloat16"
+    notes: Sequence[str] = ()
+    images: Sequence[str] = ()
+    is_large: bool = True
+    second_encoder: bool = False
+
+
+def _square(side: int, more: str = "") -> dict[str, tuple[Any, str]]:
+    pixels = f"pixels; or [min, opt, max] for one engine that takes a range{more}"
+    return {"height": (side, pixels), "width": (side, "")}
+
+
+def _video(height: int, width: int, frames: int, step: str) -> dict[str, tuple[Any, str]]:
+    return {"height": (height, "pixels"), "width": (width, ""), "frames": (frames, step)}
+
+
+PUBLISHED: dict[str, Published] = {
+    "sd15": Published(
+        "Stable Diffusion 1.5",
+        "StableDiffusionPipeline",
+        "stable-diffusion-v1-5",
+        _square(512),
+        "float16",
+        is_large=False,
+    ),
+    "sdxl": Published(
+        "SDXL", "StableDiffusionXLPipeline", "stable-diffusion-xl-base-1.0", _square(1024), "float16", is_large=False
+    ),
+    "sd35": Published("Stable Diffusion 3.5", "StableDiffusion3Pipeline", "stable-diffusion-3.5-medium", _square(1024)),
+    "flux1": Published("Flux.1", "FluxPipeline", "FLUX.1-dev", _square(1024, ", in steps of 16"), second_encoder=True),
+    "flux1-kontext": Published(
+        "Flux.1 Kontext",
+        "FluxKontextPipeline",
+        "FLUX.1-Kontext-dev",
+        _square(1024, ", in steps of 16"),
+        images=("image",),
+        second_encoder=True,
+    ),
+    "pixart-sigma": Published(
+        "PixArt-Σ", "PixArtSigmaPipeline", "PixArt-Sigma-XL-2-1024-MS", _square(1024), "float16", is_large=False
+    ),
+    "wan21": Published(
+        "Wan 2.1, 1.3B",
+        "WanPipeline",
+        "Wan2.1-T2V-1.3B-Diffusers",
+        _video(480, 832, 81, "4·n + 1"),
+    ),
+    "wan22": Published(
+        "Wan 2.2, A14B",
+        "WanPipeline",
+        "Wan2.2-T2V-A14B-Diffusers",
+        _video(720, 1280, 81, "4·n + 1")
+        | {"denoiser": ("transformer", "of high noise; a second bundle has transformer_2")},
+        notes=("Two denoisers take turns: build this once for each, with its name in model.options.denoiser.",),
+    ),
+    "qwen-image": Published("Qwen-Image", "QwenImagePipeline", "Qwen-Image", _square(1328)),
+    "ltx": Published("LTX-Video", "LTXPipeline", "LTX-Video", _video(512, 704, 97, "8·n + 1")),
+    "cogvideox": Published("CogVideoX, 2B", "CogVideoXPipeline", "CogVideoX-2b", _video(480, 720, 49, ""), "float16"),
+    "hunyuanvideo": Published("HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo", _video(544, 960, 61, "4·n + 1")),
+}
+"""By short names."""
+
+_HEADER = "`trtconvert schema` prints every field with its meaning. Next: trtconvert build {name}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a recipe is for. `known` is the published model that it is like, where it is like one."""
+
+    title: str
+    weights: str
+    known: Published | None
+    config: str = ""
+    dtype: str = ""
+
+
+def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
+    """A commented recipe.
+
+    Args:
+        model: a short name of `PUBLISHED`, a pipeline's folder, or a file of weights.
+        at: where it will lie; paths in it are relative to its folder.
+        prompts: a text file, one prompt a line, to calibrate on; loras: files to merge.
+    Raises:
+        UserError: nobody knows such a model, or a file is not there.
+    """
+    for what, path in (("prompts", prompts), *(("LoRA", path) for path in loras)):
+        if path is not None and not path.is_file():
+            raise UserError(
+                f"there is no file of {what} at {path}",
+                expected="a text file with a prompt a line" if what == "prompts" else "a safetensors file",
+                got="no such file",
+                remedy="check the path; it is relative to the current folder",
+            )
+    found = _published(model) if model in PUBLISHED and not Path(model).exists() else _looked_at(Path(model), at)
+    known = found.known
+    lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
+    lines += [f"# {note}" for note in (known.notes if known else ())]
+    where = (
+        " # the folder that it was downloaded to, relative to this file"
+        if known and found.weights == known.folder
+        else ""
+    )
+    lines += ["model:", "  source: diffusers", f"  weights: {_quoted(found.weights)}{where}"]
+    if found.config:
+        lines.append(f"  config: {found.config}")
+    dtype = found.dtype or (known.dtype if known else "float16")
+    lines.append(f"  dtype: {dtype} # in which it is saved; float32, float16 or bfloat16")
+    if known and known.images:
+        lines += [
+            "  images:",
+            *(f"    {name}: photo.png # what is shown to it while it is converted" for name in known.images),
+        ]
+    lines += _options(known)
+    if loras:
+        lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
+    lines += _components(known is not None and known.second_encoder)
+    lines += _quality(known is None or known.is_large, None if prompts is None else _relative(prompts, at))
+    return "\n".join(lines) + "\n"
+
+
+def _published(name: str) -> _Found:
+    known = PUBLISHED[name]
+    return _Found(f"{known.title}, from its folder", known.folder, known)
+
+
+def _looked_at(place: Path, at: Path) -> _Found:
+    """What lies in a folder or a file."""
+    if place.is_dir() and is_saved_pipeline(place):
+        return _of_pipeline(place, place, at, "")
+    if place.is_file() and place.suffix == ".onnx":
+        raise UserError(
+            f"{place} is an ONNX model, which recipes do not start from",
+            expected="a folder that a pipeline's save_pretrained wrote, or a file of weights",
+            got="an ONNX model",
+            remedy="give the pipeline or the weights that it was exported from",
+        )
+    if place.is_file():
+        folder = pipeline_folder(place)
+        if folder is not None:
+            return _of_pipeline(folder, place, at, "")
+        return _Found(
+            f"The weights in {place.name}",
+            _relative(place, at),
+            None,
+            "FOLDER # with model_index.json and what it names",
+        )
+    if place.is_dir():
+        raise UserError(
+            f"{place} holds no diffusers pipeline",
+            expected=f"a folder with {INDEX}, as `pipeline.save_pretrained(folder)` writes it",
+            got=", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder",
+            remedy="save the whole pipeline there",
+        )
+    raise UserError(
+        f"'{place}' is no folder, no file and no model that comes with a recipe",
+        expected="a pipeline's folder, a file of weights, or one of " + ", ".join(PUBLISHED),
+        got=str(place),
+        remedy=did_you_mean(str(place), PUBLISHED, "check the path"),
+    )
+
+
+def _of_pipeline(folder: Path, weights: Path, at: Path, config: str) -> _Found:
+    try:
+        kind = str(json.loads((folder / INDEX).read_text(encoding="utf-8"))["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder / INDEX} cannot be read",
+            expected="the index of a pipeline, with the name of its class",
+            got=f"{type(error).__name__}: {error}",
+            remedy="save the pipeline again",
+        ) from error
+    name = folder.resolve().name
+    alike = [known for known in PUBLISHED.values() if known.pipeline == kind]
+    known = next((known for known in alike if known.folder == name), alike[0] if alike else None)
+    dtype = with_dtype(ModelSection(source="diffusers", weights=weights)).dtype
+    return _Found(f"{kind} of {weights.name}", _relative(weights, at), known, config, dtype)
+
+
+def _relative(path: Path, at: Path) -> str:
+    """Relative to the recipe's folder where the path lies in it or close by; else absolute."""
+    path, folder = path.resolve(), at.resolve().parent
+    relative = os.path.relpath(path, folder)
+    return relative if relative.count("..") <= 2 else str(path)
+
+
+def _quoted(text: str) -> str:
+    """As YAML takes it: JSON where a sign of it could mean something."""
+    return (
+        text if text.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum() else json.dumps(text)
+    )
+
+
+def _options(known: Published | None) -> list[str]:
+    if known is None:
+        return [
+            "  options: {} # height and width in pixels, frames, call: {guidance_scale: …}; the pipeline's own by default"
+        ]
+    lines = ["  options:"]
+    for name, (value, meaning) in known.options.items():
+        lines.append(f"    {name}: {value}" + (f" # {meaning}" if meaning else ""))
+    lines.append("    batch: [1, 1, 2] # images per call; guidance calls the denoiser with twice as many")
+    return lines
+
+
+def _components(second_encoder: bool) -> list[str]:
+    lines = [
+        "",
+        "components:",
+        "  all: {} # text encoders and the VAE's decoder become engines, and the bundle draws prompts by itself",
+    ]
+    return (
+        [*lines, "  text_encoder_2: {layers: int8} # T5, whose layers in INT8 take half the memory"]
+        if second_encoder
+        else lines
+    )
+
+
+def _quality(large: bool, prompts: str | None) -> list[str]:
+    """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time."""
+    data = (
+        "denoise # or a file of prompts, one a line (.txt), or a folder of images"
+        if prompts is None
+        else _quoted(prompts)
+    )
+    modes = ("precision", "static") if large else ("auto", "auto")
+    why = (
+        ["  # Stated, not searched (auto): a search draws samples, which takes hours on a CPU with such a model."]
+        if large
+        else ["  # From a search over sites, layers and timesteps, within a budget of PSNR (section plan)."]
+    )
+    samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
+    lines = [
+        "",
+        "attention:",
+        *why,
+        f"  modes: {modes[0]} # or auto, fp16, precision, balanced, aggressive, fp8",
+        "",
+        "layers:",
+        f"  modes: {modes[1]} # linear layers; or auto, static, dynamic, weight_only, off",
+        "",
+        "calibration:",
+        f"  data: {data}",
+        f"  samples: {samples} # more is better, and takes longer",
+        f"  batch: {min(samples, 4)}",
+        f"  steps: {steps}",
+        f"  bins: {min(steps, 10)}",
+    ]
+    if large:
+        lines.append(
+            "  # On a machine with a GPU: trtconvert calibrate THIS_FILE --device cuda -o scales.safetensors, then in this"
+        )
+        lines.append("  # section nothing but `from: scales.safetensors` and bins.")
+    lines += [
+        "",
+        "verify:",
+        f"  samples: {drawn} # drawn in full precision and in INT8, and compared",
+        f"  steps: {verified}",
+        "  min_psnr: 20 # dB; a build that misses it fails",
+    ]
+    return lines
