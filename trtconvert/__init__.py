@@ -1,3 +1,18 @@
-"""trtconvert: diffusion models to TensorRT engines with INT8 attention that follows the denoising timestep."""
+"""trtconvert: diffusion models to TensorRT engines with INT8 attention and layers that follow the denoising timestep."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtconvert.optimization import optimize
+
+__all__ = ["optimize"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is asked for: the command line does without.
+    if name == "optimize":
+        from trtconvert.optimization import optimize
+
+        return optimize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
