@@ -254,6 +254,7 @@ def run(
             got=output.suffix or "no ending",
             remedy="give another file with -o",
         )
+    started = time.perf_counter()
     loaded = runtime.load(bundle)
     place, folder = output.resolve(), loaded.folder.resolve()
     taken = {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}
@@ -267,13 +268,14 @@ def run(
     # Samplers choose a prompt by the seed: the first sample should show the first one.
     first = seed % max(1, len(prompts))
     draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first])
-    samples = samples or len(prompts) or 16
+    samples, loading = samples or len(prompts) or 16, time.perf_counter() - started
     with whole_file(output, "give another file with -o") as partial:
         started = time.perf_counter()
         images = draw(AnyBatch(loaded["denoiser"]), range(seed, seed + samples), steps=steps, solver=solver)
         seconds = time.perf_counter() - started
         save_sheet(images, partial)
-    click.echo(f"{samples} {'sample' if samples == 1 else 'samples'} in {seconds:.1f} s on {loaded.backend}: {output}")
+    drawn = f"{samples} {'sample' if samples == 1 else 'samples'} in {seconds:.2g} s"
+    click.echo(f"{drawn}, loaded in {loading:.2g} s, on {loaded.backend}: {output}")
 
 
 @main.command()
