@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import dataclass
@@ -73,6 +74,32 @@ def test_a_bundle_that_was_named_from_another_folder_has_its_pipeline(half, tmp_
         moved.rename(tmp_path / "elsewhere")
         with pytest.raises(UserError, match=r"(?s)pipeline in .* cannot be read.*remedy: load the bundle from"):
             bundle.pipeline()
+
+
+def test_a_copy_of_a_pipeline_shares_its_sessions(half):
+    """Those are not copied; and what the copy is given instead of its parts is its own."""
+    with runtime.load(half.bundle) as bundle:
+        pipe = bundle.pipeline()
+        again = copy.deepcopy(pipe)
+        assert again.transformer is not pipe.transformer
+        assert torch.equal(draw(again, "flux"), draw(pipe, "flux"))
+        again.vae.config["scaling_factor"] = 1.0
+        assert pipe.vae.config["scaling_factor"] != 1.0
+
+
+def test_pipelines_of_other_tasks_say_what_their_bundle_lacks(half, tmp_path):
+    """An encoder for images to begin with, and tiles that an engine does not work in."""
+    with runtime.load(half.bundle) as bundle:
+        pipe = diffusers.AutoPipelineForImage2Image.from_pipe(bundle.pipeline())
+        image = Image.open(picture(tmp_path / "image.png", 0))
+        for function, expected in (
+            (lambda: pipe(**arguments("flux"), image=image), r"(?s)no 'encode'.*remedy: add vae_encoder to components"),
+            (lambda: pipe.vae.enable_tiling(), r"(?s)no 'enable_tiling'.*got: .*whole images.*remedy: .*model.options.height"),
+            (lambda: pipe.vae.disable_slicing(), r"(?s)no 'disable_slicing'.*remedy: leave it out"),
+        ):
+            with pytest.raises(UserError, match=expected) as error:
+                function()
+            assert "LoRA" not in str(error.value)
 
 
 def test_heights_within_the_range_are_drawn(half, one_noise):

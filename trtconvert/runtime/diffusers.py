@@ -5,7 +5,9 @@ diffusers is imported when one is made, not with this module.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +28,35 @@ from trtconvert.runtime.unused import UnusedResult
 
 PACKING = ("return_dict", "generator")
 """Parameters that change no arithmetic: how results are packed, and randomness that a text encoder or a VAE does not draw."""
+
+
+_ADVICE = (
+    (
+        r"encode|_encode",
+        "a use of its encoder, which the bundle does not hold",
+        "add vae_encoder to components in the recipe and build again: `components: {all: {}, vae_encoder: {}}`; or give the "
+        "pipeline a VAE of torch: bundle.pipeline(vae=…)",
+    ),
+    (
+        r"(enable|disable|use)_.*(tiling|slicing)",
+        "a wish to work piece by piece: an engine takes whole images, of the sizes that it was built for",
+        "leave it out, for the engine's memory is planned for its sizes; for larger images build with them in "
+        "model.options.height and width, or give the pipeline a VAE of torch, which can work in tiles: bundle.pipeline(vae=…)",
+    ),
+    (
+        r".*(lora|adapter|peft).*",
+        "a LoRA for a model without weights of its own",
+        "give LoRAs in the recipe's section loras and build again; an engine that was built with engine.refittable: true takes "
+        "them by set_loras",
+    ),
+    (
+        r".*attn_processors?|set_.*attention.*|.*qkv.*",
+        "a change of its attention, which is part of the engine",
+        "leave it out: the engine has kernels of its own; where a pipeline changes attention while it draws, as for perturbed "
+        "attention guidance, keep the model as it is",
+    ),
+)
+"""What pipelines ask of their models beside calling them: pattern of the name, what that is, and what to do instead."""
 
 
 class NotConverted(UserError, AttributeError):
@@ -66,14 +97,25 @@ class _DropIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            otherwise = (
+                "a use of the model itself: it runs as it was converted",
+                "leave it out; or do it to the pipeline's own model, save that, and build a bundle of it",
+            )
+            got, remedy = next(
+                ((got, remedy) for pattern, got, remedy in _ADVICE if re.fullmatch(pattern, name)), otherwise
+            )
             raise NotConverted(
                 f"the converted {self._record.model} has no '{name}'",
                 expected="a pipeline that calls its model, and reads its configuration, type and device",
-                got="a use of the model itself: it runs as it was converted",
-                remedy="give LoRAs in the recipe's section loras, or to set_loras of a refittable engine; do what else changes a "
-                "model, and save it, before `trtconvert build`; pipelines that change theirs while they draw, as for perturbed "
-                "attention guidance, keep it as it is",
+                got=got,
+                remedy=remedy,
             ) from None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _DropIn:
+        """Another one on the same component: engines and sessions are not copied, and closing the bundle closes it for both."""
+        made = copy.copy(self)
+        made.config = copy.deepcopy(self.config, memo)
+        return made
 
 
 class _Parameters:
