@@ -25,6 +25,7 @@ LAYERS: tuple[set[str], ...] = (
         "cache",
         "diffusion_model",
         "documents",
+        "early",
         "entry_point",
         "errors",
         "files",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from trtconvert import early
+
+# isort: split
 import contextlib
 import math
 import os
@@ -64,9 +67,14 @@ class _Commands(click.Group):
     _left_at = -math.inf  # seconds, of time.monotonic()
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Any:
-        if args is None:  # what the shell gave
-            _start_in_utf8()
-        return super().main(args, *more, **named)
+        if args is not None:
+            return super().main(args, *more, **named)
+        # What the shell gave: a process of its own.
+        _start_in_utf8()
+        try:
+            return super().main(None, *more, **named)
+        except SystemExit as end:
+            early.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
 
     def stop(self, number: int, _frame: object) -> None:
         """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go. What comes soon after it
