@@ -17,10 +17,10 @@ from trtconvert.errors import UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.identity import identity
 from trtconvert.models.loading import load_pipeline
-from trtconvert.models.weight_files import stored_weights
 from trtconvert.pipeline import copied_images
 from trtconvert.recipe import load_recipe
 from trtconvert.runtime.libraries import library_class
+from trtconvert.weights.weight_files import stored_weights
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 

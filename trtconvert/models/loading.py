@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
 from trtconvert.models.saved import DENOISERS, INDEX, pipeline_folder
-from trtconvert.models.weight_files import (
+from trtconvert.runtime.libraries import current_name
+from trtconvert.weights.weight_files import (
     READABLE,
     StoredWeights,
-    holds_fp8,
+    holds_scaled,
     how_without,
     is_spare,
     read_tensors,
     stored_weights,
     variants_of,
 )
-from trtconvert.runtime.libraries import current_name
 
 _TEXT_COMPONENTS = ("text_encoder", "tokenizer")
 """What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
@@ -333,7 +333,7 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
         )
     try:
         quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
-        if quantised or holds_fp8(stored.files):
+        if quantised or holds_scaled(stored.files):
             return _model_of(kind, folder, read_tensors(stored.files), title, asked.ignore)
         # Both libraries take safetensors first, wherever the variant is.
         model, told = kind.from_pretrained(

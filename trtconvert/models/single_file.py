@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtconvert.errors import UserError, first_line
 from trtconvert.models.saved import DENOISERS, is_saved_pipeline
-from trtconvert.models.weight_files import how_without, is_spare, read_tensors
+from trtconvert.weights.weight_files import how_without, is_spare, read_tensors
 
 _DENOISER = ("model.diffusion_model.", "diffusion_model.")
 """How the names of a denoiser's weights begin where the file holds other models too, and in some that hold it alone."""

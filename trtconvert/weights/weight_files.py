@@ -1,14 +1,15 @@
 """Files of weights as they are published: safetensors, torch's own (.bin, .ckpt, .pt, .pth) and GGUF, whole or in shards, in
-variants, in FP8 with scales. No code in them is executed."""
+variants, in FP8 or INT8 with scales. No code in them is executed."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -32,6 +33,8 @@ _STORED = re.compile(
 """Files that `save_pretrained` of a model writes; the older libraries put a variant behind the number of the shard."""
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_SCALED = (*_FP8, torch.int8)
+"""What a weight with scales is stored in; INT8 as `trtconvert quantize` writes it."""
 
 _SCALES = (".scale_weight", ".weight_scale", ".weight_scale_inv")
 """What the names of scales end with, after the layer's. Each is a factor of the stored weight, the last one by blocks as well."""
@@ -58,7 +61,7 @@ _MADE_BY_MODELS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn_mas
 _HEADS = re.compile(r"^(lm_head|text_projection|visual_projection|vision_model|decoder)\.|(^|\.)logit_scale$")
 """What models of transformers are trained with, and pipelines' encoders do without."""
 
-_BLOCK = 128
+BLOCK = 128
 """Rows and columns that have a scale in common, where a scale is a matrix (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
 
@@ -114,7 +117,7 @@ def _stored(folder: Path) -> dict[tuple[str | None, bool], list[Path]]:
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """All tensors of files of weights, on the CPU: of GGUF and of FP8 as FP32, their scales applied, others as they are.
+    """All tensors of files of weights, on the CPU: of GGUF, FP8 and INT8 as FP32, their scales applied, others as they are.
 
     Raises:
         UserError: a file is missing or damaged, of an unknown kind, holds code, or is quantised otherwise.
@@ -151,13 +154,14 @@ def how_without(name: str) -> str:
     )
 
 
-def holds_fp8(files: Sequence[Path]) -> bool:
-    """Whether safetensors files hold weights in FP8; only their headers are read."""
+def holds_scaled(files: Sequence[Path]) -> bool:
+    """Whether safetensors files hold weights in FP8 or INT8; only their headers are read."""
     for path in files:
         if path.suffix in SAFETENSORS:
             with safe_open(path, framework="pt") as file:
-                if any(file.get_slice(name).get_dtype().startswith("F8_") for name in file.keys()):  # noqa: SIM118
-                    return True
+                types = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+            if any(name == "I8" or name.startswith("F8_") for name in types):
+                return True
     return False
 
 
@@ -167,25 +171,25 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"there are no weights at {path}",
             expected="a file that ends with " + ", ".join(READABLE),
             got="a folder" if path.is_dir() else "no such file",
-            remedy="correct model.weights in the recipe, or get the file again",
+            remedy="correct the path (model.weights in a recipe), or get the file again",
         )
-    _refuse_pointer(path)
+    refuse_pointer(path)
     suffix = path.suffix.lower()
     if suffix in SAFETENSORS:
         return _read_safetensors(path)
     if suffix in TORCH:
-        return _read_torch(path)
+        return read_torch(path)
     if suffix in GGUF:
-        return _read_gguf(path)
+        return {name: read() for name, (_, read) in gguf_tensors(path).items()}
     raise UserError(
         f"{path} is no file of weights that can be read",
         expected="a name that ends with " + ", ".join(READABLE),
         got=path.suffix or "a name without an ending",
-        remedy="give model.weights another file, or the folder of a pipeline",
+        remedy="give another file, or the folder of a model or a pipeline",
     )
 
 
-def _refuse_pointer(path: Path) -> None:
+def refuse_pointer(path: Path) -> None:
     """
     Raises:
         UserError: the file stands for one that git has not fetched.
@@ -206,17 +210,22 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
-def _read_torch(path: Path) -> dict[str, Tensor]:
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that torch wrote. Those of the format since torch 1.6 are read from the disk as they are used.
+
+    Raises:
+        UserError: it is damaged, holds more than weights, or none.
+    """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         # torch names a class as `Unsupported global: GLOBAL package.Class`; a file that is none says something else.
         named = re.search(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error))
         if named is None:
-            raise _damaged(path, error) from error
+            raise damaged(path, error) from error
         raise UserError(
             f"{path} holds more than weights",
             expected="tensors, numbers and texts: no code of a file is executed",
@@ -225,7 +234,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             "weights alone with safetensors.torch.save_file",
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     while isinstance(loaded, Mapping) and isinstance(inner := loaded.get("state_dict"), Mapping):
         loaded = inner
     if not isinstance(loaded, Mapping) or not any(isinstance(x, Tensor) for x in loaded.values()):
@@ -235,12 +244,18 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             got=f"{type(loaded).__name__} of {', '.join(map(str, list(loaded)[:5]))}"
             if isinstance(loaded, Mapping)
             else type(loaded).__name__,
-            remedy="give model.weights the file of the model itself",
+            remedy="give the file of the model itself",
         )
     return {str(name): x for name, x in loaded.items() if isinstance(x, Tensor)}
 
 
-def _read_gguf(path: Path) -> dict[str, Tensor]:
+def gguf_tensors(path: Path) -> dict[str, tuple[list[int], Callable[[], Tensor]]]:
+    """The shape of each tensor of a GGUF file, and a function that reads it as FP32.
+
+    Raises:
+        BackendUnavailable: `gguf` is not installed.
+        UserError: the file is damaged; from a function, the quantisation is not known to the installed package.
+    """
     try:
         gguf: Any = importlib.import_module("gguf")
     except ImportError as error:
@@ -253,9 +268,9 @@ def _read_gguf(path: Path) -> dict[str, Tensor]:
     try:
         reader: Any = gguf.GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError, TypeError) as error:
-        raise _damaged(path, error) from error
-    tensors: dict[str, Tensor] = {}
-    for stored in reader.tensors:
+        raise damaged(path, error) from error
+
+    def read(stored: Any, shape: list[int]) -> Tensor:
         try:
             x = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy())
         except NotImplementedError as error:
@@ -265,13 +280,20 @@ def _read_gguf(path: Path) -> dict[str, Tensor]:
                 got=stored.tensor_type.name,
                 remedy="pip install --upgrade gguf, or take the model in another quantisation",
             ) from error
+        return x.reshape(shape)
+
+    found: dict[str, tuple[list[int], Callable[[], Tensor]]] = {}
+    for stored in reader.tensors:
         # The format has at most four dimensions, and rows of whole blocks: what had others says so itself.
-        shape = reader.fields.get(f"comfy.gguf.orig_shape.{stored.name}")
-        tensors[stored.name] = x if shape is None else x.reshape([int(shape.parts[i][0]) for i in shape.data])
-    return tensors
+        original = reader.fields.get(f"comfy.gguf.orig_shape.{stored.name}")
+        own = [int(size) for size in reversed(stored.shape)]
+        shape = own if original is None else [int(original.parts[i][0]) for i in original.data]
+        found[stored.name] = shape, functools.partial(read, stored, shape)
+    return found
 
 
-def _damaged(path: Path, error: BaseException) -> UserError:
+def damaged(path: Path, error: BaseException) -> UserError:
+    """What to say of a file of weights that its library could not read."""
     return UserError(
         f"the weights in {path} cannot be read",
         expected=f"a whole {path.suffix.removeprefix('.')} file",
@@ -281,9 +303,10 @@ def _damaged(path: Path, error: BaseException) -> UserError:
 
 
 def dequantised(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Weights in FP8 as FP32, multiplied by their scales, which go. Without a scale a weight is what it says.
+    """Weights in FP8 and INT8 as FP32, multiplied by their scales, which go. Without a scale one in FP8 is what it says.
 
-    Scales are one number, one for each row of the weight, or one for each block of 128 × 128.
+    Scales are one number, one for each row of the weight, or one for each block of 128 × 128; of weights with more dimensions
+    than two, all behind the first are the columns.
 
     Args:
         source: of the tensors, for messages.
@@ -291,16 +314,15 @@ def dequantised(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]
         UserError: weights are quantised otherwise, or a scale does not fit its weight.
     """
     left = dict(tensors)
+    refuse_other_formats(tensors, source)
     for name in tensors:
-        if name.endswith(_QUANTISED_OTHERWISE) or ".quant_state." in name:
-            raise _not_dequantised(source, name, "a part of quantised weights")
         if name.endswith(".comfy_quant"):
             _refuse_format(source, name, left.pop(name))
     for name, scale in tensors.items():
         weight = next((name.removesuffix(end) + ".weight" for end in _SCALES if name.endswith(end)), "")
         if weight not in tensors:
             continue
-        if tensors[weight].dtype in _FP8:
+        if tensors[weight].dtype in _SCALED:
             left[weight] = _scaled(weight, tensors[weight], scale, source)
         elif not bool((scale.float() == 1).all()):
             raise _not_dequantised(source, name, f"a scale of {weight}, which is {_type_name(tensors[weight])}")
@@ -318,17 +340,34 @@ def dequantised(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]
     return left
 
 
+def refuse_other_formats(names: Iterable[str], source: str) -> None:
+    """
+    Raises:
+        UserError: one of the names is of a part that only weights have which are quantised in a way that is not read here.
+    """
+    for name in names:
+        if name.endswith(_QUANTISED_OTHERWISE) or ".quant_state." in name:
+            raise _not_dequantised(source, name, "a part of quantised weights")
+
+
+def layer_of(name: str) -> str | None:
+    """The layer whose weight a tensor beside it belongs to, a scale or a description; None for others."""
+    end = next((end for end in (*_SCALES, *_OF_ACTIVATIONS, ".comfy_quant") if name.endswith(end)), None)
+    return None if end is None else name.removesuffix(end)
+
+
 def _scaled(name: str, weight: Tensor, scale: Tensor, source: str) -> Tensor:
     factor = scale.float()
     if factor.numel() == 1:
         factor = factor.reshape(())
     elif factor.numel() == factor.shape[0] == weight.shape[0]:
         factor = factor.reshape(-1, *[1] * (weight.dim() - 1))
-    elif factor.dim() == weight.dim() == 2 and all(
-        -(-size // _BLOCK) == blocks for size, blocks in zip(weight.shape, factor.shape, strict=True)
-    ):
-        rows, columns = weight.shape
-        factor = factor.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    elif factor.dim() == 2 <= weight.dim() and list(factor.shape) == [
+        -(-size // BLOCK) for size in (weight.shape[0], weight.shape[1:].numel())
+    ]:
+        rows, columns = weight.shape[0], weight.shape[1:].numel()
+        factor = factor.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        factor = factor.reshape(weight.shape)
     else:
         raise _not_dequantised(source, name, f"{list(weight.shape)} with scales {list(scale.shape)}")
     return weight.float() * factor
@@ -350,7 +389,7 @@ def _refuse_format(source: str, name: str, described: Tensor) -> None:
 def _not_dequantised(source: str, name: str, got: str) -> UserError:
     return UserError(
         f"the weights in {source} are quantised in a way that cannot be undone here",
-        expected="FP32, FP16, BF16, or FP8 with scales for a weight, its rows or its blocks of 128 × 128",
+        expected="FP32, FP16, BF16, or FP8 or INT8 with scales for a weight, its rows or its blocks of 128 × 128",
         got=f"{name}: {got}",
         remedy="take the model in one of these, or as GGUF",
     )

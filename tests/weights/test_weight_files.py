@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trtconvert.errors import UserError
-from trtconvert.models.weight_files import dequantised
+from trtconvert.weights.weight_files import dequantised
 
 WEIGHT = torch.arange(200 * 300).reshape(200, 300).remainder(17).to(torch.float8_e4m3fn)
 
