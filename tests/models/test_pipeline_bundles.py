@@ -94,7 +94,10 @@ def test_pipelines_of_other_tasks_say_what_their_bundle_lacks(half, tmp_path):
         image = Image.open(picture(tmp_path / "image.png", 0))
         for function, expected in (
             (lambda: pipe(**arguments("flux"), image=image), r"(?s)no 'encode'.*remedy: add vae_encoder to components"),
-            (lambda: pipe.vae.enable_tiling(), r"(?s)no 'enable_tiling'.*got: .*whole images.*remedy: .*model.options.height"),
+            (
+                lambda: pipe.vae.enable_tiling(),
+                r"(?s)no 'enable_tiling'.*got: .*whole images.*remedy: .*model.options.height",
+            ),
             (lambda: pipe.vae.disable_slicing(), r"(?s)no 'disable_slicing'.*remedy: leave it out"),
         ):
             with pytest.raises(UserError, match=expected) as error:

@@ -218,7 +218,8 @@ class PipelineSampler:
         solver: str,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Images, or the channels of latents one below the other where the pipeline has no decoder; frames likewise.
+        """Images, or the channels of latents one below the other where the pipeline has no decoder; frames likewise. Where the
+        pipeline's strength leaves none of so few steps, it takes one.
 
         Raises:
             UserError: another solver than "ddim", which stands for the pipeline's own scheduler; or so few steps that the
@@ -245,7 +246,8 @@ class PipelineSampler:
                 device=device,
             )
             with torch.no_grad(), self.caller.denoising_with(dropped_in):
-                images.append(as_images(self.caller(chunk, steps, self.sizes).cpu(), decoded=self.caller.decodes))
+                taken = self.caller.taken_steps(steps)
+                images.append(as_images(self.caller(chunk, taken, self.sizes).cpu(), decoded=self.caller.decodes))
         if not counted.calls:
             raise UserError(
                 f"{self.record.pipeline} does not call its {self.record.component} in {steps} steps",

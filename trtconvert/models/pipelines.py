@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +49,9 @@ _ALL_NOISES = 50
 
 _TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
 """What models call the width of prompt embeddings in their configuration; the first that is there is it."""
+
+_TEXT = re.compile(r"(negative_)?prompt(_\d)?")
+"""Arguments of a call that are texts, one for each sample."""
 
 _SET_ELSEWHERE = {
     "num_inference_steps": "calibration.steps, plan.steps and verify.steps",
@@ -133,11 +138,13 @@ class PipelineCaller:
     prompts: tuple[str, ...]
     arguments: dict[str, Any]
     images: Mapping[str, Image | list[Image]] = field(default_factory=dict)
+    signature: Mapping[str, inspect.Parameter] = field(init=False)
     parameters: frozenset[str] = field(init=False)
     _image_each: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.parameters = frozenset(inspect.signature(self.pipe.__call__).parameters)
+        self.signature = inspect.signature(self.pipe.__call__).parameters
+        self.parameters = frozenset(self.signature)
         if unknown := sorted(self.images.keys() - self.parameters):
             raise UserError(
                 f"{type(self.pipe).__name__} takes no {unknown[0]}",
@@ -156,6 +163,7 @@ class PipelineCaller:
                 got=", ".join(unknown),
                 remedy=did_you_mean(unknown[0], self.parameters, "take it out of model.options.call"),
             )
+        self._refuse_unfit_texts()
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
             if getattr(self.pipe, filtering, None) is not None:
@@ -163,7 +171,23 @@ class PipelineCaller:
 
     @property
     def has_text_encoder(self) -> bool:
-        return getattr(self.pipe, "text_encoder", None) is not None
+        """Whether it turns prompts into embeddings. The first of several text encoders may be absent where the pipeline's class
+        calls it optional, as that of SDXL does."""
+        components = self.pipe.components.items()
+        there = {name for name, part in components if part is not None and name.startswith("text_encoder")}
+        return "text_encoder" in there or bool(there and "text_encoder" in type(self.pipe)._optional_components)
+
+    def taken_steps(self, steps: int) -> int:
+        """Steps of a schedule of which the pipeline takes one at least: those that begin with an image take the last of them, as
+        many as their strength says, and those of a part of the schedule the ones in it."""
+
+        def number(name: str, otherwise: float) -> float:
+            parameter = self.signature.get(name)
+            value = self.arguments.get(name, None if parameter is None else parameter.default)
+            return value if isinstance(value, (int, float)) and 0 <= value <= 1 else otherwise
+
+        share = min(number("strength", 1.0), 1 - number("denoising_start", 0.0), number("denoising_end", 1.0))
+        return steps if share <= 0 else max(steps, math.ceil(1 / share + 1e-9))
 
     @property
     def decodes(self) -> bool:
@@ -194,13 +218,13 @@ class PipelineCaller:
         else:
             arguments |= self._embeddings(seeds)
         arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
+        arguments |= self._further(seeds)
         try:
             output = self.pipe(
                 **arguments,
                 num_inference_steps=steps,
                 generator=[torch.Generator().manual_seed(seed) for seed in seeds],
                 output_type="pt" if self.decodes else "latent",
-                **self.arguments,
             )
         except TrtconvertError:
             raise
@@ -254,6 +278,44 @@ class PipelineCaller:
                 made[name] = torch.ones(len(seeds), self.tokens, dtype=torch.int64)
         return {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
 
+    def _further(self, seeds: Sequence[int]) -> dict[str, Any]:
+        """The call's further arguments. Negative prompts, and prompts for further text encoders, are one for all samples, or a
+        list that they take by turns."""
+        lists = {name: [x] if isinstance(x, str) else x for name, x in self.arguments.items() if _TEXT.fullmatch(name)}
+        turns = {name: [x[seed % len(x)] for seed in seeds] for name, x in lists.items() if x is not None}
+        return self.arguments | turns
+
+    def _refuse_unfit_texts(self) -> None:
+        """
+        Raises:
+            UserError: a prompt in the call is none, or nothing reads it; or a strength leaves no step to draw with.
+        """
+        for name, value in self.arguments.items():
+            if not _TEXT.fullmatch(name) or value is None:
+                continue
+            listed = [value] if isinstance(value, str) else value
+            if not isinstance(listed, (list, tuple)) or not listed or not all(isinstance(x, str) for x in listed):
+                raise UserError(
+                    f"model.options.call.{name} is no prompt",
+                    expected="a text for all samples, or a list of texts that they take by turns",
+                    got=repr(value),
+                    remedy="correct it in the recipe, or leave it out",
+                )
+            if not self.has_text_encoder:
+                raise UserError(
+                    f"nothing reads model.options.call.{name}",
+                    expected=f"a {type(self.pipe).__name__} with its text encoders, in the place of whose prompts noise is taken",
+                    got=f"{value!r}, and a pipeline that was saved without them",
+                    remedy="save the pipeline with its text encoders and tokenizers, or take it out of model.options.call",
+                )
+        if self.arguments.get("strength") == 0:
+            raise UserError(
+                "model.options.call.strength leaves every image as it is",
+                expected="a share of the schedule above 0 and up to 1",
+                got=str(self.arguments["strength"]),
+                remedy="correct it in the recipe; 0.6 is usual",
+            )
+
     def first_call(
         self, seeds: Sequence[int], sizes: Mapping[str, int], model: nn.Module | None = None, method: str = "forward"
     ) -> dict[str, Any]:
@@ -294,9 +356,9 @@ class PipelineCaller:
             with torch.no_grad(), ExitStack() as idling:
                 for other in others:
                     idling.enter_context(replaced(other, "forward", _idle))
-                self(seeds, 2, sizes, captions)
+                self(seeds, self.taken_steps(2), sizes, captions)
                 if others:  # one that takes the last steps alone
-                    self(seeds, _ALL_NOISES, sizes, captions)
+                    self(seeds, self.taken_steps(_ALL_NOISES), sizes, captions)
         except Called as called:
             return called.arguments
         raise UserError(
