@@ -74,6 +74,7 @@ def test_unfit_data_is_refused_with_a_remedy(tmp_path):
         ("data.csv", "cannot read the calibration data", "'.csv'"),
         ("lines", "metadata.jsonl:1 does not describe an image"),
         ("absent.pt", "No such file or folder"),
+        ("x" * 300 + ".pt", "File name too long"),
     ]:
         arguments = (
             "--data",

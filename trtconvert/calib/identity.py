@@ -46,6 +46,18 @@ def data_kind(data: str | Path) -> Kind:
     Raises:
         UserError: nothing is there, or nothing that can be used.
     """
+    try:
+        return _kind(data)
+    except OSError as error:  # a name that is too long, a folder that this user may not enter
+        raise UserError(
+            f"cannot read the calibration data {data}",
+            expected="a file or a folder that this user may read",
+            got=error.strerror or type(error).__name__,
+            remedy="correct calibration.data in the recipe, or --data",
+        ) from error
+
+
+def _kind(data: str | Path) -> Kind:
     if data == "denoise":
         return Kind.DENOISE
     if isinstance(data, str):
@@ -109,10 +121,18 @@ def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
         "model": recipe.model.model_dump(mode="json", exclude={"dtype", "weights", "images"}),
         "calibration": section.model_dump(mode="json", exclude={"data", "from_"}),
         "data": data_identity(section.data) or "denoise",
-        "from": sha256(section.from_) if section.from_ is not None and section.from_.is_file() else "",
+        "from": _hash(section.from_) if section.from_ is not None else "",
         "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
         "layers": {} if recipe.layers.off else recipe.layers.model_dump(mode="json", exclude={"modes"}),
     }
+
+
+def _hash(path: Path) -> str:
+    """SHA-256 of a file; empty where it cannot be read, which who reads it tells."""
+    try:
+        return sha256(path)
+    except OSError:
+        return ""
 
 
 PLAN_FILES = ("lpips_weights", "features_weights", "kernel_cost")
