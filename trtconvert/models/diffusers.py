@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, I
 from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
+from trtconvert.models.captions import Captions, first_inputs
 from trtconvert.models.components import PipelineComponents
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.pipelines import (
     BATCH,
     PROMPTS,
-    Called,
     Observed,
     PipelineCaller,
     Sizes,
@@ -108,7 +109,8 @@ def diffusers_model(
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     sizes = {name: opt for name, (_, opt, _) in ranges.items()}
     # A pipeline that changes its model while it draws is refused now, rather than by the first samples of what was built.
-    _first_inputs(caller, flat.record, timestep, range(sizes["batch"]), sizes)
+    first_inputs(caller, flat.record, timestep, range(sizes["batch"]), sizes)
+    sampler = PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2])
     return DiffusionModel(
         name=f"{type(pipe).__name__} {component}",
         denoiser=flat,
@@ -118,9 +120,9 @@ def diffusers_model(
         timestep_max=float(len(schedule.sigmas)),
         sigmas=schedule.sigmas,
         dims=inputs.dims,
-        sample=PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2]),
+        sample=sampler,
         encoder=_encoder(pipe, inputs.example[first]),
-        condition=_Condition(caller, sizes, flat.record, first, timestep) if caller.has_text_encoder else None,
+        condition=sampler.captions if caller.has_text_encoder else None,
         signal=schedule.signal,
         diffusers=flat.record,
         components=PipelineComponents(caller, ranges, flat.record, timestep, shape),
@@ -209,6 +211,11 @@ class PipelineSampler:
     sizes: Mapping[str, int]
     batch: int
 
+    @cached_property
+    def captions(self) -> Captions:
+        """What the pipeline makes of captions."""
+        return Captions(self.caller, self.sizes, self.record, self.timestep_input)
+
     def __call__(
         self,
         denoiser: Denoiser,
@@ -235,19 +242,20 @@ class PipelineSampler:
         # An engine has a device, and the pipeline goes there; other denoisers take tensors from the CPU to theirs.
         device = getattr(denoiser, "device", torch.device("cpu"))
         images, counted = [], _Counted(denoiser)
+        taken = self.caller.taken_steps(steps)
         for start in range(0, len(seeds), self.batch):
             chunk = seeds[start : start + self.batch]
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
             dropped_in = DiffusersDenoiser(
-                _Conditioned(counted, given) if given else counted,
+                self.captions.given_to(counted, given) if given else counted,
                 self.record,
                 self.timestep_input,
                 dtype=torch.float32,
                 device=device,
             )
             with torch.no_grad(), self.caller.denoising_with(dropped_in):
-                taken = self.caller.taken_steps(steps)
-                images.append(as_images(self.caller(chunk, taken, self.sizes).cpu(), decoded=self.caller.decodes))
+                drawn = self.caller(chunk, taken, self.sizes, [self.captions.stand_in] * len(chunk) if given else None)
+                images.append(as_images(drawn.cpu(), decoded=self.caller.decodes))
         if not counted.calls:
             raise UserError(
                 f"{self.record.pipeline} does not call its {self.record.component} in {steps} steps",
@@ -268,63 +276,6 @@ class _Counted:
     def __call__(self, **named: Tensor) -> Tensor:
         self.calls += 1
         return self.denoiser(**named)
-
-
-@dataclass(frozen=True)
-class _Conditioned:
-    """A denoiser some of whose inputs are given; with guidance, those of the second half of the batch."""
-
-    denoiser: Denoiser
-    conditions: Mapping[str, Tensor]
-
-    def __call__(self, **named: Tensor) -> Tensor:
-        given = {
-            name: torch.cat([named[name][: len(named[name]) - len(x)], x.to(named[name])])
-            for name, x in self.conditions.items()
-        }
-        return self.denoiser(**named | given)
-
-
-@dataclass(frozen=True)
-class _Condition:
-    """Captions to the denoiser's inputs, see `DiffusionModel.condition`: what the pipeline makes of them."""
-
-    caller: PipelineCaller
-    sizes: Mapping[str, int]
-    record: DiffusersRecord
-    first: str
-    timestep: str
-
-    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        tensors = _first_inputs(self.caller, self.record, self.timestep, [0] * len(captions), self.sizes, captions)
-        batch = len(tensors[self.first])
-        return {
-            name: x[-len(captions) :]
-            for name, x in tensors.items()
-            if name not in (self.first, self.timestep) and x.dim() and len(x) == batch
-        }
-
-
-def _first_inputs(
-    caller: PipelineCaller,
-    record: DiffusersRecord,
-    timestep: str,
-    seeds: Sequence[int],
-    sizes: Mapping[str, int],
-    captions: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """What a converted denoiser is given by the pipeline's first call of it.
-
-    Raises:
-        UserError: see `PipelineCaller.until_called`; or the pipeline wants of its model what a converted one does not have.
-    """
-
-    def stop(**named: Tensor) -> Tensor:
-        raise Called(named)
-
-    stopping = DiffusersDenoiser(stop, record, timestep, dtype=torch.float32, device=torch.device("cpu"))
-    with caller.denoising_with(stopping):
-        return caller.until_called(seeds, sizes, captions)
 
 
 def as_images(output: Tensor, *, decoded: bool) -> Tensor:
@@ -472,7 +423,10 @@ def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
 
     def encode(images: Tensor) -> Tensor:
         with torch.no_grad():
-            encoded = vae.encode((images * 2 - 1).to(vae.device)).latent_dist.mode().to(images.device)
+            encoded = vae.encode((images * 2 - 1).to(vae.device))
+        # Those that draw latents give a Gaussian, the others, as AutoencoderTiny, latents.
+        mode = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
+        encoded = mode.to(images.device)
         return (encoded - mean.to(encoded)) / std.to(encoded) * config["scaling_factor"]
 
     return ImageEncoder((3, height, width), encode)

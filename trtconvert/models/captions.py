@@ -1,0 +1,156 @@
+"""Captions as a pipeline's denoiser takes them: which rows of its inputs are theirs is found by what changes with a caption.
+
+Pipelines with guidance call their denoiser with several rows for a sample: one without the prompt and one with it, mostly in this
+order. InstructPix2Pix has the prompt in the first of three, and Wan calls twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from trtconvert.bundle import DiffusersRecord
+from trtconvert.diffusion_model import Denoiser
+from trtconvert.errors import UserError
+from trtconvert.models.pipelines import PROMPTS, Called, PipelineCaller
+from trtconvert.runtime.diffusers import DiffusersDenoiser
+
+_ONE, _OTHER = PROMPTS[0], PROMPTS[5]
+"""Captions that differ in every word."""
+
+_SAME = 1e-3
+"""Relative difference up to which rows are those of one caption: the same text encoders gave both."""
+
+
+def first_inputs(
+    caller: PipelineCaller,
+    record: DiffusersRecord,
+    timestep: str,
+    seeds: Sequence[int],
+    sizes: Mapping[str, int],
+    captions: Sequence[str] | None = None,
+) -> dict[str, Tensor]:
+    """What a converted denoiser is given by the pipeline's first call of it.
+
+    Raises:
+        UserError: see `PipelineCaller.until_called`; or the pipeline wants of its model what a converted one does not have.
+    """
+
+    def stop(**named: Tensor) -> Tensor:
+        raise Called(named)
+
+    stopping = DiffusersDenoiser(stop, record, timestep, dtype=torch.float32, device=torch.device("cpu"))
+    with caller.denoising_with(stopping):
+        return caller.until_called(seeds, sizes, captions)
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Captions to the denoiser's inputs, see `DiffusionModel.condition`: what the pipeline makes of them.
+
+    Args:
+        caller: calls the pipeline; sizes: of the samples; record, timestep: see `DiffusersDenoiser`.
+    """
+
+    caller: PipelineCaller
+    sizes: Mapping[str, int]
+    record: DiffusersRecord
+    timestep: str
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """
+        Raises:
+            UserError: the pipeline has other rows of its prompts than one for each sample.
+        """
+        tensors, count = self._inputs(captions), len(captions)
+        rows = slice(self._place.block * count, (self._place.block + 1) * count)
+        return {name: x[rows] for name, x in tensors.items() if name in self._place.of_samples}
+
+    def given_to(self, denoiser: Denoiser, conditions: Mapping[str, Tensor]) -> _Conditioned:
+        """A denoiser that is given conditions in the place of those of `stand_in`."""
+        count = len(next(iter(conditions.values())))
+        own = self([self.stand_in] * count)
+        fixed = {name: x for name, x in conditions.items() if name not in self._place.follow_noise}
+        return _Conditioned(denoiser, fixed, {name: own[name] for name in self._place.heed if name in own})
+
+    @property
+    def stand_in(self) -> str:
+        """The prompt of samples whose conditions are given."""
+        return _ONE
+
+    def _inputs(self, captions: Sequence[str], seed: int = 0) -> dict[str, Tensor]:
+        tensors = first_inputs(self.caller, self.record, self.timestep, [seed] * len(captions), self.sizes, captions)
+        return {name: x for name, x in tensors.items() if name != self.timestep}
+
+    @cached_property
+    def _place(self) -> _Place:
+        one, other, moved = self._inputs([_ONE]), self._inputs([_OTHER]), self._inputs([_ONE], seed=1)
+        first, *others = one
+        batch = len(one[first])
+        of_samples = [name for name in others if one[name].dim() and len(one[name]) == batch]
+        follow_noise = {name for name in others if not torch.equal(one[name], moved[name])}
+        heed = [name for name in others if name not in follow_noise and not torch.equal(one[name], other[name])]
+        if unfit := [name for name in heed if name not in of_samples]:
+            raise UserError(
+                f"{self.record.pipeline} gives its denoiser more or fewer rows of '{unfit[0]}' than samples",
+                expected=f"{batch}, as of '{first}', to calibrate on captions",
+                got=str(len(one[unfit[0]]) if one[unfit[0]].dim() else 1),
+                remedy="give the captions as model.options.prompts, and calibrate on denoise",
+            )
+        rows = [i for i in range(batch) if any(not torch.equal(one[name][i], other[name][i]) for name in heed)]
+        return _Place(
+            block=rows[0] if rows else batch - 1,
+            of_samples=frozenset(of_samples),
+            heed=tuple(heed),
+            follow_noise=frozenset(follow_noise),
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a caption is in the denoiser's inputs.
+
+    Attributes:
+        block: of as many rows as there are samples, which of them is the captions'.
+        of_samples: inputs that have such blocks, but for the first; heed: those of them that change with the caption;
+        follow_noise: those that change with the sample's noise, as what a ControlNet adds.
+    """
+
+    block: int
+    of_samples: frozenset[str]
+    heed: tuple[str, ...]
+    follow_noise: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Conditioned:
+    """A denoiser some of whose inputs are given, in each block of rows that is of a prompt.
+
+    Attributes:
+        conditions: what is given; own: what such blocks hold otherwise; both by input, [samples, …].
+    """
+
+    denoiser: Denoiser
+    conditions: Mapping[str, Tensor]
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, **named: Tensor) -> Tensor:
+        name, x = next(iter(self.conditions.items()))
+        blocks = [slice(start, start + len(x)) for start in range(0, len(named[name]), len(x))]
+        prompted = [rows for rows in blocks if all(_same(named[name][rows], x) for name, x in self.own.items())]
+        given = {name: named[name].clone() for name in self.conditions}
+        for rows in prompted:
+            for name, x in self.conditions.items():
+                given[name][rows] = x.to(named[name])
+        return self.denoiser(**named | given)
+
+
+def _same(x: Tensor, own: Tensor) -> bool:
+    if x.shape != own.shape:
+        return False
+    own = own.to(x.device)
+    return bool((x.double() - own.double()).norm() <= _SAME * own.double().norm())
