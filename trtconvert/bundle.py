@@ -266,7 +266,7 @@ class DiffusersRecord(_Record):
             signature has one for a sample.
         results: of other models: what the method returns, by field, in the same terms. {"unused": SHAPE} is a tensor that the
             pipeline did not look into, and that is no output of the component.
-        attributes: of other models: numbers, lists and small tensors among the model's own attributes, which pipelines read, as
+        attributes: numbers, lists and, of other models, small tensors among the model's own attributes, which pipelines read, as
             {"value": X} and {"tensor": NUMBERS}, and as {"module": …} such tensors of its parts.
     """
 

@@ -142,7 +142,8 @@ class DiffusionModel:
         diffusers: how pipelines of diffusers call it, for a denoiser of one.
         components: the other models of its pipeline.
         signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
-        whole_numbers: what its integer inputs hold, of any sizes, by name: masks, labels, positions that are looked up in tables.
+        as_passed: what inputs hold that are no noise, of any sizes, by name: masks, labels, positions that are looked up in
+            tables, rotations that all samples share.
     """
 
     name: str
@@ -159,7 +160,7 @@ class DiffusionModel:
     signal: Tensor | None = None
     diffusers: DiffusersRecord | None = None
     components: Components | None = None
-    whole_numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    as_passed: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)
@@ -188,8 +189,8 @@ class DiffusionModel:
         return (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1)
 
     def example(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Inputs of the given sizes: N(0, 1), timesteps spread over the schedule, and `whole_numbers`, or 0 and 1 where they are
-        not given.
+        """Inputs of the given sizes: N(0, 1), timesteps spread over the schedule, `as_passed`, and 0 and 1 for integers that are
+        not in it.
 
         Args:
             sizes: a size for every symbolic dimension.
@@ -204,8 +205,8 @@ class DiffusionModel:
                 drawn = torch.rand(count, dtype=torch.float32, generator=generator)
                 strata = (torch.arange(count) + drawn) / count
                 inputs[spec.name] = self.timesteps_at(strata).reshape(shape).to(getattr(torch, spec.dtype))
-            elif spec.name in self.whole_numbers:
-                inputs[spec.name] = resized(self.whole_numbers[spec.name], spec, sizes)
+            elif spec.name in self.as_passed:
+                inputs[spec.name] = resized(self.as_passed[spec.name], spec, sizes).to(getattr(torch, spec.dtype))
             elif spec.dtype == "int64":
                 inputs[spec.name] = torch.randint(0, 2, shape, generator=generator)
             else:

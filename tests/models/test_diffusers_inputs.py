@@ -275,7 +275,7 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
     model = replace(
         tiny_models.build(),
         inputs=tuple(InputSpec(name, kinds.get(name, "float32"), shape) for name, shape in shapes.items()),
-        whole_numbers={"positions": torch.tensor([[7, 8, 9]])},
+        as_passed={"positions": torch.tensor([[7, 8, 9]])},
     )
     example = model.example(0, {"batch": 2, "tokens": 5})
     assert example["positions"].tolist() == [[7, 8, 9, 7, 8]] and set(example["labels"].tolist()) <= {0, 1}

@@ -96,7 +96,7 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
         sampler = pipeline_sampler(
             bundle.pipeline(), manifest.components["denoiser"], section.options, prompts, section.images
         )
-        if prompts and not sampler.caller.has_text_encoder:  # it would draw embeddings of its own
+        if prompts and not sampler.caller.takes_prompts:  # it would draw embeddings of its own
             raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
         return sampler
     if prompts:

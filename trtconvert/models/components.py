@@ -391,20 +391,27 @@ def _config(model: nn.Module) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else config.to_dict()
 
 
-def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Numbers, lists of them and small tensors that the model's own class sets, which pipelines may read off it, and the tensors
-    of its parts without parameters."""
+def plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """Numbers, texts and lists of numbers that the model's own class sets, as HunyuanDiT's `inner_dim`, which pipelines may read
+    off it."""
     found: dict[str, Any] = {}
-    buffers = dict(model.named_buffers(recurse=False))
-    for name, value in {**vars(model), **buffers}.items():
+    for name, value in vars(model).items():
         if name.startswith("_") or name in ("training", "name_or_path"):
             continue
-        if isinstance(value, Tensor) and value.numel() <= _SMALL and value.is_floating_point():
-            found[name] = {"tensor": value.tolist()}
-        elif isinstance(value, (bool, int, float, str)):
+        if isinstance(value, (bool, int, float, str)):
             found[name] = {"value": value}
         elif isinstance(value, (list, tuple)) and all(isinstance(x, (bool, int, float)) for x in value):
             found[name] = {"value": list(value)}
+    return found
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """Those, small tensors among the model's own, and the tensors of its parts without parameters."""
+    found = plain_attributes(model)
+    for name, value in {**vars(model), **dict(model.named_buffers(recurse=False))}.items():
+        small = isinstance(value, Tensor) and value.numel() <= _SMALL and value.is_floating_point()
+        if small and not name.startswith("_"):
+            found[name] = {"tensor": value.tolist()}
     for name, part in model.named_children():
         # The statistics of FLUX.2's VAE: the pipeline itself norms the latents with those of its `bn`.
         inner = _attributes(part) if not list(part.parameters()) else {}

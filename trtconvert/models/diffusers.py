@@ -19,7 +19,8 @@ from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
 from trtconvert.models.captions import Captions, first_inputs
-from trtconvert.models.components import PipelineComponents
+from trtconvert.models.components import PipelineComponents, plain_attributes
+from trtconvert.models.exportable import make_exportable
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.pipelines import (
     BATCH,
@@ -86,6 +87,7 @@ def diffusers_model(
     timestep, timestep_sizes = _timestep(inputs)
     first, *others = (name for name in inputs.example if name != timestep)
     model: nn.Module = getattr(pipe, component)
+    make_exportable(model)
     record = DiffusersRecord(
         pipeline=type(pipe).__name__,
         component=component,
@@ -97,6 +99,7 @@ def diffusers_model(
         # Some flow-matching pipelines divide their timesteps by 1000 and begin with 1.
         timestep_factor=1 / schedule.timesteps if inputs.example[timestep].max() <= 1 else 1.0,
         timestep_sizes=timestep_sizes,
+        attributes=plain_attributes(model),
     )
     flat = FlatDenoiser(model, record, timestep).eval().requires_grad_(False)
     batch = inputs.example[first].shape[0]
@@ -122,11 +125,13 @@ def diffusers_model(
         dims=inputs.dims,
         sample=sampler,
         encoder=_encoder(pipe, inputs.example[first]),
-        condition=sampler.captions if caller.has_text_encoder else None,
+        condition=sampler.captions if caller.takes_prompts else None,
         signal=schedule.signal,
         diffusers=flat.record,
         components=PipelineComponents(caller, ranges, flat.record, timestep, shape),
-        whole_numbers={name: x.long() for name, x in inputs.example.items() if specs[name].dtype == "int64"},
+        as_passed={
+            name: x for name, x in inputs.example.items() if name not in (first, timestep) and _is_set(name, inputs)
+        },
     )
 
 
@@ -343,6 +348,15 @@ def _timestep(inputs: Observed) -> tuple[str, list[int]]:
     )
 
 
+def _is_set(name: str, inputs: Observed) -> bool:
+    """Whether an input is nothing that a sample is made of: whole numbers, what samples share, such as rotations, or what is the
+    same for all of them, such as sizes and an empty prompt. Noise in its place would leave what a calibration has seen."""
+    rows, shape = inputs.calls[-1][name], inputs.shapes[name]
+    of_samples = any(isinstance(size, str) and size.startswith("batch") for size in shape)
+    same = rows.dim() > 0 and len(rows) > 1 and bool((rows == rows[:1]).all())
+    return not rows.is_floating_point() or not of_samples or same
+
+
 @dataclass(frozen=True)
 class _Schedule:
     """Noise of a pipeline's scheduler.
@@ -374,7 +388,8 @@ def _schedule(pipe: Any) -> _Schedule:
         f"the noise of {type(scheduler).__name__} is not known",
         expected="a scheduler with alphas_cumprod, or of flow matching",
         got=type(scheduler).__name__,
-        remedy="save the pipeline with the scheduler that its model was trained with",
+        remedy="save the pipeline with such a one, where its model was trained for that, or convert it through a function of your "
+        "own, model.source: package.module:function, that says what noise each timestep from 0 up stands for",
     )
 
 
@@ -387,7 +402,8 @@ def _output(
         lambda tensors: flat.call(tensors, return_dict=True),
         named,
         flat.record.model,
-        "convert a pipeline whose model computes the same whatever its prompts are",
+        f"keep the pipeline's own {flat.record.component}, or convert it through a function of your own, model.source: "
+        "package.module:function, that computes with padded prompts of one length",
     )
     sizes, symbolic = named[first].shape, inputs.shapes[first]
     shape = tuple(first_tensor(output).shape)
@@ -404,7 +420,10 @@ def _output(
 
 
 def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
-    """The VAE's encoder, for denoisers of plain latents [B, C, H, W]."""
+    """The VAE's encoder, for denoisers of plain latents [B, C, H, W]; what makes pixels of [-1, 1], for those of images."""
+    others = [part for part in pipe.components.values() if hasattr(part, "encode") and isinstance(part, nn.Module)]
+    if not others and latents.dim() == 4 and latents.shape[1] == 3:
+        return ImageEncoder((3, latents.shape[2], latents.shape[3]), lambda images: images * 2 - 1)
     vae = getattr(pipe, "vae", None)
     config = getattr(vae, "config", {})
     if (
@@ -414,7 +433,9 @@ def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
         or "scaling_factor" not in config
     ):
         return None
-    height, width = (pipe.vae_scale_factor * size for size in latents.shape[2:])
+    # DiT's pipeline has no such attribute.
+    smaller = getattr(pipe, "vae_scale_factor", 2 ** (len(config["block_out_channels"]) - 1))
+    height, width = (smaller * size for size in latents.shape[2:])
     # Some finetuned SDXL, such as Playground v2.5, have their own of each channel.
     mean, std = (config.get(name) for name in ("latents_mean", "latents_std"))
     if mean is None or std is None:

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -47,8 +48,28 @@ PROMPTS = (
 _ALL_NOISES = 50
 """Steps that come to every noise closely enough for any of several denoisers to be called."""
 
-_TEXT_WIDTHS = ("caption_channels", "joint_attention_dim", "text_dim", "text_embed_dim", "cross_attention_dim")
-"""What models call the width of prompt embeddings in their configuration; the first that is there is it."""
+_TEXT_WIDTHS = (
+    "caption_channels",
+    "cap_feat_dim",
+    "joint_attention_dim",
+    "text_dim",
+    "text_embed_dim",
+    "cross_attention_dim",
+)
+
+_EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "prompt_embeds": (_TEXT_WIDTHS, "text_len"),
+    "prompt_embeds_2": (("cross_attention_dim_t5", "text_embed_2_dim"), "text_len_t5"),
+    "prompt_embeds_qwen": (("in_text_dim",), "text_len"),
+    "prompt_embeds_clip": (("in_text_dim2",), None),
+    "pooled_prompt_embeds": (("pooled_projection_dim",), None),
+    "image_embeds": (("encoder_hid_dim",), None),
+}
+"""Embeddings that pipelines take in the place of prompts, by argument: what models call their width in their configuration, of
+which the first that is there is it, and their number of tokens, where it is the model's own; None for one vector a sample."""
+
+_CLASSES = ("num_class_embeds", "num_embeds_ada_norm")
+"""What models call the number of their classes in their configuration; the first that is there is it."""
 
 _TEXT = re.compile(r"(negative_)?prompt(_\d)?")
 """Arguments of a call that are texts, one for each sample."""
@@ -163,6 +184,9 @@ class PipelineCaller:
                 got=", ".join(unknown),
                 remedy=did_you_mean(unknown[0], self.parameters, "take it out of model.options.call"),
             )
+        self._refuse_lacking()
+        # Nothing else then says how many samples there are.
+        self._image_each = bool(self.images) and not self.parameters & {"prompt", *_EMBEDDINGS}
         self._refuse_unfit_texts()
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
@@ -190,6 +214,33 @@ class PipelineCaller:
         return steps if share <= 0 else max(steps, math.ceil(1 / share + 1e-9))
 
     @property
+    def takes_prompts(self) -> bool:
+        """Whether samples are of prompts: there is a text encoder, or the pipeline takes nothing in their place."""
+        return "prompt" in self.parameters and (self.has_text_encoder or not self.parameters & _EMBEDDINGS.keys())
+
+    def _refuse_lacking(self) -> None:
+        """
+        Raises:
+            UserError: the pipeline cannot be called without an argument that nothing here gives.
+        """
+        given = {"prompt", "class_labels", "batch_size", *_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)}
+        wanted = [
+            name
+            for name, parameter in inspect.signature(self.pipe.__call__).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and name not in given | self.images.keys() | self.arguments.keys()
+        ]
+        if wanted:
+            raise UserError(
+                f"{type(self.pipe).__name__} is not called without {' and '.join(wanted)}",
+                expected=f"{', '.join(wanted)} in the recipe",
+                got="images " + (", ".join(self.images) or "none") + ", call " + (", ".join(self.arguments) or "none"),
+                remedy=f"name a file under model, `images: {{{wanted[0]}: FILE.png}}`, where it is an image; numbers and texts "
+                "go into model.options.call",
+            )
+
+    @property
     def decodes(self) -> bool:
         """Whether the pipeline gives images: it turns latents into them, or denoises pixels."""
         return self.pipe.components.get("vae", self.pipe) is not None
@@ -213,12 +264,9 @@ class PipelineCaller:
         """
         named = {"height": "height", "width": "width", "frames": "num_frames"}
         arguments: dict[str, Any] = {named[name]: size for name, size in sizes.items() if name in named}
-        if self.has_text_encoder:
-            arguments["prompt"] = list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])
-        else:
-            arguments |= self._embeddings(seeds)
+        arguments |= self._subjects(seeds, captions)
         arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
-        arguments |= self._further(seeds)
+        arguments |= {name: value for name, value in self._further(seeds).items() if name != "class_labels"}
         try:
             output = self.pipe(
                 **arguments,
@@ -243,40 +291,94 @@ class PipelineCaller:
                 remedy="correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
                 "pipeline itself; --debug shows where it failed",
             ) from error
-        return output[0]
+        drawn = output[0]  # the oldest pipelines know no "pt", and give arrays [N, H, W, C]
+        return drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
 
-    def _embeddings(self, seeds: Sequence[int]) -> dict[str, Tensor | None]:
-        """Prompt embeddings of N(0, 1), seeded by the sample, and zeros for no prompt, for a pipeline without text encoders."""
+    def _subjects(self, seeds: Sequence[int], captions: Sequence[str] | None) -> dict[str, Any]:
+        """What the samples are of: prompts, classes, embeddings; or how many there are, of pipelines that draw one thing only."""
+        if self.takes_prompts:
+            return {"prompt": list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])}
+        given: dict[str, Any] = {}
+        if "batch_size" in self.parameters:
+            given["batch_size"] = len(seeds)
+        if "class_labels" in self.parameters and (labels := self._labels(seeds)):
+            given["class_labels"] = labels
+        return given | (self._embeddings(seeds) if self.parameters & _EMBEDDINGS.keys() else {})
+
+    def _labels(self, seeds: Sequence[int]) -> list[int]:
+        """A class for each sample: of the recipe's by turns, else seeded by the sample; none where the model knows no classes.
+
+        Raises:
+            UserError: the recipe's are no classes of the model.
+        """
         config = getattr(self.pipe, self.component).config
-        width = next((config[name] for name in _TEXT_WIDTHS if isinstance(config.get(name), int)), None)
-        if width is None:
-            raise UserError(
-                f"{type(self.pipe).__name__} has no text encoder, and its denoiser does not say how wide embeddings are",
-                expected="one of " + ", ".join(_TEXT_WIDTHS) + " in the denoiser's configuration",
-                got="none",
-                remedy="save the pipeline with its text encoder",
-            )
-        pooled = config.get("pooled_projection_dim")
-        if config.get("addition_embed_type") == "text_time":  # SDXL: beside the text there are six numbers
-            pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        shapes = {"prompt_embeds": (self.tokens, width), "pooled_prompt_embeds": (pooled,)}
-        made: dict[str, Tensor | None] = {}
-        for name, shape in shapes.items():
-            if name in self.parameters:
-                # The odd number keeps them apart from the latents, which the seed itself draws.
-                drawn = [
-                    torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed ^ 0x5EED))
-                    for seed in seeds
-                ]
+        classes = next((config[name] for name in _CLASSES if isinstance(config.get(name), int)), None)
+        chosen = self.arguments.get("class_labels")
+        if chosen is not None:
+            named = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
+            if not named or not all(type(n) is int and 0 <= n < (classes or n + 1) for n in named):
+                raise UserError(
+                    "model.options.call.class_labels are no classes of the model",
+                    expected="a list of whole numbers from 0" + (f" to {classes - 1}" if classes else ""),
+                    got=str(chosen),
+                    remedy="correct it in the recipe, or leave it out: classes are then drawn by the seed of each sample",
+                )
+            return [named[seed % len(named)] for seed in seeds]
+        return [int(torch.randint(classes, (), generator=_apart(seed))) for seed in seeds] if classes else []
+
+    def _embeddings(self, seeds: Sequence[int]) -> dict[str, Any]:
+        """Embeddings of N(0, 1), seeded by the sample, and zeros for no prompt, for a pipeline without text encoders."""
+        config = getattr(self.pipe, self.component).config
+        made: dict[str, Any] = {}
+        for name in _EMBEDDINGS:
+            if name in self.parameters and (shape := self._embedding_shape(name, config)):
+                drawn = [torch.randn(shape, dtype=torch.float32, generator=_apart(seed)) for seed in seeds]
                 made[name] = embeddings = torch.stack(drawn)
                 if f"negative_{name}" in self.parameters:
                     made[f"negative_{name}"] = torch.zeros_like(embeddings)
+                made |= self._masks(name, len(seeds), shape[0], config)
         if "negative_prompt" in self.parameters:
             made["negative_prompt"] = None  # some pipelines have a default, and take one of the two
-        for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
-            if name in self.parameters:
-                made[name] = torch.ones(len(seeds), self.tokens, dtype=torch.int64)
         return {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
+
+    def _embedding_shape(self, name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Of one sample's embeddings, (tokens, width) or (width,); none where the model takes no such ones.
+
+        Raises:
+            UserError: the model takes them, and does not say how wide they are.
+        """
+        widths, tokens = _EMBEDDINGS[name]
+        width = next((config[key] for key in widths if isinstance(config.get(key), int)), None)
+        if name == "pooled_prompt_embeds" and config.get("addition_embed_type") == "text_time":
+            # SDXL: beside the text there are six numbers, or, with an aesthetic score in the place of two, five.
+            numbers = 5 if getattr(self.pipe.config, "requires_aesthetics_score", False) else 6
+            width = config["projection_class_embeddings_input_dim"] - numbers * config["addition_time_embed_dim"]
+        if width is None and name == "pooled_prompt_embeds":
+            return ()
+        if width is None:
+            raise UserError(
+                f"{type(self.pipe).__name__} has no text encoder, and its denoiser does not say how wide {name} are",
+                expected="one of " + ", ".join(widths) + " in the denoiser's configuration",
+                got="none",
+                remedy="save the pipeline with its text encoder",
+            )
+        return (width,) if tokens is None else (config.get(tokens) or self.tokens, width)
+
+    def _masks(self, name: str, samples: int, tokens: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """That all tokens of some embeddings are of the prompt, in the ways in which pipelines are told."""
+        if not name.startswith("prompt_embeds") or _EMBEDDINGS[name][1] is None:
+            return {}
+        rest = name.removeprefix("prompt_embeds")
+        names = (f"prompt_attention_mask{rest}", f"prompt_embeds_mask{rest}", "prompt_cu_seqlens")
+        # Chroma adds its mask to the products of queries and keys, where others choose by it.
+        kind = torch.float32 if "approximator_layers" in config else torch.int64
+        ones = torch.ones(samples, tokens, dtype=kind)
+        lengths = torch.arange(samples + 1, dtype=torch.int32) * tokens
+        return {
+            title: lengths if title.endswith("cu_seqlens") else ones
+            for title in (*names, *(f"negative_{name}" for name in names))
+            if title in self.parameters
+        }
 
     def _further(self, seeds: Sequence[int]) -> dict[str, Any]:
         """The call's further arguments. Negative prompts, and prompts for further text encoders, are one for all samples, or a
@@ -339,6 +441,16 @@ class PipelineCaller:
     def denoiser_arguments(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
         """What the pipeline passes to its denoiser at first: the structure, and the tensors in it."""
         arguments = self.first_call(range(sizes["batch"]), sizes)
+        model = type(getattr(self.pipe, self.component)).__name__
+        first, samples = next(iter(arguments.items()))
+        if not isinstance(samples, Tensor):
+            raise UserError(
+                f"{model} takes its samples as a list, each with sizes of its own",
+                expected="one tensor of all samples, which an engine takes",
+                got=f"'{first}', {type(samples).__name__} of {len(samples) if isinstance(samples, (list, tuple)) else 1}",
+                remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
+                "package.module:function, whose module takes one tensor and makes the list",
+            )
         if isinstance(arguments.get("timestep"), (int, float)):
             arguments["timestep"] = torch.tensor(arguments["timestep"])
         return take_apart(arguments)
@@ -394,6 +506,11 @@ def _idle(*arguments: Any, **named: Any) -> Any:
 
     x = next(x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
     return Transformer2DModelOutput(sample=torch.zeros_like(x))
+
+
+def _apart(seed: int) -> torch.Generator:
+    """Of what a sample is of; the odd number keeps it apart from the latents, which the seed itself draws."""
+    return torch.Generator().manual_seed(seed ^ 0x5EED)
 
 
 class Called(BaseException):
@@ -553,7 +670,7 @@ def shapes_of(
         raise UserError(
             f"{title} cannot be converted",
             expected="a model whose operations depend on the shapes of its inputs alone",
-            got=f"{error}, whose results depend on values",
+            got=f"values decide sizes{_place_of(error)}",
             remedy=remedy,
         ) from error
     except TrtconvertError:
@@ -566,6 +683,20 @@ def shapes_of(
             got=kind_and_first_line(error),
             remedy=remedy,
         ) from error
+
+
+def _place_of(error: BaseException) -> str:
+    """Where in a model's code an operation failed, for a message; empty where that is no library's module."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" in frame.filename]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.partition("site-packages")[2].startswith(("/torch/", "\\torch\\"))
+    ]
+    if not own:
+        return ""
+    frame = own[-1]
+    return f": `{frame.line}` ({frame.filename.partition('site-packages')[2].strip('/')}, line {frame.lineno})"
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class _DropIn(nn.Module):
                 remedy="pip install 'trtconvert[diffusers]'",
             ) from error
         self.config = FrozenDict(record.config)
+        for name, node in record.attributes.items():
+            setattr(self, name, _attribute(node))
         self.dtype, self.device = dtype, device
         self._record = record
 
@@ -302,8 +304,6 @@ class DiffusersAutoencoder(_DropIn):
         for method, (component, signature) in halves.items():
             called = _Method(component, signature)
             setattr(self, method, called.parameters.of(called))
-        for name, node in record.attributes.items():
-            setattr(self, name, _attribute(node))
 
 
 class _Method:

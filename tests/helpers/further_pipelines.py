@@ -1,0 +1,515 @@
+"""Further pipelines of diffusers with random weights: those that are no text-to-image pipeline in the plainest form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tiny_pipelines import (
+    WIDTH,
+    clip,
+    clip_tokenizer,
+    flux,
+    qwen_image,
+    randomised,
+    seeded,
+    t5,
+    t5_tokenizer,
+    unet,
+    vae,
+)
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+
+@seeded
+def dit() -> Any:
+    """Draws classes, and has an odd one for no class."""
+    transformer = diffusers.DiTTransformer2DModel(
+        sample_size=8,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        in_channels=4,
+        out_channels=8,
+        num_embeds_ada_norm=1000,
+    )
+    scheduler = diffusers.DDIMScheduler(clip_sample=False)
+    return diffusers.DiTPipeline(transformer=randomised(transformer), vae=vae(4), scheduler=scheduler)
+
+
+def image_unet(**config: Any) -> Any:
+    return randomised(
+        diffusers.UNet2DModel(
+            sample_size=16,
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=32,
+            norm_num_groups=8,
+            **config,
+        )
+    )
+
+
+@seeded
+def ddpm() -> Any:
+    """Draws pixels, of nothing in particular."""
+    return diffusers.DDPMPipeline(unet=image_unet(), scheduler=diffusers.DDPMScheduler())
+
+
+@seeded
+def ddim() -> Any:
+    return diffusers.DDIMPipeline(unet=image_unet(), scheduler=diffusers.DDIMScheduler())
+
+
+@seeded
+def consistency() -> Any:
+    """Draws classes in pixels."""
+    unet = image_unet(num_class_embeds=10)
+    return diffusers.ConsistencyModelPipeline(unet=unet, scheduler=diffusers.CMStochasticIterativeScheduler())
+
+
+@seeded
+def ldm() -> Any:
+    vqvae = diffusers.VQModel(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=3,
+        norm_num_groups=4,
+        num_vq_embeddings=16,
+    )
+    return diffusers.LDMPipeline(vqvae=randomised(vqvae), unet=image_unet(), scheduler=diffusers.DDIMScheduler())
+
+
+def deep_vae(channels: int) -> Any:
+    """Eight times smaller latents, which some pipelines take for granted."""
+    return randomised(
+        diffusers.AutoencoderKL(
+            block_out_channels=(8,) * 4,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=1,
+            latent_channels=channels,
+            norm_num_groups=4,
+        )
+    )
+
+
+@seeded
+def hunyuan_dit() -> Any:
+    transformer = diffusers.HunyuanDiT2DModel(
+        sample_size=16,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        in_channels=4,
+        cross_attention_dim=WIDTH,
+        cross_attention_dim_t5=WIDTH,
+        pooled_projection_dim=16,
+        hidden_size=64,
+        activation_fn="gelu-approximate",
+        text_len=8,
+        text_len_t5=8,
+    )
+    return diffusers.HunyuanDiTPipeline(
+        vae=deep_vae(4),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=randomised(transformer),
+        scheduler=diffusers.DDPMScheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+        text_encoder_2=None,
+        tokenizer_2=None,
+    )
+
+
+@seeded
+def chroma() -> Any:
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+        approximator_hidden_dim=32,
+        approximator_layers=1,
+        approximator_num_channels=16,
+    )
+    return diffusers.ChromaPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(16),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=randomised(transformer),
+    )
+
+
+@seeded
+def sdxl_refiner() -> Any:
+    model = unet(
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=WIDTH + 5 * 8,
+        use_linear_projection=True,
+    )
+    return diffusers.StableDiffusionXLImg2ImgPipeline(
+        vae=vae(4),
+        text_encoder=None,
+        text_encoder_2=clip(width=WIDTH, projection=WIDTH),
+        tokenizer=None,
+        tokenizer_2=clip_tokenizer(),
+        unet=model,
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
+        requires_aesthetics_score=True,
+        add_watermarker=False,
+    )
+
+
+@seeded
+def lumina2() -> Any:
+    transformer = diffusers.Lumina2Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=64,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        multiple_of=2,
+        ffn_dim_multiplier=1,
+        cap_feat_dim=WIDTH,
+        axes_dim_rope=(8, 12, 12),
+        axes_lens=(64, 64, 64),
+    )
+    return diffusers.Lumina2Pipeline(
+        transformer=randomised(transformer),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(4),
+        text_encoder=None,
+        tokenizer=None,
+    )
+
+
+@seeded
+def z_image() -> Any:
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=16,
+        dim=64,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=WIDTH,
+        axes_dims=[8, 12, 12],
+        axes_lens=[64, 64, 64],
+    )
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(16),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=randomised(transformer),
+    )
+
+
+@seeded
+def mochi() -> Any:
+    transformer = diffusers.MochiTransformer3DModel(
+        patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=12,
+        qk_norm="rms_norm",
+        text_embed_dim=WIDTH,
+        time_embed_dim=4,
+        max_sequence_length=16,
+    )
+    video = diffusers.AutoencoderKLMochi(
+        latent_channels=12,
+        out_channels=3,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+    )
+    return diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=randomised(video),
+        text_encoder=None,
+        tokenizer=None,
+        transformer=randomised(transformer),
+    )
+
+
+@seeded
+def stable_audio() -> Any:
+    """With a scheduler of its own's kind, which needs no further package."""
+    transformer = diffusers.StableAudioDiTModel(
+        sample_size=4,
+        in_channels=3,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        num_key_value_attention_heads=2,
+        out_channels=3,
+        cross_attention_dim=WIDTH,
+        time_proj_dim=8,
+        global_states_input_dim=2 * WIDTH,
+        cross_attention_input_dim=WIDTH,
+    )
+    audio = diffusers.AutoencoderOobleck(
+        encoder_hidden_size=6,
+        downsampling_ratios=[1, 2],
+        decoder_channels=3,
+        decoder_input_channels=3,
+        audio_channels=2,
+        channel_multiples=[2, 4],
+        sampling_rate=4,
+    )
+    projection = diffusers.StableAudioProjectionModel(
+        text_encoder_dim=WIDTH, conditioning_dim=WIDTH, min_value=0, max_value=32
+    )
+    return diffusers.StableAudioPipeline(
+        vae=randomised(audio),
+        text_encoder=t5(),
+        projection_model=randomised(projection),
+        tokenizer=t5_tokenizer(),
+        transformer=randomised(transformer),
+        scheduler=diffusers.EDMDPMSolverMultistepScheduler(),
+    )
+
+
+@seeded
+def marigold() -> Any:
+    return diffusers.MarigoldDepthPipeline(
+        unet=unet(in_channels=8, out_channels=4),
+        vae=vae(4),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False),
+        text_encoder=clip(),
+        tokenizer=clip_tokenizer(),
+        prediction_type="depth",
+        scale_invariant=True,
+        shift_invariant=True,
+        default_denoising_steps=2,
+        default_processing_resolution=32,
+    )
+
+
+@seeded
+def kandinsky22() -> Any:
+    model = diffusers.UNet2DConditionModel(
+        in_channels=4,
+        out_channels=8,
+        addition_embed_type="image",
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        encoder_hid_dim=WIDTH,
+        encoder_hid_dim_type="image_proj",
+        cross_attention_dim=WIDTH,
+        attention_head_dim=32,
+        resnet_time_scale_shift="scale_shift",
+        class_embed_type=None,
+        norm_num_groups=8,
+    )
+    movq = diffusers.VQModel(
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=32,
+        norm_type="spatial",
+        num_vq_embeddings=12,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        vq_embed_dim=4,
+    )
+    scheduler = diffusers.DDIMScheduler(
+        beta_schedule="linear", beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1
+    )
+    return diffusers.KandinskyV22Pipeline(unet=randomised(model), scheduler=scheduler, movq=randomised(movq))
+
+
+@seeded
+def kandinsky5() -> Any:
+    transformer = diffusers.Kandinsky5Transformer3DModel(
+        in_visual_dim=16,
+        in_text_dim=WIDTH,
+        in_text_dim2=WIDTH,
+        time_dim=32,
+        out_visual_dim=16,
+        patch_size=(1, 2, 2),
+        model_dim=64,
+        ff_dim=128,
+        num_text_blocks=1,
+        num_visual_blocks=1,
+        axes_dims=(8, 12, 12),
+    )
+    video = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=16,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    return diffusers.Kandinsky5T2VPipeline(
+        transformer=randomised(transformer),
+        vae=randomised(video),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+
+
+@seeded
+def omnigen() -> Any:
+    transformer = diffusers.OmniGenTransformer2DModel(
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        num_layers=1,
+        in_channels=4,
+        time_step_dim=8,
+        rope_scaling={"long_factor": [1.0] * 16, "short_factor": [1.0] * 16},
+    )
+    return diffusers.OmniGenPipeline(
+        transformer=randomised(transformer),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=deep_vae(4),
+        tokenizer=clip_tokenizer(),
+    )
+
+
+@seeded
+def flux_kontext() -> Any:
+    """Edits an image."""
+    return diffusers.FluxKontextPipeline(**flux().components)
+
+
+@seeded
+def deepfloyd() -> Any:
+    """Denoises pixels."""
+    nothing = dict.fromkeys(("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker"))
+    return diffusers.IFPipeline(
+        unet=unet(in_channels=3, out_channels=6),
+        scheduler=diffusers.DDPMScheduler(variance_type="learned_range"),
+        requires_safety_checker=False,
+        **nothing,
+    )
+
+
+@dataclass(frozen=True)
+class Convertible:
+    """A pipeline that converts.
+
+    Attributes:
+        make: it; options: of `diffusers_model`.
+        images: arguments of the pipeline's call that are images.
+        of: what a sample is of, for people.
+    """
+
+    make: Callable[[], Any]
+    of: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+
+
+SIZE = {"height": 32, "width": 32}
+
+CONVERTIBLE = {
+    "dit": Convertible(dit, "a class"),
+    "ddpm": Convertible(ddpm, "what it was trained on, in pixels"),
+    "ddim": Convertible(ddim, "what it was trained on, in pixels"),
+    "ldm": Convertible(ldm, "what it was trained on"),
+    "deepfloyd": Convertible(deepfloyd, "a prompt, in pixels", {"height": 16, "width": 24}),
+    "hunyuan_dit": Convertible(
+        hunyuan_dit, "a prompt", {"height": 64, "width": 64, "call": {"use_resolution_binning": False}}
+    ),
+    "chroma": Convertible(chroma, "a prompt", SIZE),
+    "sdxl_refiner": Convertible(sdxl_refiner, "a prompt and an image", images=("image",)),
+    "marigold": Convertible(marigold, "an image", images=("image",)),
+    "flux_kontext": Convertible(
+        flux_kontext,
+        "a prompt and an image",
+        SIZE | {"call": {"_auto_resize": False, "max_area": 32 * 32}},
+        images=("image",),
+    ),
+    "qwen_image": Convertible(qwen_image, "a prompt", SIZE | {"batch": 1}),
+    "kandinsky22": Convertible(kandinsky22, "an embedding of an image, from the prior", SIZE),
+    "kandinsky5": Convertible(kandinsky5, "a prompt, a video", SIZE | {"frames": 5}),
+}
+"""Pipelines that tests convert, beside those of `tiny_pipelines.PIPELINES`."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A pipeline that is refused before anything is calibrated.
+
+    Attributes:
+        make: it; options: of `diffusers_model`.
+        told: parts of the message.
+        why: for people.
+    """
+
+    make: Callable[[], Any]
+    why: str
+    told: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_OWN = "through a function of your own, model.source: package.module:function"
+
+REFUSED = {
+    "lumina2": Refused(
+        lumina2,
+        "the length of each prompt decides where its image's tokens begin",
+        ("values decide sizes: `l_effective_cap_len = attention_mask.sum", "transformer_lumina2.py", _OWN),
+        SIZE,
+    ),
+    "mochi": Refused(
+        mochi,
+        "attention leaves out the tokens of each prompt that pad it",
+        ("values decide sizes: `valid_prompt_token_indices = torch.nonzero", _OWN),
+        SIZE | {"frames": 7},
+    ),
+    "omnigen": Refused(
+        omnigen,
+        "the largest position decides how rotations are made",
+        ("values decide sizes: `if seq_len > self.original_max_position_embeddings", "transformer_omnigen.py", _OWN),
+        SIZE,
+    ),
+    "z_image": Refused(
+        z_image,
+        "the model takes its samples and prompts as lists",
+        ("ZImageTransformer2DModel takes its samples as a list", "got: 'x', list of 4", _OWN),
+        SIZE,
+    ),
+    "consistency": Refused(
+        consistency,
+        "its timesteps are logarithms of the noise, which may be negative",
+        ("the noise of CMStochasticIterativeScheduler is not known", "model.source: package.module:function"),
+    ),
+    "stable_audio": Refused(
+        stable_audio,
+        "its timesteps are no places in a schedule of a whole number of them",
+        ("the noise of EDMDPMSolverMultistepScheduler is not known", "model.source: package.module:function"),
+    ),
+}
+"""Pipelines that are refused."""

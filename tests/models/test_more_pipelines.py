@@ -1,0 +1,172 @@
+"""Pipelines that are no text-to-image pipeline in the plainest form: each converts, or is refused with a reason of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from further_pipelines import CONVERTIBLE, REFUSED
+from rich.console import Console
+from support import run
+from tiny_pipelines import errors_beside, picture
+from tolerances import INT8_CALL
+
+from trtconvert import models, runtime
+from trtconvert.cache import Cache
+from trtconvert.errors import UserError
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.exportable import make_exportable
+from trtconvert.models.loading import load_pipeline
+from trtconvert.models.pipelines import PipelineCaller
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+
+QUICK = ("dit",)
+
+
+def save(folder: Path, name: str) -> Path:
+    """A recipe for a saved pipeline, with the batches of every recipe that says nothing of them."""
+    tiny = CONVERTIBLE[name]
+    tiny.make().save_pretrained(folder / "pipeline")
+    recipe = {
+        "model": {
+            "source": "diffusers",
+            "weights": "pipeline",
+            "dtype": "float32",
+            "options": {"tokens": 8, "prompts": ["a cat", "a dog"]} | tiny.options,
+            "images": {image: str(picture(folder / f"{image}.png", 0)) for image in tiny.images},
+        },
+        "attention": {"modes": ["precision", "balanced"]},
+        "layers": {"modes": "off"},
+        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {"backend": "onnxruntime"},
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
+        "output": {"grid": 2},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder / "recipe.yaml"
+
+
+def model_of(folder: Path, name: str, **options):
+    """What is made of a pipeline that lies in the folder's `pipeline`."""
+    tiny = CONVERTIBLE[name]
+    if not (folder / "pipeline").is_dir():
+        tiny.make().save_pretrained(folder / "pipeline")
+    images = {image: picture(folder / f"{image}.png", 0) for image in tiny.images}
+    given: dict[str, Any] = {"tokens": 8, **tiny.options, **options}
+    return diffusers_model(folder / "pipeline", images=images, **given)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONVERTIBLE]
+)
+def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
+    """What no calibration saw, through the pipeline's own call: every prediction is close to that of the pipeline's model."""
+    recipe = load_recipe(save(tmp_path, name))
+    build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+    sampler = models.load(recipe.model).sample
+    caller = PipelineCaller(
+        load_pipeline(tmp_path / "pipeline"),
+        sampler.record.component,
+        8,
+        ("a bird",),
+        sampler.caller.arguments,
+        sampler.caller.images,
+    )
+    original = getattr(caller.pipe, caller.component)
+    with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
+        dropped_in = bundle.as_diffusers()
+        errors = errors_beside(dropped_in, original)
+        setattr(caller.pipe, caller.component, dropped_in)
+        seeds = [101] if sampler.batch == 1 else [101, 102]
+        drawn = caller(seeds, 4, sampler.sizes)
+    assert len(drawn) == len(seeds) and drawn.isfinite().all()
+    assert len(errors) >= 3 and max(errors) <= INT8_CALL
+
+
+@pytest.mark.parametrize("name", CONVERTIBLE)
+def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
+    """As many samples as seeds, whatever the pipeline counts them by."""
+    model = model_of(tmp_path, name)
+    both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
+    assert len(both) == 2 and both.dim() == 4 and both.min() >= 0 and both.max() <= 1
+    torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
+    assert (both[0] - both[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_converted_is_refused_with_its_reason(tmp_path, name):
+    refused = REFUSED[name]
+    refused.make().save_pretrained(tmp_path)
+    given: dict[str, Any] = {"tokens": 8, **refused.options}
+    with pytest.raises(UserError) as error:
+        diffusers_model(tmp_path, **given)
+    for part in ("expected: ", "got: ", "remedy: ", *refused.told):
+        assert part in str(error.value)
+
+
+def test_classes_are_drawn_by_the_seed_or_taken_from_the_recipe_by_turns(tmp_path):
+    model = model_of(tmp_path, "dit")
+    taken = []
+
+    def denoiser(**named):
+        taken.append(named["class_labels"].tolist())
+        return model.denoiser(**named)
+
+    model.sample(denoiser, [3, 4], steps=2, solver="ddim")
+    model.sample(denoiser, [4, 5], steps=2, solver="ddim")
+    assert taken[0][1] == taken[2][0] and taken[0][0] != taken[0][1]  # of the seed
+    assert taken[0][2:] == [1000, 1000]  # no class, for guidance
+    assert {label for labels in taken for label in labels[:2]} <= {*range(1000)}
+    chosen = model_of(tmp_path, "dit", call={"class_labels": [207, 360, 387], "guidance_scale": 1.0})
+    taken.clear()
+    chosen.sample(denoiser, [3, 4, 5], steps=2, solver="ddim")
+    assert taken[0] == [207, 360, 387]
+    for unfit in ([1000], [-1], "cat", []):
+        with pytest.raises(UserError, match=r"(?s)class_labels are no classes.*from 0 to 999.*remedy: .*leave it out"):
+            model_of(tmp_path, "dit", call={"class_labels": unfit})
+
+
+def test_what_all_samples_have_in_common_is_no_noise(tmp_path):
+    """Rotations beyond ±1 let queries leave their ranges, and engines would be timed and verified on what no pipeline passes."""
+    model = model_of(tmp_path, "hunyuan_dit")
+    example = model.example(0, {"batch": 3})
+    assert example["image_rotary_emb.0"].abs().max() <= 1 and example["image_meta_size"][0, 0] == 1024
+    assert len(example["image_meta_size"]) == 3 and example["encoder_hidden_states"][0].std() > 0.5
+    assert not torch.equal(example["hidden_states"][0], example["hidden_states"][1])
+
+
+def test_a_pipeline_without_its_image_is_told_so(tmp_path):
+    CONVERTIBLE["marigold"].make().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"(?s)not called without image.*remedy: .*images: \{image: FILE.png\}"):
+        diffusers_model(tmp_path)
+
+
+def test_pixels_are_calibrated_on_images(tmp_path):
+    encoder = model_of(tmp_path, "ddpm").encoder
+    assert encoder is not None and encoder.shape == (3, 16, 16)
+    assert encoder.encode(torch.tensor([0.0, 0.5, 1.0])).tolist() == [-1, 0, 1]
+
+
+def test_exportable_parts_give_what_their_own_do():
+    transformer = CONVERTIBLE["chroma"].make().transformer
+    timestep = torch.tensor([0.25, 0.5, 999.0])
+    expected = transformer.time_text_embed(timestep)
+    make_exportable(transformer)
+    assert torch.equal(transformer.time_text_embed(timestep), expected)
+
+
+@pytest.mark.slow
+def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
+    save(tmp_path, "dit")
+    monkeypatch.chdir(tmp_path)
+    outcome = run("build", "recipe.yaml", "-o", "bundle", "--set", "components={all: {}}")
+    assert outcome.exit_code == 0, outcome.output
+    outcome = run("run", "bundle", "-n", 3, "--steps", 2, "-o", tmp_path / "grid.png")
+    assert outcome.exit_code == 0 and (tmp_path / "grid.png").is_file(), outcome.output
