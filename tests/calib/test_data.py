@@ -193,7 +193,7 @@ def test_images_are_shown_at_stratified_timesteps(digits, tmp_path):
 def test_images_are_never_shown_beyond_the_schedule(digits, tmp_path, monkeypatch):
     """The largest number that torch draws below 1, after which FP32 rounds a sum up."""
     write_images(tmp_path / "images")
-    monkeypatch.setattr(torch, "rand", lambda *shape, generator=None: torch.full(shape, 1 - 2.0**-24))
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, 1 - 2.0**-24))
     seen, _ = inputs_of(digits, tmp_path / "images", steps=20)
     assert max(call["timestep"].max() for call in seen) == 999
 

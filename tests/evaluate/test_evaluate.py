@@ -203,7 +203,7 @@ def test_a_decoder_that_overflows_is_counted_too(tiny_build, reference, tmp_path
         images[[seed % 7 == 0 for seed in seeds]] = torch.nan
         return images
 
-    monkeypatch.setattr(models, "load", lambda _: replace(source, sample=overflowing))
+    monkeypatch.setattr(models, "load", lambda *_: replace(source, sample=overflowing))
     request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference))
     found = evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
     broken = sum(seed % 7 == 0 for seed in range(found.seed, found.seed + 20))
@@ -216,7 +216,7 @@ def test_a_pipeline_in_torch_is_drawn_in_batches_of_its_own(tiny_build, referenc
     def in_parts(denoiser, seeds, **options):
         return torch.cat([source.sample(denoiser, seeds[i : i + 2], **options) for i in range(0, len(seeds), 2)])
 
-    monkeypatch.setattr(models, "load", lambda _: replace(source, sample=in_parts, diffusers=object()))
+    monkeypatch.setattr(models, "load", lambda *_: replace(source, sample=in_parts, diffusers=object()))
     request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference), int8="torch")
     found = evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
     assert found.int8.nonfinite == found.full.nonfinite == 0 and found.paired.psnr > 20
