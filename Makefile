@@ -23,9 +23,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# Thousands of damaged recipes, bundles, manifests, calibrations and plans, where `make test` takes some hundreds.
+# What is slow and seldom breaks, and thousands of damaged recipes, bundles, manifests, calibrations and plans, where `make test` takes
+# some hundreds.
 soak: $(STAMP)
 	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest tests/robustness
+	$(BIN)/python -m pytest -m soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check
