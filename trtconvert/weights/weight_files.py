@@ -180,7 +180,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if suffix in TORCH:
         return read_torch(path)
     if suffix in GGUF:
-        return {name: read() for name, (_, read) in gguf_tensors(path).items()}
+        return {name: read() for name, (_, _, read) in gguf_tensors(path).items()}
     raise UserError(
         f"{path} is no file of weights that can be read",
         expected="a name that ends with " + ", ".join(READABLE),
@@ -249,8 +249,8 @@ def read_torch(path: Path) -> dict[str, Tensor]:
     return {str(name): x for name, x in loaded.items() if isinstance(x, Tensor)}
 
 
-def gguf_tensors(path: Path) -> dict[str, tuple[list[int], Callable[[], Tensor]]]:
-    """The shape of each tensor of a GGUF file, and a function that reads it as FP32.
+def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Tensor]]]:
+    """The shape of each tensor of a GGUF file, its bytes there, and a function that reads it as FP32.
 
     Raises:
         BackendUnavailable: `gguf` is not installed.
@@ -282,13 +282,13 @@ def gguf_tensors(path: Path) -> dict[str, tuple[list[int], Callable[[], Tensor]]
             ) from error
         return x.reshape(shape)
 
-    found: dict[str, tuple[list[int], Callable[[], Tensor]]] = {}
+    found: dict[str, tuple[list[int], int, Callable[[], Tensor]]] = {}
     for stored in reader.tensors:
         # The format has at most four dimensions, and rows of whole blocks: what had others says so itself.
         original = reader.fields.get(f"comfy.gguf.orig_shape.{stored.name}")
         own = [int(size) for size in reversed(stored.shape)]
         shape = own if original is None else [int(original.parts[i][0]) for i in original.data]
-        found[stored.name] = shape, functools.partial(read, stored, shape)
+        found[stored.name] = shape, int(stored.n_bytes), functools.partial(read, stored, shape)
     return found
 
 

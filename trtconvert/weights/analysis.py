@@ -1,0 +1,345 @@
+"""What INT8 would do to each tensor of a model: `trtconvert analyze`, and the rules by which `trtconvert quantize` decides."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from trtconvert.documents import read_json
+from trtconvert.errors import UserError, first_line
+from trtconvert.progress import Bar
+from trtconvert.weights import blocks
+from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
+from trtconvert.weights.sources import Source, StoredTensor
+
+MIN_SQNR = 30.0
+"""dB that a weight keeps in INT8: 3 % relative error. Normally distributed ones have 40."""
+
+FALLBACK = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+NORMS = re.compile(r"(^|[._])(\w*norm\w*|ln(_?\w+)?|q_ln|k_ln)$")
+"""Modules that normalise; only their vectors are meant, not the layers that make these from the timestep."""
+
+EMBEDDINGS = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|shared|relative_attention_bias)([._]|$)")
+FINAL = re.compile(
+    r"^(model\.diffusion_model\.)?(proj_out|conv_out|norm_out|final_layer|out_layer|lm_head|head|out)(\.|$)"
+    r"|(^|\.)(final_layer|decoder\.conv_out)\."
+)
+"""The last layers of denoisers and decoders; those of the same names within blocks are not."""
+
+FP16_MAX = torch.finfo(torch.float16).max
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rules(_Record):
+    """What decides about each tensor.
+
+    Attributes:
+        granularity: of the scales; fallback: type of what is neither INT8 nor FP32.
+        fp32: patterns (fnmatch) of names that stay in FP32, beside norms, embeddings and final layers.
+        max_outliers: share of elements, see `blocks.OUTLIER`; min_elements: of a weight in INT8.
+    """
+
+    granularity: Literal["block", "channel"] = "block"
+    fallback: Literal["bf16", "fp16"] = "bf16"
+    fp32: tuple[str, ...] = ()
+    max_outliers: Annotated[float, Field(ge=0, le=1)] = 0.01
+    min_elements: Annotated[int, Field(ge=0)] = 4096
+
+
+class Verdict(_Record):
+    """What becomes of a tensor: its type, and why. "kept" is what it was."""
+
+    stored: Literal["int8", "bf16", "fp16", "fp32", "kept"]
+    reason: str
+
+
+class BlockStatistics(_Record):
+    """Over the blocks of 128 × 128 of a tensor: their number in each direction, the least, median and largest of their largest
+    magnitudes, of their root mean squares, and the largest share of outliers in one."""
+
+    rows: int
+    columns: int
+    amax_min: NonNegative
+    amax_median: NonNegative
+    amax_max: NonNegative
+    rms_min: NonNegative
+    rms_median: NonNegative
+    rms_max: NonNegative
+    worst_outliers: NonNegative
+
+
+class Quality(_Record):
+    """Of a tensor in INT8: ‖ŵ − w‖ / ‖w‖, and the same as signal to noise in dB; None where there is no error."""
+
+    relative_error: NonNegative
+    sqnr: float | None
+
+
+class TensorReport(_Record):
+    """A tensor.
+
+    Attributes:
+        name: as `StoredTensor.path`; dtype: it is stored in; elements, bytes: there.
+        bytes_after: with its verdict; bytes_int8: with blocks in INT8, None of what is no matrix.
+        nonfinite: NaN and Inf: with any, or without elements, what follows is None.
+        outliers: share of elements; histogram: elements by octave of magnitude, the largest's first.
+        quality: by granularity of the scales.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    bytes: int
+    bytes_after: int
+    bytes_int8: int | None
+    nonfinite: int
+    verdict: Verdict
+    outliers: NonNegative | None = None
+    blocks: BlockStatistics | None = None
+    quality: dict[Granularity, Quality] = {}
+    histogram: list[int] = []
+
+
+class Analysis(_Record):
+    """A model's tensors.
+
+    Attributes:
+        model: its file's or folder's name; fingerprint: see `Source.fingerprint`.
+        rules: that the verdicts follow.
+    """
+
+    version: Literal[1] = 1
+    model: str
+    fingerprint: str
+    rules: Rules
+    tensors: list[TensorReport]
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def in_int8(self) -> int:
+        """Parameters."""
+        return sum(tensor.elements for tensor in self.tensors if tensor.verdict.stored == "int8")
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(tensor.bytes_after for tensor in self.tensors)
+
+    def candidates(self) -> list[TensorReport]:
+        """Tensors that become INT8, those first that save most."""
+        found = [tensor for tensor in self.tensors if tensor.verdict.stored == "int8"]
+        return sorted(found, key=lambda tensor: tensor.bytes_after - tensor.bytes)
+
+
+def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
+    """Go through all tensors, one in memory at a time.
+
+    Raises:
+        UserError: a file is damaged, or a tensor cannot be read.
+    """
+    rules = rules or Rules()
+    tensors = list(source.tensors)
+    bar.total(len(tensors))
+    reports = []
+    for tensor in tensors:
+        reports.append(_report(tensor, rules))
+        bar.step()
+    return Analysis(model=source.place.resolve().name, fingerprint=source.fingerprint, rules=rules, tensors=reports)
+
+
+def _report(tensor: StoredTensor, rules: Rules) -> TensorReport:
+    x = tensor.read()
+    shared = {
+        "name": tensor.path,
+        "shape": tensor.shape,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "elements": x.numel(),
+        "bytes": tensor.nbytes,
+        "bytes_int8": int8_bytes(tensor.shape, "block") if len(tensor.shape) > 1 else None,
+    }
+    if not x.is_floating_point() or not x.numel():
+        verdict = decide(tensor, rules, x, None, None)
+        return TensorReport(**shared, nonfinite=0, verdict=verdict, bytes_after=bytes_of(tensor, verdict, rules))
+    matrix = as_matrix(x)
+    measured = blocks.measure(matrix, histogram=True)
+    if measured.nonfinite:
+        verdict = Verdict(stored="kept", reason=f"{measured.nonfinite:,} of its numbers are NaN or Inf")
+        return TensorReport(**shared, nonfinite=measured.nonfinite, verdict=verdict, bytes_after=tensor.nbytes)
+    quality = {kind: _quality(matrix, measured, kind) for kind in ("block", "channel", "tensor")}
+    verdict = decide(tensor, rules, x, outlier_share(measured, x), quality[rules.granularity].relative_error)
+    return TensorReport(
+        **shared,
+        nonfinite=0,
+        verdict=verdict,
+        bytes_after=bytes_of(tensor, verdict, rules),
+        outliers=outlier_share(measured, x),
+        blocks=_block_statistics(measured, matrix),
+        quality=quality,
+        histogram=measured.histogram,
+    )
+
+
+def _quality(matrix: Tensor, measured: Measured, granularity: Granularity) -> Quality:
+    error = blocks.relative_error(matrix, blocks.scales(measured, granularity))
+    return Quality(relative_error=error, sqnr=sqnr(error))
+
+
+def sqnr(error: float) -> float | None:
+    """Signal to quantisation noise in dB of a relative error."""
+    return -20 * math.log10(error) if error else None
+
+
+def outlier_share(measured: Measured, x: Tensor) -> float:
+    return int(measured.outliers.sum()) / x.numel()
+
+
+def _block_statistics(measured: Measured, matrix: Tensor) -> BlockStatistics:
+    rows, columns = measured.blocks.shape
+    heights = torch.full((rows,), blocks.BLOCK)
+    heights[-1] = (matrix.shape[0] - 1) % blocks.BLOCK + 1
+    widths = torch.full((columns,), blocks.BLOCK)
+    widths[-1] = (matrix.shape[1] - 1) % blocks.BLOCK + 1
+    sizes = heights[:, None] * widths
+    rms = (measured.squares / sizes).sqrt()
+    return BlockStatistics(
+        rows=rows,
+        columns=columns,
+        amax_min=float(measured.blocks.min()),
+        amax_median=float(measured.blocks.median()),
+        amax_max=measured.amax,
+        rms_min=float(rms.min()),
+        rms_median=float(rms.median()),
+        rms_max=float(rms.max()),
+        worst_outliers=float((measured.outliers / sizes).max()),
+    )
+
+
+def by_name(tensor: StoredTensor, rules: Rules, *, floating: bool) -> Verdict | None:
+    """What a tensor's name, shape and type decide; None where its numbers do."""
+    if not floating:
+        return Verdict(stored="kept", reason="no floating-point numbers")
+    module, _, last = tensor.name.rpartition(".")
+    elements = math.prod(tensor.shape)
+    if pattern := next((p for p in rules.fp32 if fnmatchcase(tensor.path, p) or fnmatchcase(tensor.name, p)), None):
+        return Verdict(stored="fp32", reason=f"--fp32 {pattern}")
+    if len(tensor.shape) < 2 and NORMS.search(module):
+        return Verdict(stored="fp32", reason="norm")
+    if EMBEDDINGS.search(tensor.name):
+        return Verdict(stored="fp32", reason="embedding")
+    if FINAL.search(tensor.name):
+        return Verdict(stored="fp32", reason="final layer")
+    if len(tensor.shape) < 2 or last != "weight":
+        return Verdict(stored=rules.fallback, reason="no weight of a linear layer or a convolution")
+    if elements < max(1, rules.min_elements):
+        return Verdict(stored=rules.fallback, reason=f"{elements:,} elements, under {rules.min_elements:,}")
+    if int8_bytes(tensor.shape, rules.granularity) >= 2 * elements:
+        return Verdict(stored=rules.fallback, reason="its scales would take as much as INT8 saves")
+    return None
+
+
+def decide(tensor: StoredTensor, rules: Rules, x: Tensor, outliers: float | None, error: float | None) -> Verdict:
+    """What becomes of a tensor.
+
+    Args:
+        x: its numbers; outliers, error: share and relative error with the rules' granularity, of what is not decided by name.
+    """
+    verdict = by_name(tensor, rules, floating=x.is_floating_point())
+    if verdict is None:
+        assert outliers is not None and error is not None
+        if outliers > rules.max_outliers:
+            reason = f"{outliers:.2%} outliers, over {rules.max_outliers:.2%}"
+            verdict = Verdict(stored=rules.fallback, reason=reason)
+        elif (db := sqnr(error)) is not None and db < MIN_SQNR:
+            verdict = Verdict(stored=rules.fallback, reason=f"{db:.1f} dB in INT8, under {MIN_SQNR:g}")
+        else:
+            text = "no error" if db is None else f"{db:.1f} dB"
+            verdict = Verdict(stored="int8", reason=f"{text}, {outliers:.2%} outliers")
+    if verdict.stored == "fp16" and x.numel() and float(x.abs().amax()) > FP16_MAX:
+        return Verdict(stored="fp32", reason=f"beyond FP16's {FP16_MAX:g}; otherwise {verdict.reason}")
+    return verdict
+
+
+def int8_bytes(shape: tuple[int, ...], granularity: Literal["block", "channel"]) -> int:
+    """Of a matrix with its scales."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    return rows * columns + 4 * (rows if granularity == "channel" else math.prod(block_shape(rows, columns)))
+
+
+def bytes_of(tensor: StoredTensor, verdict: Verdict, rules: Rules) -> int:
+    """What a tensor takes after its verdict."""
+    elements = math.prod(tensor.shape)
+    if verdict.stored == "int8":
+        return int8_bytes(tensor.shape, rules.granularity)
+    return {"bf16": 2 * elements, "fp16": 2 * elements, "fp32": 4 * elements}.get(verdict.stored, tensor.nbytes)
+
+
+def read_analysis(path: Path, source: Source) -> Mapping[str, TensorReport]:
+    """The tensors of an analysis of this model, by their paths.
+
+    Raises:
+        UserError: it is none, or of another model.
+    """
+    remedy = f"run `trtconvert analyze {source.place}`"
+    try:
+        found = Analysis.model_validate(read_json(path))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise UserError(
+            f"{path} is no analysis",
+            expected="a file that `trtconvert analyze` wrote",
+            got=f"{place}: {problem['msg']}" if place else problem["msg"],
+            remedy=remedy,
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the analysis {path} cannot be read",
+            expected="a file that `trtconvert analyze` wrote",
+            got=first_line(error),
+            remedy=remedy,
+        ) from error
+    reports = {tensor.name: tensor for tensor in found.tensors}
+    if found.fingerprint != source.fingerprint or reports.keys() != {tensor.path for tensor in source.tensors}:
+        raise UserError(
+            f"{path} is the analysis of another model",
+            expected=f"one of {source.place}, {source.fingerprint[:12]}…",
+            got=f"one of {found.model}, {found.fingerprint[:12]}…",
+            remedy=remedy,
+        )
+    return reports
+
+
+def required(path: Path, report: TensorReport, granularity: Granularity) -> tuple[float, float]:
+    """Outliers and relative error that an analysis has of a tensor that these decide about.
+
+    Raises:
+        UserError: it has not.
+    """
+    if report.outliers is None or granularity not in report.quality:
+        raise UserError(
+            f"{path} lacks figures of {report.name}",
+            expected="outliers and quality of each tensor with finite numbers",
+            got=f"{report.nonfinite} that are not finite" if report.nonfinite else "none",
+            remedy="run `trtconvert analyze` again, or leave --analysis out",
+        )
+    return report.outliers, report.quality[granularity].relative_error

@@ -1,0 +1,208 @@
+"""Symmetric INT8 of weights, a scale per block of 128 × 128, per output channel or for all, in plain torch: the specification.
+
+    s = max |w| / 127            of the block, the channel or the tensor
+    q = round(w / s)             −127 … 127
+    ŵ = q · s
+
+Blocks as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3) and Jetfire (arXiv 2403.12422, section 4), with INT8 in place of
+FP8. Scales of channels are those of INT8 layers in engines, `trtconvert.linear.reference.quantise_weight`. A weight of more
+dimensions than two is the matrix [N, all others]. Blocks at the ends of a matrix are as small as what is left.
+
+All functions go through a matrix by tiles of whole blocks, so that they need little memory beside it, most of it in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trtconvert.linear.reference import LEVELS, TINY_SCALE, short_scale
+from trtconvert.weights.weight_files import BLOCK
+
+Granularity = Literal["block", "channel", "tensor"]
+
+OUTLIER = 4.0
+"""An outlier is larger than so many times the root mean square of its block: 0.006 % of normally distributed weights, 0.35 % of
+Laplace's, and at most 1/16 of any block."""
+
+OCTAVES = 16
+"""Of a histogram of magnitudes: down to 2⁻¹⁵ of the octave that the largest is in; what is smaller counts in the last."""
+
+_TILE = 2**19  # elements
+_WIDE = 2**13  # columns of a tile at most
+_SQUARES = (1e-15, 1e15)  # magnitudes whose squares FP32 holds, and sums of them
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one pass over a matrix [N, K] finds.
+
+    Attributes:
+        blocks: [⌈N/128⌉, ⌈K/128⌉] FP32 largest magnitude; rows: [N] likewise.
+        squares: of the blocks, FP64 sums; outliers: of the blocks, INT64 counts.
+        histogram: elements by octaves of magnitude, the largest's first.
+        nonfinite: NaN and Inf. With any, the other figures mean nothing.
+    """
+
+    blocks: Tensor
+    rows: Tensor
+    squares: Tensor
+    outliers: Tensor
+    histogram: list[int]
+    nonfinite: int
+
+    @property
+    def amax(self) -> float:
+        return float(self.rows.amax()) if self.rows.numel() else 0.0
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """[N, K] of a weight [N, …]; of one dimension [1, K]."""
+    return x.reshape(x.shape[0], -1) if x.dim() > 1 and x.shape[0] else x.reshape(1, -1)
+
+
+def block_shape(rows: int, columns: int) -> tuple[int, int]:
+    """How many blocks a matrix has in each direction."""
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def measure(matrix: Tensor, *, histogram: bool = False) -> Measured:
+    """
+    Args:
+        matrix: [N, K] of any floating-point type; histogram: count magnitudes too, which takes as long as all else.
+    """
+    grid = block_shape(*matrix.shape)
+    blocks, squares = torch.zeros(grid), torch.zeros(grid, dtype=torch.float64)
+    outliers, rows = torch.zeros(grid, dtype=torch.int64), torch.zeros(matrix.shape[0])
+    nonfinite, octaves = 0, torch.zeros(256, dtype=torch.int64)
+    for height, width in _tiles(*matrix.shape):
+        place = (
+            slice(height.start // BLOCK, -(-height.stop // BLOCK)),
+            slice(width.start // BLOCK, -(-width.stop // BLOCK)),
+        )
+        tile = matrix[height, width].float()
+        magnitude = _padded(tile).abs()  # [R, 128, C, 128]
+        by_row = magnitude.amax(-1)
+        peaks = by_row.amax(1)
+        blocks[place] = peaks
+        rows[height] = torch.maximum(rows[height], by_row.amax(-1).flatten()[: tile.shape[0]])
+        if not bool(peaks.isfinite().all()):
+            nonfinite += int((~tile.isfinite()).sum())
+            continue
+        if histogram:
+            octaves += torch.bincount(magnitude.view(torch.int32).bitwise_right_shift(23).flatten(), minlength=256)
+            octaves[0] -= magnitude.numel() - tile.numel()  # the padding
+        # Relative to the block's largest, so that squares neither overflow nor vanish.
+        powers = magnitude.div_(peaks.clamp_min(TINY_SCALE)[:, None, :, None]).square_()
+        sums = powers.sum((1, 3))
+        real = _padded(torch.ones(1, 1).expand(tile.shape)).sum((1, 3)) if tile.numel() < powers.numel() else BLOCK**2
+        beyond = powers > (OUTLIER**2 * sums / real)[:, None, :, None]
+        outliers[place] = beyond.sum(-1, dtype=torch.int32).sum(1)  # thirty times as fast as both at once
+        squares[place] = sums.double() * peaks.double().square()
+    return Measured(blocks, rows, squares, outliers, _from_largest(octaves), nonfinite)
+
+
+def _from_largest(octaves: Tensor) -> list[int]:
+    """Counts by exponent as `OCTAVES` from the largest down."""
+    used = octaves.nonzero().flatten()
+    if not len(used):
+        return [0] * OCTAVES
+    counts = octaves[: int(used[-1]) + 1].flip(0).tolist()
+    return [*(counts + [0] * OCTAVES)[: OCTAVES - 1], sum(counts[OCTAVES - 1 :])]
+
+
+def scales(measured: Measured, granularity: Granularity) -> Tensor:
+    """FP32 scales: [⌈N/128⌉, ⌈K/128⌉] of blocks, [N] of channels, [] of a tensor."""
+    if granularity == "block":
+        return (measured.blocks / LEVELS).clamp_min(TINY_SCALE)
+    if granularity == "channel":
+        return short_scale(measured.rows / LEVELS)
+    return torch.tensor(measured.amax / LEVELS).clamp_min(TINY_SCALE)
+
+
+def quantise(matrix: Tensor, scale: Tensor) -> tuple[Tensor, float]:
+    """
+    Args:
+        matrix: [N, K], finite; scale: see `scales`.
+    Returns:
+        INT8 [N, K], and its relative error, see `relative_error`.
+    """
+    stored = torch.empty(matrix.shape, dtype=torch.int8)
+    return stored, _go_through(matrix, scale, stored)
+
+
+def relative_error(matrix: Tensor, scale: Tensor) -> float:
+    """‖ŵ − w‖ / ‖w‖ of a matrix with these scales; 0 of zeros."""
+    return _go_through(matrix, scale, None)
+
+
+def _go_through(matrix: Tensor, scale: Tensor, stored: Tensor | None) -> float:
+    errors = powers = 0.0
+    largest = float(scale.amax()) * LEVELS if scale.numel() else 0.0
+    exact = None if _SQUARES[0] < largest < _SQUARES[1] else torch.float64
+    for height, width in _tiles(*matrix.shape):
+        tile = matrix[height, width].float()
+        step = _of_tile(scale, height, width)
+        quantised = (_padded(tile) / step).round_() if scale.dim() == 2 else (tile / step).round_()
+        quantised.clamp_(-LEVELS, LEVELS)
+        if stored is not None:
+            whole = quantised.to(torch.int8)
+            stored[height, width] = _cut(whole, tile) if scale.dim() == 2 else whole
+        quantised *= step
+        restored = _cut(quantised, tile) if scale.dim() == 2 else quantised
+        powers += float(torch.linalg.vector_norm(tile, dtype=exact)) ** 2
+        errors += float(torch.linalg.vector_norm(restored.sub_(tile), dtype=exact)) ** 2
+    return math.sqrt(errors / powers) if powers else 0.0
+
+
+def dequantise(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """ŵ in another type.
+
+    Args:
+        stored: INT8 of any shape; scale: see `scales`.
+    Returns:
+        The shape of `stored`.
+    """
+    matrix = as_matrix(stored)
+    restored = torch.empty(matrix.shape, dtype=dtype)
+    for height, width in _tiles(*matrix.shape):
+        tile, step = matrix[height, width].float(), _of_tile(scale, height, width)
+        restored[height, width] = (_cut(_padded(tile) * step, tile) if scale.dim() == 2 else tile * step).to(dtype)
+    return restored.reshape(stored.shape)
+
+
+def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Whole blocks of rows and of columns that cover a matrix."""
+    width = min(_WIDE, max(1, -(-columns // BLOCK)) * BLOCK)
+    height = max(1, _TILE // width // BLOCK) * BLOCK
+    for top in range(0, rows if columns else 0, height):
+        for left in range(0, columns, width):
+            yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
+
+
+def _padded(tile: Tensor) -> Tensor:
+    """[R, 128, C, 128] with zeros at the ends."""
+    rows, columns = (-size % BLOCK for size in tile.shape)
+    if rows or columns:
+        tile = torch.nn.functional.pad(tile, (0, columns, 0, rows))
+    high, wide = block_shape(*tile.shape)
+    return tile.reshape(high, BLOCK, wide, BLOCK)
+
+
+def _cut(blocks: Tensor, tile: Tensor) -> Tensor:
+    high, _, wide, _ = blocks.shape
+    return blocks.reshape(high * BLOCK, wide * BLOCK)[: tile.shape[0], : tile.shape[1]]
+
+
+def _of_tile(scale: Tensor, height: slice, width: slice) -> Tensor:
+    """The scales of a tile: for `_padded` of blocks, else for its rows."""
+    if scale.dim() == 2:
+        rows = slice(height.start // BLOCK, -(-height.stop // BLOCK))
+        columns = slice(width.start // BLOCK, -(-width.stop // BLOCK))
+        return scale[rows, columns][:, None, :, None]
+    return scale[height, None] if scale.dim() == 1 else scale

@@ -1,0 +1,372 @@
+"""Models as they lie on the disk, for commands that go through all of their tensors: a file, a folder of shards, or a pipeline.
+
+What can be known from names and headers is checked when a source is opened; tensors are read one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtconvert.documents import read_json
+from trtconvert.errors import UserError, first_line
+from trtconvert.files import open_regular
+from trtconvert.weights.tensor_files import TYPES, read_entries, read_entry
+from trtconvert.weights.weight_files import (
+    GGUF,
+    READABLE,
+    SAFETENSORS,
+    TORCH,
+    dequantised,
+    gguf_tensors,
+    layer_of,
+    read_torch,
+    refuse_other_formats,
+    refuse_pointer,
+    stored_weights,
+    variants_of,
+)
+
+PIPELINE = "model_index.json"
+METADATA = "trtconvert"
+"""Of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
+
+_INDEX = re.compile(r".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_SAMPLES, _SAMPLE = 256, 4096  # pieces of a file that its fingerprint reads, and their bytes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a model.
+
+    Attributes:
+        name: in its part; part: folder of the pipeline that it is in, empty elsewhere.
+        shape: of the tensor; nbytes: that it takes in the file, with its scales.
+        dtype: it is stored in; of GGUF, which has many, the FP32 that is read.
+        read: the tensor in memory of its own, FP32 where it was stored with scales.
+    """
+
+    name: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    read: Callable[[], Tensor]
+
+    @property
+    def path(self) -> str:
+        """A name that no other tensor of the model has."""
+        return f"{self.part}/{self.name}" if self.part else self.name
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files of one model: a whole source, or one of a pipeline's.
+
+    Attributes:
+        folder: of a pipeline, relative to it; empty elsewhere.
+        files: of weights; indexes: that name them; others: weights beside them that stand for the same, in other variants.
+        tensors: in the files' order.
+        metadata: of each safetensors file.
+    """
+
+    folder: str
+    files: tuple[Path, ...]
+    indexes: tuple[Path, ...]
+    others: tuple[Path, ...]
+    tensors: tuple[StoredTensor, ...]
+    metadata: dict[Path, dict[str, str]]
+
+    @property
+    def stem(self) -> str:
+        """What the names of its files begin with."""
+        first = _SHARD.sub("", self.files[0].stem)
+        plain = next((name for name in ("diffusion_pytorch_model", "pytorch_model") if first.startswith(name)), first)
+        return {"pytorch_model": "model"}.get(plain, plain)  # as save_pretrained calls it in safetensors
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on the disk.
+
+    Attributes:
+        place: file or folder; parts: its models.
+    """
+
+    place: Path
+    parts: tuple[Part, ...]
+
+    @property
+    def tensors(self) -> Iterator[StoredTensor]:
+        for part in self.parts:
+            yield from part.tensors
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the files' names, sizes, ends, and of pieces all over them: of other weights it is another one. Reading all
+        of a large model would take as long as converting it."""
+        found = hashlib.sha256()
+        for part in self.parts:
+            for path in part.files:
+                found.update(f"{part.folder}\0{path.name}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+                with open_regular(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    for index in range(_SAMPLES):
+                        file.seek(max(0, size - _SAMPLE) * index // (_SAMPLES - 1))
+                        found.update(file.read(_SAMPLE))
+        return found.hexdigest()
+
+
+def open_source(place: Path) -> Source:
+    """
+    Args:
+        place: a file of weights; a folder of such, with or without an index; or a pipeline's folder.
+    Raises:
+        UserError: there is no model, a file of it is missing or damaged, two files hold one name, or weights are in a form that
+            is not read.
+        BackendUnavailable: a file is GGUF, and `gguf` is not installed.
+    """
+    if place.is_file():
+        return Source(place, (_part("", place, (place,)),))
+    if not place.is_dir():
+        raise UserError(
+            f"there is no model at {place}",
+            expected="a folder, or a file that ends with " + ", ".join(READABLE),
+            got="something else" if place.exists() else "nothing of this name",
+            remedy="correct the path",
+        )
+    if (place / PIPELINE).is_file():
+        folders = sorted(folder for folder in place.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        parts = [_part(folder.name, folder, files) for folder in folders if (files := _files(folder))]
+    else:
+        parts = [_part("", place, files)] if (files := _files(place)) else []
+    if not parts:
+        raise UserError(
+            f"there are no weights in {place}",
+            expected="files that end with " + ", ".join(READABLE),
+            got=_listing(place),
+            remedy="name the folder that they are in, or get them again",
+        )
+    return Source(place, tuple(parts))
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder that are its model's weights: as `save_pretrained` names them, else those that an index names, else
+    all of the first kind that there is."""
+    variants = variants_of(folder)
+    if len(variants) > 1 and not _has_plain(folder):
+        raise UserError(
+            f"the weights in {folder} are there in several variants",
+            expected="one of them, or files without a variant",
+            got=", ".join(sorted(variants)),
+            remedy="name the file itself, or move the files of the others away",
+        )
+    if (stored := stored_weights(folder)) is not None:
+        return stored.files
+    if indexes := _indexes(folder):
+        return tuple(dict.fromkeys(folder / name for name in _weight_map(indexes[0]).values()))
+    for kinds in (SAFETENSORS, TORCH, GGUF):
+        if found := sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file()):
+            return tuple(found)
+    return ()
+
+
+def _has_plain(folder: Path) -> bool:
+    """Whether there are weights without a variant: then `stored_weights` takes these."""
+    try:
+        return (stored := stored_weights(folder)) is not None and stored.variant is None
+    except UserError:
+        return False
+
+
+def _indexes(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _INDEX.fullmatch(path.name) and path.is_file())
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor: file, as an index has it.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        found = read_json(index)
+        names = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError("no mapping of tensors to files in weight_map")
+        if outside := next((name for name in names.values() if Path(name).name != name), ""):
+            raise ValueError(f"a file outside of the folder, {outside}")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the index {index} cannot be read",
+            expected='JSON with a "weight_map" of tensors to files beside it',
+            got=first_line(error),
+            remedy="get it again",
+        ) from error
+    return names
+
+
+def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
+    """A model of these files.
+
+    Args:
+        place: folder that they are in; a file that was named itself stands alone.
+    Raises:
+        UserError: see `open_source`.
+    """
+    indexes = _indexes(place) if place.is_dir() else []
+    maps = {index: _weight_map(index) for index in indexes}
+    taken = [index for index, names in maps.items() if {path.name for path in files} & set(names.values())]
+    for index in taken:
+        if lost := sorted(file for file in set(maps[index].values()) if not (place / file).is_file()):
+            raise UserError(
+                f"a shard that {index} names is missing",
+                expected=f"{len(set(maps[index].values()))} files",
+                got=f"no {', '.join(lost[:5])}",
+                remedy="get the files again that are missing",
+            )
+    found: dict[str, tuple[StoredTensor, Path]] = {}
+    metadata: dict[Path, dict[str, str]] = {}
+    for path in files:
+        tensors, metadata[path] = _tensors_of(path, name)
+        for tensor in tensors:
+            if tensor.name in found:
+                raise UserError(
+                    f"two files have the tensor {tensor.name}",
+                    expected="each tensor once",
+                    got=f"{found[tensor.name][1].name} and {path.name} in {path.parent}",
+                    remedy="name the one file that is meant, or move the other away",
+                )
+            found[tensor.name] = tensor, path
+    for index in taken:
+        if absent := sorted(
+            tensor
+            for tensor, file in maps[index].items()
+            if (place / file) in metadata and (tensor not in found or found[tensor][1] != place / file)
+        ):
+            raise UserError(
+                f"{index} does not fit the files beside it",
+                expected=f"{absent[0]} in {maps[index][absent[0]]}",
+                got="no such tensor there",
+                remedy="get the index and its files again",
+            )
+    refuse_other_formats(found, str(place))
+    beside = {*files, *taken}
+    others = [
+        path
+        for path in (place.iterdir() if place.is_dir() else ())
+        if path not in beside and (path in indexes or _is_variant(path))
+    ]
+    tensors = _with_scales({name: tensor for name, (tensor, _) in found.items()}, str(place))
+    return Part(name, files, tuple(taken), tuple(sorted(others)), tuple(tensors), metadata)
+
+
+def _is_variant(path: Path) -> bool:
+    """Whether a file has a name that `save_pretrained` gives to a model's weights."""
+    stem = path.name.split(".")[0].split("-")[0]
+    known = stem in ("diffusion_pytorch_model", "pytorch_model", "model")
+    return known and path.suffix in (".safetensors", ".bin", ".msgpack", ".h5") and path.is_file()
+
+
+def _with_scales(found: dict[str, StoredTensor], source: str) -> list[StoredTensor]:
+    """The tensors, those with scales joined with these; scales and descriptions of such go."""
+    beside: dict[str, list[str]] = {}
+    for name in found:
+        if (layer := layer_of(name)) is not None and f"{layer}.weight" in found:
+            beside.setdefault(f"{layer}.weight", []).append(name)
+    joined = {name for names in beside.values() for name in names}
+    joined |= {name for name in found if name.rpartition(".")[2] == "scaled_fp8"}
+
+    def read(names: list[str]) -> Tensor:
+        return dequantised({name: found[name].read() for name in names}, source)[names[0]]
+
+    tensors = []
+    for name, tensor in found.items():
+        if name in joined:
+            continue
+        if names := beside.get(name):
+            size = sum(found[other].nbytes for other in (name, *names))
+            reader = functools.partial(read, [name, *names])
+            tensor = StoredTensor(name, tensor.part, tensor.shape, tensor.dtype, size, reader)
+        elif tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool and name.endswith(".weight"):
+            reader = functools.partial(read, [name])  # FP8 without a scale; integers are refused there
+            tensor = StoredTensor(name, tensor.part, tensor.shape, tensor.dtype, tensor.nbytes, reader)
+        tensors.append(tensor)
+    return tensors
+
+
+def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, str]]:
+    """What is in one file, and its metadata."""
+    try:
+        refuse_pointer(path)
+    except OSError as error:
+        raise UserError(
+            f"the weights {path} cannot be read",
+            expected="a file that this user may read",
+            got=first_line(error),
+            remedy="change its permissions, or get it again",
+        ) from error
+    suffix = path.suffix.lower()
+    if suffix in SAFETENSORS:
+        entries, metadata = read_entries(path)
+        return [
+            StoredTensor(e.name, part, e.shape, e.dtype, e.nbytes, functools.partial(read_entry, path, e))
+            for e in entries
+        ], metadata
+    if suffix in TORCH:
+        return [
+            StoredTensor(name, part, tuple(x.shape), x.dtype, x.nbytes, functools.partial(_from_disk, x))
+            for name, x in _plain(read_torch(path), path).items()
+        ], {}
+    if suffix in GGUF:
+        return [
+            StoredTensor(name, part, tuple(shape), torch.float32, nbytes, read)
+            for name, (shape, nbytes, read) in gguf_tensors(path).items()
+        ], {}
+    raise UserError(
+        f"{path} is no file of weights that can be read",
+        expected="a name that ends with " + ", ".join(READABLE),
+        got=path.suffix or "a name without an ending",
+        remedy="give another file, or the folder of a model or a pipeline",
+    )
+
+
+def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """
+    Raises:
+        UserError: one of the tensors is of a kind or a type that is not read.
+    """
+    for name, x in tensors.items():
+        if x.layout is not torch.strided or x.dtype not in TYPES.values() or x.device.type != "cpu":
+            raise UserError(
+                f"{name} in {path} cannot be read",
+                expected="plain tensors of " + ", ".join(TYPES),
+                got=f"{x.layout} of {x.dtype} on {x.device}".replace("torch.", ""),
+                remedy="take the model in another form, as safetensors in FP32, FP16 or BF16",
+            )
+    return tensors
+
+
+def _from_disk(x: Tensor) -> Tensor:
+    """A copy of a tensor that lies in a mapped file, whose pages are given back: the whole file would stay in memory."""
+    copy = x.clone(memory_format=torch.contiguous_format)
+    page, storage, page_out = os.sysconf("SC_PAGE_SIZE"), x.untyped_storage(), 21  # MADV_PAGEOUT, linux/mman-common.h
+    start = storage.data_ptr() // page * page
+    length = storage.data_ptr() + storage.nbytes() - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), page_out)  # older kernels refuse it
+    return copy

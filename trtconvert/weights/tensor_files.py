@@ -1,0 +1,245 @@
+"""safetensors files one tensor at a time: checked headers, reads that keep nothing mapped, and a writer that is given a tensor
+after the other.
+
+The libraries map whole files into memory and write from a dictionary of all tensors; what is converted here is larger than
+memory. Source: the description of the format, https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert.documents import safetensors_header
+from trtconvert.errors import TrtconvertError
+from trtconvert.files import open_regular
+from trtconvert.weights.weight_files import damaged
+
+TYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Types that are read, as safetensors call them."""
+
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+_CHUNK = 2**23  # bytes that are copied or checked at once
+_SPOOLED = 2**24  # bytes of tensors of odd sizes that wait in memory; more wait on the disk
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its type, shape, and first and last byte in the file (the latter not included)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def read_entries(path: Path) -> tuple[list[Entry], dict[str, str]]:
+    """What a safetensors file holds, in the order of the bytes, and its metadata. No tensor is read.
+
+    Raises:
+        UserError: the file cannot be read, is cut short, or its tensors overlap, leave gaps, lie outside of the file, or are of a
+            type that is not read.
+    """
+    try:
+        header = safetensors_header(path)
+        with open_regular(path) as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("metadata that is no mapping of texts")
+        entries = sorted((_entry(name, said, begin) for name, said in header.items()), key=lambda e: (e.start, e.end))
+        _require_no_holes(entries, begin, size)
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from error
+    return entries, metadata
+
+
+def _entry(name: str, said: Any, begin: int) -> Entry:
+    try:
+        kind, shape, (start, end) = said["dtype"], said["shape"], said["data_offsets"]
+        whole = all(type(x) is int and x >= 0 for x in (*shape, start, end))
+    except (KeyError, TypeError, ValueError):
+        whole, kind, shape, start, end = False, "", [], 0, 0
+    if not whole:
+        raise ValueError(f"{name} without a type, a shape and its place in the file")
+    if kind not in TYPES:
+        raise ValueError(f"{name} is of the type {kind}, where one of {', '.join(TYPES)} is needed")
+    needed = math.prod(shape) * TYPES[kind].itemsize
+    if end - start != needed:
+        raise ValueError(f"{name} has {end - start:,} bytes, where its shape {shape} in {kind} takes {needed:,}")
+    return Entry(name, TYPES[kind], tuple(shape), begin + start, begin + end)
+
+
+def _require_no_holes(entries: Iterable[Entry], begin: int, size: int) -> None:
+    end, before = begin, "the header"
+    for entry in entries:
+        if entry.start != end:
+            how = "overlap" if entry.start < end else "have a gap between them"
+            raise ValueError(f"{before} and {entry.name} {how}")
+        end, before = entry.end, entry.name
+    if end > size:
+        raise ValueError(f"{size:,} bytes, where its header tells of {end:,}: it is cut short")
+    if end < size:
+        raise ValueError(f"{size - end:,} bytes behind the last tensor")
+
+
+def read_entry(path: Path, entry: Entry) -> Tensor:
+    """One tensor, read into memory of its own.
+
+    Raises:
+        UserError: the file cannot be read, or has become shorter.
+    """
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    content = torch.empty(entry.nbytes, dtype=torch.uint8)
+    try:
+        with open_regular(path) as file:
+            file.seek(entry.start)
+            if file.readinto(content.numpy().data) != entry.nbytes:
+                raise ValueError(f"a file that has become shorter while it was read, at {entry.name}")
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from error
+    return content.view(entry.dtype).reshape(entry.shape)
+
+
+def checksum(path: Path, entry: Entry) -> int:
+    """CRC-32 of a tensor's bytes, read in parts.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    value, left = 0, entry.nbytes
+    with open_regular(path) as file:
+        file.seek(entry.start)
+        while left and (part := file.read(min(left, _CHUNK))):
+            value, left = zlib.crc32(part, value), left - len(part)
+    return value
+
+
+class TensorWriter:
+    """Writes a safetensors file, a tensor after the other, and reads it back in the end.
+
+    The header, which comes first in the file, is known last: room is left for it, and filled up with spaces as the format allows.
+    Readers need tensors at multiples of their elements' size, and the format has no gaps: those whose bytes are no multiple
+    of eight wait, and come last, by the size of their elements.
+
+    Args:
+        path: of the file, which is there once `close` has returned, and only then whole.
+        names: of all tensors that will be added; metadata: the most bytes that it will take in JSON.
+    """
+
+    def __init__(self, path: Path, names: Iterable[str], metadata: int) -> None:
+        self._path = path
+        longest = {"dtype": "F8_E4M3", "shape": [10**12] * 8, "data_offsets": [10**15] * 2}
+        room = metadata + sum(len(_json({name: longest})) for name in names) + 64
+        self._room = -(-room // 8) * 8
+        self._file = path.open("w+b")
+        self._file.seek(8 + self._room)
+        self._odd = tempfile.SpooledTemporaryFile(_SPOOLED, dir=str(path.parent))  # noqa: SIM115 (closed in __exit__)
+        self._places: dict[str, Entry] = {}
+        self._waiting: list[Entry] = []
+        self._sums: dict[str, int] = {}
+        self._end = 0
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._odd.close()
+        self._file.close()
+
+    def add(self, name: str, x: Tensor) -> None:
+        """Append a tensor."""
+        data = x.contiguous().reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
+        self._sums[name] = zlib.crc32(data)
+        if data.nbytes % 8:
+            start = self._odd.tell()
+            self._odd.write(data)
+            self._waiting.append(Entry(name, x.dtype, tuple(x.shape), start, start + data.nbytes))
+        else:
+            self._file.write(data)
+            self._place(name, x.dtype, tuple(x.shape), data.nbytes)
+
+    def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> None:
+        self._places[name] = Entry(name, dtype, shape, self._end, self._end + nbytes)
+        self._end += nbytes
+
+    def close(self, metadata: Mapping[str, str]) -> None:
+        """Write what is left, and compare what the disk has with what was added.
+
+        Raises:
+            TrtconvertError: it differs.
+            OSError: the file cannot be written.
+        """
+        for entry in sorted(self._waiting, key=lambda e: -e.dtype.itemsize):
+            self._odd.seek(entry.start)
+            for part in _parts(self._odd, entry.nbytes):
+                self._file.write(part)
+            self._place(entry.name, entry.dtype, entry.shape, entry.nbytes)
+        header = {
+            name: {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start, e.end]}
+            for name, e in self._places.items()
+        }
+        text = _json({"__metadata__": dict(metadata)} | header)
+        assert len(text) <= self._room, "the header is longer than what was left for it"
+        self._file.seek(0)
+        self._file.write(self._room.to_bytes(8, "little") + text.ljust(self._room))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is read next comes from the disk
+        self._file.close()
+        self._verify()
+
+    def _verify(self) -> None:
+        entries, _ = read_entries(self._path)
+        wrong = [entry.name for entry in entries if checksum(self._path, entry) != self._sums[entry.name]]
+        if wrong or len(entries) != len(self._sums):
+            raise TrtconvertError(
+                f"{self._path.name} was not written as it was meant",
+                expected="on the disk what was computed",
+                got=f"other bytes of {wrong[0]}" if wrong else f"{len(entries)} tensors of {len(self._sums)}",
+                remedy="check the disk and the memory of this machine, and run the command again",
+            )
+
+
+def _parts(file: Any, nbytes: int) -> Iterator[bytes]:
+    while nbytes:
+        part = file.read(min(nbytes, _CHUNK))
+        if not part:
+            raise io.UnsupportedOperation("a temporary file has become shorter")
+        nbytes -= len(part)
+        yield part
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
