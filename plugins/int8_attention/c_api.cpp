@@ -13,6 +13,7 @@ namespace {
 
 constexpr long long kMaxTokens = 1LL << 30;   // token indices, rounded up to whole tiles, stay within int32
 constexpr long long kMaxGridYZ = 65535;       // CUDA's limit: heads and batch are grid dimensions
+constexpr double kMostElements = 1LL << 44;   // more than any GPU holds; sizes and offsets in bytes stay far within 64 bits
 
 TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report) {
   if (!p) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
@@ -35,6 +36,16 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
                        p->num_kv_heads, p->num_heads);
   if (p->head_dim < 32 || p->head_dim > 256 || p->head_dim % 8)
     return report.invalid_int("head_dim", "32..256 in steps of 8", p->head_dim);
+  const struct {
+    const char* name;
+    double elements;
+  } tensors[] = {{"num_queries", double(p->batch) * p->num_heads * p->num_queries * p->head_dim},
+                 {"num_keys", double(p->batch) * p->num_kv_heads * p->num_keys * p->head_dim},
+                 {"num_bins", double(p->num_bins) * p->num_heads * p->head_dim}};
+  for (const auto& t : tensors)
+    if (t.elements > kMostElements)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT,
+                         "%s: expected a tensor of at most 2^44 elements with the other sizes, got %.3g", t.name, t.elements);
   if (report.check_data_type(p->data_type)) return report.status;
   if (p->scaling != TRTCONVERT_SCALING_CALIBRATED && p->scaling != TRTCONVERT_SCALING_DYNAMIC)
     return report.invalid_int("scaling", "0 (calibrated) or 1 (dynamic)", p->scaling);

@@ -218,6 +218,33 @@ def test_two_parts_are_checked_without_a_gpu(fields: dict[str, int], said: str) 
     assert (status, message.value.decode()) == ((1, said) if said else (0, ""))
 
 
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"batch": 4837, "num_heads": 7913, "num_kv_heads": 7913, "num_keys": 7239103 * 128, "head_dim": 128},
+            "num_keys",
+        ),
+        ({"batch": 65535, "num_heads": 65535, "num_queries": 1 << 30, "head_dim": 256}, "num_queries"),
+        ({"num_heads": 65535, "num_bins": 1 << 30}, "num_bins"),
+        ({"num_heads": 65535, "num_queries": 1 << 20, "num_keys": 1 << 30}, ""),
+    ],
+)
+def test_sizes_beyond_64_bits_are_refused_by_name(fields: dict[str, int], named: str) -> None:
+    """Their products wrapped, and a workspace of a few megabytes was enough."""
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    shape = dict.fromkeys(("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "num_bins"), 1)
+    for name, value in (shape | {"head_dim": 64} | fields).items():
+        setattr(params, name, value)
+    size, message = ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    status = kernel._library().trtconvert_attention_workspace_size(params, size, message, 256)
+    if named:
+        assert status == 1 and message.value.decode().startswith(f"{named}: expected a tensor of at most 2^44 elements")
+    else:
+        assert status == 0 and size.value > 65535 * (1 << 20) * 64
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
