@@ -131,8 +131,8 @@ class DiffusionModel:
         inputs: forward's inputs, in order; the first is what is denoised.
         output: what forward returns, in the same terms.
         timestep_input: which input is the timestep.
-        timestep_max: timesteps lie in [0, timestep_max), from low noise up.
-        sigmas: [timestep_max] noise-to-signal ratio of each timestep, rising.
+        timestep_max: timesteps lie in [0, timestep_max), from low noise up, or down where they stand for the share of the image.
+        sigmas: [timestep_max] noise-to-signal ratio of each timestep, rising, or falling.
         dims: symbolic dimension: (min, opt, max) that the model supports.
         sample: see `Sampler`.
         encoder: for calibration on images.

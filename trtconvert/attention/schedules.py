@@ -149,7 +149,7 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     a limit takes the more careful mode of the two.
 
     Args:
-        sigmas: [T], rising, as `compute_sigma_schedule` gives them: entry t belongs to timestep t.
+        sigmas: [T], rising, as `compute_sigma_schedule` gives them, or falling: entry t belongs to timestep t.
         bins: how many equal parts of [0, T) to decide for; at most T.
     Returns:
         [bins] int32, values of `Mode`.

@@ -54,7 +54,7 @@ def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, b
     """The modes that a recipe states or that follow each bin's noise level; for `auto` see `search_plan`.
 
     Args:
-        sigmas: [timesteps] noise-to-signal ratio of each timestep, rising.
+        sigmas: [timesteps] noise-to-signal ratio of each timestep, rising, or falling where timesteps do.
         bins: timestep bins.
     """
     if section.modes == "sigma-rule":

@@ -16,36 +16,14 @@ from torch import Tensor
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
-from trtconvert.models.pipelines import PROMPTS, Called, PipelineCaller
-from trtconvert.runtime.diffusers import DiffusersDenoiser
+from trtconvert.models.pipelines import PROMPTS, PipelineCaller
+from trtconvert.models.probes import first_inputs
 
 _ONE, _OTHER = PROMPTS[0], PROMPTS[5]
 """Captions that differ in every word."""
 
 _SAME = 1e-3
 """Relative difference up to which rows are those of one caption: the same text encoders gave both."""
-
-
-def first_inputs(
-    caller: PipelineCaller,
-    record: DiffusersRecord,
-    timestep: str,
-    seeds: Sequence[int],
-    sizes: Mapping[str, int],
-    captions: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """What a converted denoiser is given by the pipeline's first call of it.
-
-    Raises:
-        UserError: see `PipelineCaller.until_called`; or the pipeline wants of its model what a converted one does not have.
-    """
-
-    def stop(**named: Tensor) -> Tensor:
-        raise Called(named)
-
-    stopping = DiffusersDenoiser(stop, record, timestep, dtype=torch.float32, device=torch.device("cpu"))
-    with caller.denoising_with(stopping):
-        return caller.until_called(seeds, sizes, captions)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from trtconvert.models.pipelines import (
     replaced,
     shapes_of,
 )
+from trtconvert.models.probes import no_noise
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
 from trtconvert.runtime.unused import looks_into
@@ -179,12 +180,7 @@ class PipelineComponents:
     def _denoising_with_nothing(self) -> Iterator[None]:
         """A denoiser that costs nothing. What is decoded then has the shapes of latents, and not their magnitude."""
 
-        def nothing(**named: Tensor) -> Tensor:
-            first = next(x for name, x in named.items() if name != self.timestep_input)
-            sizes = zip(self.prediction, first.shape, strict=True)
-            return torch.zeros([size if isinstance(size, int) else given for size, given in sizes])
-
-        cpu = torch.device("cpu")
+        nothing, cpu = no_noise(self.timestep_input, self.prediction), torch.device("cpu")
         denoiser = DiffusersDenoiser(nothing, self.record, self.timestep_input, dtype=torch.float32, device=cpu)
         with self.caller.denoising_with(denoiser):
             yield

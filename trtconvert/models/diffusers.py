@@ -18,7 +18,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, I
 from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
-from trtconvert.models.captions import Captions, first_inputs
+from trtconvert.models.captions import Captions
 from trtconvert.models.components import PipelineComponents, plain_attributes
 from trtconvert.models.exportable import make_exportable
 from trtconvert.models.loading import load_pipeline
@@ -35,6 +35,7 @@ from trtconvert.models.pipelines import (
     shapes_of,
     size_range,
 )
+from trtconvert.models.probes import first_inputs, first_timesteps
 from trtconvert.models.saved import DENOISERS
 from trtconvert.runtime.arguments import parameters_of, put_together
 from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
@@ -96,8 +97,7 @@ def diffusers_model(
         output="",
         parameters=parameters_of(model.forward),
         arguments=inputs.structure,
-        # Some flow-matching pipelines divide their timesteps by 1000 and begin with 1.
-        timestep_factor=1 / schedule.timesteps if inputs.example[timestep].max() <= 1 else 1.0,
+        timestep_factor=1.0,
         timestep_sizes=timestep_sizes,
         attributes=plain_attributes(model),
     )
@@ -111,6 +111,10 @@ def diffusers_model(
     }
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     sizes = {name: opt for name, (_, opt, _) in ranges.items()}
+    seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
+    if max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
+        flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
+    schedule = schedule.followed(rising=seen[-1] > seen[0])
     # A pipeline that changes its model while it draws is refused now, rather than by the first samples of what was built.
     first_inputs(caller, flat.record, timestep, range(sizes["batch"]), sizes)
     sampler = PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2])
@@ -370,6 +374,16 @@ class _Schedule:
     sigmas: Tensor
     signal: Tensor | None
 
+    def followed(self, *, rising: bool) -> _Schedule:
+        """The schedule of a pipeline whose timesteps rise, or fall, while it draws.
+
+        In flow matching they rise where they stand for the share of the image, as those of Lumina and Mochi do, whose schedulers
+        invert sigmas or whose pipelines pass 1 - σ. Timesteps of a diffusion's table mean the same in any order.
+        """
+        if not rising or self.signal is None:
+            return self
+        return _Schedule(self.timesteps, self.sigmas.flip(0), self.signal.flip(0))
+
 
 def _schedule(pipe: Any) -> _Schedule:
     scheduler = pipe.scheduler
@@ -381,13 +395,14 @@ def _schedule(pipe: Any) -> _Schedule:
         # where the ratio is 0 or infinite, move by half a timestep.
         sigma = torch.arange(timesteps + 1, dtype=torch.float64).clamp(0.5, timesteps - 0.5) / timesteps
         return _Schedule(timesteps, sigma / (1 - sigma), 1 - sigma)
-    if getattr(scheduler, "alphas_cumprod", None) is not None:
+    continuous = scheduler.config.get("timestep_type") == "continuous"  # logarithms of σ, no places in a table
+    if getattr(scheduler, "alphas_cumprod", None) is not None and not continuous:
         # Schedules with zero terminal SNR end at 0.
         return _Schedule(timesteps, ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8)), None)
     raise UserError(
         f"the noise of {type(scheduler).__name__} is not known",
         expected="a scheduler with alphas_cumprod, or of flow matching",
-        got=type(scheduler).__name__,
+        got=type(scheduler).__name__ + (" with timestep_type: continuous" if continuous else ""),
         remedy="save the pipeline with such a one, where its model was trained for that, or convert it through a function of your "
         "own, model.source: package.module:function, that says what noise each timestep from 0 up stands for",
     )

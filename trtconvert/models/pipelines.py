@@ -201,8 +201,8 @@ class PipelineCaller:
         there = {name for name, part in components if part is not None and name.startswith("text_encoder")}
         return "text_encoder" in there or bool(there and "text_encoder" in type(self.pipe)._optional_components)
 
-    def taken_steps(self, steps: int) -> int:
-        """Steps of a schedule of which the pipeline takes one at least: those that begin with an image take the last of them, as
+    def taken_steps(self, steps: int, least: int = 1) -> int:
+        """Steps of a schedule of which the pipeline takes some at least: those that begin with an image take the last of them, as
         many as their strength says, and those of a part of the schedule the ones in it."""
 
         def number(name: str, otherwise: float) -> float:
@@ -211,7 +211,7 @@ class PipelineCaller:
             return value if isinstance(value, (int, float)) and 0 <= value <= 1 else otherwise
 
         share = min(number("strength", 1.0), 1 - number("denoising_start", 0.0), number("denoising_end", 1.0))
-        return steps if share <= 0 else max(steps, math.ceil(1 / share + 1e-9))
+        return steps if share <= 0 else max(steps, math.ceil(least / share + 1e-9))
 
     @property
     def takes_prompts(self) -> bool:
@@ -468,7 +468,7 @@ class PipelineCaller:
             with torch.no_grad(), ExitStack() as idling:
                 for other in others:
                     idling.enter_context(replaced(other, "forward", _idle))
-                self(seeds, self.taken_steps(2), sizes, captions)
+                self(seeds, self.taken_steps(2, least=2), sizes, captions)
                 if others:  # one that takes the last steps alone
                     self(seeds, self.taken_steps(_ALL_NOISES), sizes, captions)
         except Called as called:
