@@ -415,6 +415,169 @@ def deepfloyd() -> Any:
     )
 
 
+def _guider() -> Any:
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    return ClassifierFreeGuidance()
+
+
+@seeded
+def hunyuan_video_15() -> Any:
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        num_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH,
+        image_embed_dim=WIDTH,
+        rope_axes_dim=(8, 12, 12),
+        target_size=16,
+        task_type="t2v",
+    )
+    video = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(16, 16),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=2,
+        downsample_match_channel=False,
+        upsample_match_channel=False,
+    )
+    return diffusers.HunyuanVideo15Pipeline(
+        text_encoder=None,
+        tokenizer=None,
+        transformer=randomised(transformer),
+        vae=randomised(video),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        text_encoder_2=None,
+        tokenizer_2=None,
+        guider=_guider(),
+    )
+
+
+@seeded
+def hunyuan_image() -> Any:
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=(1, 1),
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH,
+        rope_axes_dim=(16, 16),
+    )
+    image_vae = diffusers.AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=2,
+        sample_size=32,
+        downsample_match_channel=False,
+        upsample_match_channel=False,
+    )
+    return diffusers.HunyuanImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=randomised(image_vae),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=randomised(transformer),
+        guider=_guider(),
+        ocr_guider=_guider(),
+    )
+
+
+@seeded
+def ltx_2() -> Any:
+    """Denoises a video and its sound."""
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    transformer = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        cross_attention_dim=64,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=32,
+        audio_cross_attention_dim=64,
+        num_layers=1,
+        caption_channels=WIDTH,
+        rope_double_precision=False,
+    )
+    connectors = LTX2TextConnectors(
+        caption_channels=WIDTH,
+        text_proj_in_factor=1,
+        video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=16,
+        video_connector_num_layers=1,
+        video_connector_num_learnable_registers=None,
+        audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=16,
+        audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=None,
+        connector_rope_base_seq_len=32,
+        rope_theta=10000.0,
+        rope_double_precision=False,
+        causal_temporal_positioning=False,
+    )
+    video = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False),
+        downsample_type=("spatial",),
+        upsample_residual=(False,),
+        upsample_factor=(1,),
+        patch_size=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    sound = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=4,
+        ch_mult=(1,),
+        num_res_blocks=1,
+        latent_channels=2,
+        mel_bins=8,
+    )
+    vocoder = LTX2Vocoder(
+        in_channels=16,
+        hidden_channels=32,
+        out_channels=2,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3, 5]],
+        output_sampling_rate=16000,
+    )
+    return diffusers.LTX2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=randomised(video),
+        audio_vae=randomised(sound),
+        text_encoder=None,
+        tokenizer=None,
+        connectors=randomised(connectors),
+        transformer=randomised(transformer),
+        vocoder=randomised(vocoder),
+    )
+
+
 @dataclass(frozen=True)
 class Convertible:
     """A pipeline that converts.
@@ -480,20 +643,46 @@ REFUSED = {
     "lumina2": Refused(
         lumina2,
         "the length of each prompt decides where its image's tokens begin",
-        ("values decide sizes: `l_effective_cap_len = attention_mask.sum", "transformer_lumina2.py", _OWN),
+        ("values decide what is computed: `l_effective_cap_len = attention_mask.sum", "transformer_lumina2.py", _OWN),
         SIZE,
     ),
     "mochi": Refused(
         mochi,
         "attention leaves out the tokens of each prompt that pad it",
-        ("values decide sizes: `valid_prompt_token_indices = torch.nonzero", _OWN),
+        ("values decide what is computed: `valid_prompt_token_indices = torch.nonzero", _OWN),
         SIZE | {"frames": 7},
     ),
     "omnigen": Refused(
         omnigen,
         "the largest position decides how rotations are made",
-        ("values decide sizes: `if seq_len > self.original_max_position_embeddings", "transformer_omnigen.py", _OWN),
+        (
+            "values decide what is computed: `if seq_len > self.original_max_position_embeddings",
+            "transformer_omnigen.py",
+            _OWN,
+        ),
         SIZE,
+    ),
+    "hunyuan_video_15": Refused(
+        hunyuan_video_15,
+        "whether there is an image, and the length of each prompt, decide what is computed",
+        ("values decide what is computed: `if is_t2v:`", "transformer_hunyuan_video15.py", _OWN),
+        SIZE | {"frames": 5},
+    ),
+    "hunyuan_image": Refused(
+        hunyuan_image,
+        "the length of each prompt decides the order of tokens",
+        ("values decide what is computed: ", "transformer_hunyuanimage.py", _OWN),
+        SIZE,
+    ),
+    "ltx_2": Refused(
+        ltx_2,
+        "the model denoises a video and its sound at once",
+        (
+            "LTX2VideoTransformer3DModel denoises several things at once",
+            "got: sample, audio_sample",
+            "keep the pipeline's own",
+        ),
+        SIZE | {"frames": 5},
     ),
     "z_image": Refused(
         z_image,

@@ -403,8 +403,8 @@ def _schedule(pipe: Any) -> _Schedule:
         f"the noise of {type(scheduler).__name__} is not known",
         expected="a scheduler with alphas_cumprod, or of flow matching",
         got=type(scheduler).__name__ + (" with timestep_type: continuous" if continuous else ""),
-        remedy="save the pipeline with such a one, where its model was trained for that, or convert it through a function of your "
-        "own, model.source: package.module:function, that says what noise each timestep from 0 up stands for",
+        remedy="save the pipeline with such a one, where its model was trained for that, or convert it through a function of "
+        "your own, model.source: package.module:function, that says what noise each timestep from 0 up stands for",
     )
 
 
@@ -418,8 +418,16 @@ def _output(
         named,
         flat.record.model,
         f"keep the pipeline's own {flat.record.component}, or convert it through a function of your own, model.source: "
-        "package.module:function, that computes with padded prompts of one length",
+        "package.module:function, whose module computes the same whatever it is given, as with prompts padded to one length",
     )
+    predictions = [name for name, x in output.items() if isinstance(x, Tensor)] if isinstance(output, Mapping) else []
+    if len(predictions) > 1:
+        raise UserError(
+            f"{flat.record.model} denoises several things at once",
+            expected="a model with one prediction",
+            got=", ".join(predictions),
+            remedy=f"keep the pipeline's own {flat.record.component}; text encoders and the VAE are not converted without it",
+        )
     sizes, symbolic = named[first].shape, inputs.shapes[first]
     shape = tuple(first_tensor(output).shape)
     if len(shape) != len(sizes) or isinstance(output, (Tensor, tuple)):

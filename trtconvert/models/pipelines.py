@@ -670,7 +670,7 @@ def shapes_of(
         raise UserError(
             f"{title} cannot be converted",
             expected="a model whose operations depend on the shapes of its inputs alone",
-            got=f"values decide sizes{_place_of(error)}",
+            got=f"values decide what is computed{_place_of(error)}",
             remedy=remedy,
         ) from error
     except TrtconvertError:
