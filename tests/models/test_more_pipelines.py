@@ -30,7 +30,7 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 QUICK = ("dit",)
 
 
-def save(folder: Path, name: str) -> Path:
+def save(folder: Path, name: str, **sections: Any) -> Path:
     """A recipe for a saved pipeline, with the batches of every recipe that says nothing of them."""
     tiny = CONVERTIBLE[name]
     tiny.make().save_pretrained(folder / "pipeline")
@@ -48,7 +48,7 @@ def save(folder: Path, name: str) -> Path:
         "engine": {"backend": "onnxruntime"},
         "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
         "output": {"grid": 2},
-    }
+    } | sections
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder / "recipe.yaml"
 
@@ -87,7 +87,7 @@ def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
         seeds = [101] if sampler.batch == 1 else [101, 102]
         drawn = caller(seeds, 4, sampler.sizes)
     assert len(drawn) == len(seeds) and drawn.isfinite().all()
-    assert len(errors) >= 3 and max(errors) <= INT8_CALL
+    assert errors and max(errors) <= INT8_CALL
 
 
 @pytest.mark.parametrize("name", CONVERTIBLE)
@@ -164,9 +164,25 @@ def test_exportable_parts_give_what_their_own_do():
 
 @pytest.mark.slow
 def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
-    save(tmp_path, "dit")
-    monkeypatch.chdir(tmp_path)
-    outcome = run("build", "recipe.yaml", "-o", "bundle", "--set", "components={all: {}}")
+    outcome = run("build", save(tmp_path, "dit", components={"all": {}}), "-o", tmp_path / "bundle")
     assert outcome.exit_code == 0, outcome.output
-    outcome = run("run", "bundle", "-n", 3, "--steps", 2, "-o", tmp_path / "grid.png")
+    monkeypatch.chdir(tmp_path / "bundle")  # where there is no pipeline with weights
+    outcome = run("run", ".", "-n", 3, "--steps", 2, "-o", tmp_path / "grid.png")
     assert outcome.exit_code == 0 and (tmp_path / "grid.png").is_file(), outcome.output
+    with runtime.load(tmp_path / "bundle") as bundle:
+        pipe = bundle.pipeline()
+        pipe.set_progress_bar_config(disable=True)
+        drawn = pipe(class_labels=[207, 360], num_inference_steps=2, output_type="pt")[0]
+    assert drawn.shape == (2, 3, 32, 32) and drawn.isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_bundle_of_marigold_looks_at_images_by_itself(tmp_path):
+    """It keeps what its text encoder made of an empty prompt, so that a second call would not come to it."""
+    recipe = load_recipe(save(tmp_path, "marigold", components={"all": {}, "vae_encoder": {}}))
+    build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+    with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
+        pipe = bundle.pipeline()
+        pipe.set_progress_bar_config(disable=True)
+        drawn = pipe(torch.rand(1, 3, 32, 32), num_inference_steps=2, output_type="pt")[0]
+    assert drawn.shape == (1, 1, 32, 32) and drawn.std() > 0.01

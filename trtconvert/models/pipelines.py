@@ -268,12 +268,13 @@ class PipelineCaller:
         arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
         arguments |= {name: value for name, value in self._further(seeds).items() if name != "class_labels"}
         try:
-            output = self.pipe(
-                **arguments,
-                num_inference_steps=steps,
-                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-                output_type="pt" if self.decodes else "latent",
-            )
+            with _forgetting(self.pipe):
+                output = self.pipe(
+                    **arguments,
+                    num_inference_steps=steps,
+                    generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                    output_type="pt" if self.decodes else "latent",
+                )
         except TrtconvertError:
             raise
         except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
@@ -506,6 +507,18 @@ def _idle(*arguments: Any, **named: Any) -> Any:
 
     x = next(x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
     return Transformer2DModelOutput(sample=torch.zeros_like(x))
+
+
+@contextmanager
+def _forgetting(pipe: Any) -> Iterator[None]:
+    """A call leaves nothing behind in the pipeline, as Marigold keeps what its text encoder makes of an empty prompt: the next one
+    calls the same models."""
+    before = dict(vars(pipe))
+    try:
+        yield
+    finally:
+        vars(pipe).clear()
+        vars(pipe).update(before)
 
 
 def _apart(seed: int) -> torch.Generator:
