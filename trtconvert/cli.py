@@ -523,13 +523,143 @@ def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...]
 
 
 @main.command()
-def schema() -> None:
-    """Print the JSON schema of recipes, for editors."""
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("analysis.json"), show_default=True)
+def analyze(model: Path, output: Path) -> None:
+    """Tell what INT8 would do to each tensor of MODEL: a file of weights, a folder of them, or a pipeline's folder.
+
+    Writes JSON, which `trtconvert schema analysis` describes, for `trtconvert quantize --analysis`, and a page for people beside it.
+    """
+    from rich.console import Console
+
+    from trtconvert.evaluate.weights_page import write_page
+    from trtconvert.files import require_writable, whole_file
+    from trtconvert.progress import Reporter, say
+    from trtconvert.weights.analysis import analyse
+    from trtconvert.weights.sources import open_source
+    from trtconvert.weights.tables import print_analysis
+
+    instead = "give another file with -o"
+    page = output.with_suffix(".html")
+    if output.suffix != ".json":
+        raise UserError(
+            f"an analysis is not written as '{output.name}'",
+            expected="a file that ends in .json; the page beside it ends in .html",
+            got=output.suffix or "no ending",
+            remedy=instead,
+        )
+    source = open_source(model)
+    for place in (output, page):
+        require_writable(place, instead)
+    report = Reporter(Console(highlight=False), main.was_stopped)
+    with report.live(), report.stage("analyze") as bar:
+        found = analyse(source, bar)
+    with whole_file(output, instead) as partial:
+        partial.write_text(found.model_dump_json(indent=1), encoding="utf-8")
+    write_page(found, page)
+    print_analysis(report.console, found)
+    say(report.console, f"written to {output} and {page}")
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder, which is not there or empty."
+)
+@click.option("--analysis", type=click.Path(path_type=Path), help="What `trtconvert analyze` wrote of MODEL.")
+@click.option(
+    "--granularity",
+    type=click.Choice(["block", "channel"]),
+    default="block",
+    show_default=True,
+    help="A scale per 128 × 128 weights, or per output channel as engines have.",
+)
+@click.option(
+    "--fallback-dtype",
+    "fallback",
+    type=click.Choice(["bf16", "fp16"]),
+    default="bf16",
+    show_default=True,
+    help="Of what is neither INT8 nor FP32.",
+)
+@click.option(
+    "--fp32",
+    multiple=True,
+    metavar="PATTERN",
+    help="Names that stay FP32, beside norms, embeddings and final layers; may be given again.",
+)
+@click.option(
+    "--max-outliers",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="Share of a weight's elements over four times the root mean square of their block.",
+)
+@click.option(
+    "--min-elements", type=click.IntRange(0), default=4096, show_default=True, help="Smaller weights are not INT8."
+)
+def quantize(model: Path, output: Path, analysis: Path | None, **rules: Any) -> None:
+    """Write MODEL with its weights in INT8, and everything else that its folder has.
+
+    Takes no more memory than the largest tensor needs, reads back what it wrote, and goes on where it was when it was killed.
+    """
+    from rich.console import Console
+
+    from trtconvert.progress import Reporter
+    from trtconvert.weights.analysis import Rules
+    from trtconvert.weights.quantisation import quantise_model
+    from trtconvert.weights.sources import open_source
+    from trtconvert.weights.tables import print_outcome
+
+    if math.isnan(rules["max_outliers"]):  # in no range, and click takes it
+        raise UserError("--max-outliers is no share", expected="0 to 1", got="nan", remedy="give a number")
+    report = Reporter(Console(highlight=False), main.was_stopped)
+    source = open_source(model)
+    with report.live(), report.stage("quantize") as bar:
+        outcome = quantise_model(source, output, Rules(**rules), analysis, bar)
+    print_outcome(report.console, outcome, sum(tensor.nbytes for tensor in source.tensors))
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder, which is not there or empty."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16"]),
+    help="Of what was converted; by default what each tensor was before, and bf16 where that had not 16 bits.",
+)
+def dequantize(model: Path, output: Path, dtype: Any) -> None:
+    """Write MODEL, which `trtconvert quantize` made, in 16 bits again."""
+    from rich.console import Console
+
+    from trtconvert.progress import Reporter
+    from trtconvert.weights.quantisation import dequantise_model
+    from trtconvert.weights.sources import open_source
+    from trtconvert.weights.tables import print_outcome
+
+    report = Reporter(Console(highlight=False), main.was_stopped)
+    source = open_source(model)
+    with report.live(), report.stage("dequantize") as bar:
+        outcome = dequantise_model(source, output, dtype, bar)
+    print_outcome(report.console, outcome, sum(tensor.nbytes for tensor in source.tensors))
+
+
+@main.command()
+@click.argument("of", type=click.Choice(["recipe", "analysis"]), default="recipe")
+def schema(of: str) -> None:
+    """Print the JSON schema of recipes, for editors, or of what `trtconvert analyze` writes."""
     import json
 
     from trtconvert.recipe import json_schema
 
-    click.echo(json.dumps(json_schema(), indent=2, default=str))
+    if of == "analysis":
+        from trtconvert.weights.analysis import Analysis
+
+        click.echo(json.dumps(Analysis.model_json_schema(), indent=2))
+    else:
+        click.echo(json.dumps(json_schema(), indent=2, default=str))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +23,8 @@ from trtconvert.weights.sources import Source, StoredTensor
 
 MIN_SQNR = 30.0
 """dB that a weight keeps in INT8: 3 % relative error. Normally distributed ones have 40."""
+
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 
 FALLBACK = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -164,7 +167,8 @@ def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
     for tensor in tensors:
         reports.append(_report(tensor, rules))
         bar.step()
-    return Analysis(model=source.place.resolve().name, fingerprint=source.fingerprint, rules=rules, tensors=reports)
+    name = os.fsencode(source.place.resolve().name).decode("utf-8", "replace")
+    return Analysis(model=name, fingerprint=source.fingerprint, rules=rules, tensors=reports)
 
 
 def _report(tensor: StoredTensor, rules: Rules) -> TensorReport:
@@ -185,7 +189,7 @@ def _report(tensor: StoredTensor, rules: Rules) -> TensorReport:
     if measured.nonfinite:
         verdict = Verdict(stored="kept", reason=f"{measured.nonfinite:,} of its numbers are NaN or Inf")
         return TensorReport(**shared, nonfinite=measured.nonfinite, verdict=verdict, bytes_after=tensor.nbytes)
-    quality = {kind: _quality(matrix, measured, kind) for kind in ("block", "channel", "tensor")}
+    quality: dict[Granularity, Quality] = {kind: _quality(matrix, measured, kind) for kind in GRANULARITIES}
     verdict = decide(tensor, rules, x, outlier_share(measured, x), quality[rules.granularity].relative_error)
     return TensorReport(
         **shared,
@@ -274,7 +278,7 @@ def decide(tensor: StoredTensor, rules: Rules, x: Tensor, outliers: float | None
         else:
             text = "no error" if db is None else f"{db:.1f} dB"
             verdict = Verdict(stored="int8", reason=f"{text}, {outliers:.2%} outliers")
-    if verdict.stored == "fp16" and x.numel() and float(x.abs().amax()) > FP16_MAX:
+    if verdict.stored == "fp16" and blocks.largest(x) > FP16_MAX:
         return Verdict(stored="fp32", reason=f"beyond FP16's {FP16_MAX:g}; otherwise {verdict.reason}")
     return verdict
 

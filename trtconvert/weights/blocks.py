@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from trtconvert.linear.reference import LEVELS, TINY_SCALE, short_scale
-from trtconvert.weights.weight_files import BLOCK
+
+BLOCK = 128
+"""Rows and columns that have a scale in common."""
 
 Granularity = Literal["block", "channel", "tensor"]
 
@@ -64,6 +66,11 @@ class Measured:
 def as_matrix(x: Tensor) -> Tensor:
     """[N, K] of a weight [N, …]; of one dimension [1, K]."""
     return x.reshape(x.shape[0], -1) if x.dim() > 1 and x.shape[0] else x.reshape(1, -1)
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude of any shape and type with arithmetic; 0 of nothing."""
+    return max(abs(float(end)) for end in x.aminmax()) if x.numel() else 0.0
 
 
 def block_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -164,7 +171,7 @@ def dequantise(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """ŵ in another type.
 
     Args:
-        stored: INT8 of any shape; scale: see `scales`.
+        stored: INT8 or FP8, of two dimensions or more; scale: see `scales`.
     Returns:
         The shape of `stored`.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trtconvert.documents import read_json
+from trtconvert.documents import read_json, text_flaw
 from trtconvert.errors import UserError, first_line
 from trtconvert.files import open_regular
 from trtconvert.weights.tensor_files import TYPES, read_entries, read_entry
@@ -352,6 +352,13 @@ def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
         UserError: one of the tensors is of a kind or a type that is not read.
     """
     for name, x in tensors.items():
+        if (flaw := text_flaw(name)) or name == "__metadata__":
+            raise UserError(
+                f"a tensor in {path} has a name that no safetensors file can have",
+                expected="text",
+                got=flaw or name,
+                remedy="load it with torch, give the tensor another name, and save it again",
+            )
         if x.layout is not torch.strided or x.dtype not in TYPES.values() or x.device.type != "cpu":
             raise UserError(
                 f"{name} in {path} cannot be read",

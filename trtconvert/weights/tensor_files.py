@@ -43,7 +43,7 @@ TYPES: dict[str, torch.dtype] = {
 """Types that are read, as safetensors call them."""
 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
-_CHUNK = 2**23  # bytes that are copied or checked at once
+_CHUNK = 2**22  # bytes that are copied or checked at once, and elements that are brought to another type
 _SPOOLED = 2**24  # bytes of tensors of odd sizes that wait in memory; more wait on the disk
 
 
@@ -178,17 +178,21 @@ class TensorWriter:
         self._odd.close()
         self._file.close()
 
-    def add(self, name: str, x: Tensor) -> None:
-        """Append a tensor."""
-        data = x.contiguous().reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
-        self._sums[name] = zlib.crc32(data)
-        if data.nbytes % 8:
-            start = self._odd.tell()
-            self._odd.write(data)
-            self._waiting.append(Entry(name, x.dtype, tuple(x.shape), start, start + data.nbytes))
+    def add(self, name: str, x: Tensor, dtype: torch.dtype) -> None:
+        """Append a tensor in a type that it is brought to by and by, so that there is no copy of all of it."""
+        nbytes, summed = x.numel() * dtype.itemsize, 0
+        waits = nbytes % 8 != 0
+        file = self._odd if waits else self._file
+        start = self._odd.tell()
+        for part in x.reshape(-1).split(_CHUNK) if nbytes else ():
+            data = part.to(dtype).view(torch.uint8).numpy().data
+            summed = zlib.crc32(data, summed)
+            file.write(data)
+        self._sums[name] = summed
+        if waits:
+            self._waiting.append(Entry(name, dtype, tuple(x.shape), start, start + nbytes))
         else:
-            self._file.write(data)
-            self._place(name, x.dtype, tuple(x.shape), data.nbytes)
+            self._place(name, dtype, tuple(x.shape), nbytes)
 
     def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> None:
         self._places[name] = Entry(name, dtype, shape, self._end, self._end + nbytes)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import BackendUnavailable, UserError, first_line
+from trtconvert.weights.blocks import block_shape, dequantise
 
 SAFETENSORS, TORCH, GGUF = (".safetensors", ".sft"), (".bin", ".ckpt", ".pt", ".pth"), (".gguf",)
 READABLE = (*SAFETENSORS, *TORCH, *GGUF)
@@ -60,9 +61,6 @@ _MADE_BY_MODELS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn_mas
 
 _HEADS = re.compile(r"^(lm_head|text_projection|visual_projection|vision_model|decoder)\.|(^|\.)logit_scale$")
 """What models of transformers are trained with, and pipelines' encoders do without."""
-
-BLOCK = 128
-"""Rows and columns that have a scale in common, where a scale is a matrix (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
 
 @dataclass(frozen=True)
@@ -358,19 +356,18 @@ def layer_of(name: str) -> str | None:
 
 def _scaled(name: str, weight: Tensor, scale: Tensor, source: str) -> Tensor:
     factor = scale.float()
-    if factor.numel() == 1:
-        factor = factor.reshape(())
+    if factor.numel() == 1 or weight.dim() < 2:
+        fits = factor.numel() == 1 or factor.shape == weight.shape
+        restored = weight.float() * (factor.reshape(()) if factor.numel() == 1 else factor) if fits else None
     elif factor.numel() == factor.shape[0] == weight.shape[0]:
-        factor = factor.reshape(-1, *[1] * (weight.dim() - 1))
-    elif factor.dim() == 2 <= weight.dim() and list(factor.shape) == [
-        -(-size // BLOCK) for size in (weight.shape[0], weight.shape[1:].numel())
-    ]:
-        rows, columns = weight.shape[0], weight.shape[1:].numel()
-        factor = factor.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-        factor = factor.reshape(weight.shape)
+        restored = dequantise(weight, factor.reshape(-1), torch.float32)
+    elif tuple(factor.shape) == block_shape(weight.shape[0], weight.shape[1:].numel()):
+        restored = dequantise(weight, factor, torch.float32)
     else:
+        restored = None
+    if restored is None:
         raise _not_dequantised(source, name, f"{list(weight.shape)} with scales {list(scale.shape)}")
-    return weight.float() * factor
+    return restored
 
 
 def _refuse_format(source: str, name: str, described: Tensor) -> None:

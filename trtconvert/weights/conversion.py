@@ -1,0 +1,305 @@
+"""A model, tensor by tensor, into a new folder: shards with an index, the folder's other files, and what a killed run left.
+
+    source ─► shards in a folder beside the output, each verified as it is finished ─► linked into a new folder ─► the output
+
+A shard is what a kill costs at most: the next run with the same source and request finds those that are finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from trtconvert.errors import TrtconvertError, UserError
+from trtconvert.files import link_files, one_at_a_time, whole_file, whole_folder
+from trtconvert.progress import Bar
+from trtconvert.weights.sources import METADATA, Part, Source, StoredTensor
+from trtconvert.weights.tensor_files import TensorWriter, read_entries
+
+SHARD_BYTES = 4 * 10**9
+"""Of a file at most, counted as if nothing became INT8, unless one tensor is larger."""
+
+_INSTEAD = "give another place with -o"
+_RECORD_BYTES = 300  # of a tensor's record in JSON, beside its name
+_NOT_COPIED = {".git", ".cache"}
+
+
+class Record(BaseModel):
+    """How a tensor is stored whose type was changed.
+
+    Attributes:
+        stored: INT8 or another type; original: the type before.
+        relative_error: of what is stored; 0 where a wider type holds all.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stored: str
+    original: str
+    relative_error: float
+
+
+class Records(BaseModel):
+    """What a safetensors file's metadata says under `METADATA`.
+
+    A weight in INT8 has its scales beside it, `NAME_scale`: FP32 [⌈N/128⌉, ⌈K/128⌉] with granularity "block", [N] with
+    "channel", where the weight is the matrix [N, K].
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int = 1
+    granularity: str
+    tensors: dict[str, Record]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What becomes of a tensor: those that are written, with the types that they are written in, and its record if its type
+    changed."""
+
+    tensors: Sequence[tuple[str, Tensor, torch.dtype]]
+    record: Record | None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to make of a model.
+
+    Attributes:
+        request: all that the result depends on beside the source, in JSON; another one finds nothing of an earlier run.
+        granularity: of the records; None where there shall be none.
+        names: that a tensor's parts may have; most: bytes that they may take.
+        convert: a tensor, read and converted.
+    """
+
+    request: Mapping[str, Any]
+    granularity: str | None
+    names: Callable[[StoredTensor], Sequence[str]]
+    most: Callable[[StoredTensor], int]
+    convert: Callable[[StoredTensor], Converted]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was written.
+
+    Attributes:
+        folder: the output; files: of weights; bytes: of these.
+        records: of all tensors whose type changed, by their paths.
+        left_out: files of the source that hold the same weights in another form.
+    """
+
+    folder: Path
+    files: int
+    bytes: int
+    records: dict[str, Record]
+    left_out: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    part: Part
+    name: str
+    tensors: Sequence[StoredTensor]
+
+
+def records_of(metadata: Mapping[str, str], path: Path) -> Records | None:
+    """What a file's metadata says of its tensors' types; None where it was not converted.
+
+    Raises:
+        UserError: it says what cannot be read.
+    """
+    if METADATA not in metadata:
+        return None
+    try:
+        return Records.model_validate_json(metadata[METADATA])
+    except ValidationError as error:
+        raise UserError(
+            f"the metadata of {path} cannot be read",
+            expected="what `trtconvert quantize` of this version writes",
+            got=error.errors()[0]["msg"],
+            remedy="quantise the model again",
+        ) from error
+
+
+def refuse_output(source: Source, output: Path) -> None:
+    """
+    Raises:
+        UserError: something is at the output's place, or it and the source lie within each other.
+    """
+    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
+        raise UserError(
+            f"{output} is there already",
+            expected="a folder that is not there, or is empty",
+            got="a folder with files" if output.is_dir() else "a file",
+            remedy=f"{_INSTEAD}, or remove it",
+        )
+    place, model = output.resolve(), source.place.resolve()
+    if place.is_relative_to(model) or model.is_relative_to(place):
+        raise UserError(
+            f"{output} and the model {source.place} lie within each other",
+            expected="a place outside of the model, which stays as it is",
+            got=str(place),
+            remedy=_INSTEAD,
+        )
+
+
+def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> Outcome:
+    """Write a converted model, whole or not at all. What a killed run left of the same conversion is taken.
+
+    Raises:
+        UserError: there is something at the output's place, it cannot be written, or a file of the source is damaged.
+        TrtconvertError: the disk does not hold what was written.
+    """
+    refuse_output(source, output)
+    output = output.resolve()
+    work = output.with_name(f".{output.name}.unfinished")
+    shards = list(_shards(source, conversion))
+    bar.total(sum(len(shard.tensors) for shard in shards))
+    with one_at_a_time(work, _INSTEAD):
+        refuse_output(source, output)  # another process may have been there
+        try:
+            with whole_folder(output, _INSTEAD) as partial:
+                records = _write_all(shards, work, conversion, source, bar)
+                names = [str(Path(shard.part.folder, shard.name)) for shard in shards]
+                link_files(names, work, partial)
+                total = _write_indexes(shards, partial)
+                left_out = _copy_others(source, partial)
+        except (TrtconvertError, OSError):  # a signal is neither: what is finished stays for the next run
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
+    return Outcome(output, len(shards), total, records, left_out)
+
+
+def _shards(source: Source, conversion: Conversion) -> Iterator[_Shard]:
+    for part in source.parts:
+        groups: list[list[StoredTensor]] = [[]]
+        size = 0
+        for tensor in part.tensors:
+            most = conversion.most(tensor)
+            if groups[-1] and size + most > SHARD_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(tensor)
+            size += most
+        stem = part.stem.encode("utf-8", "replace").decode()
+        for index, group in enumerate(groups):
+            number = "" if len(groups) == 1 else f"-{index + 1:05d}-of-{len(groups):05d}"
+            yield _Shard(part, f"{stem}{number}.safetensors", group)
+
+
+def _write_all(
+    shards: Sequence[_Shard], work: Path, conversion: Conversion, source: Source, bar: Bar
+) -> dict[str, Record]:
+    said = json.dumps({"source": source.fingerprint, "shard": SHARD_BYTES} | dict(conversion.request), sort_keys=True)
+    key, job = hashlib.sha256(said.encode()).hexdigest(), work / "job"
+    if not (job.is_file() and job.read_text(encoding="utf-8") == key):
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        with whole_file(job) as partial:
+            partial.write_text(key, encoding="utf-8")
+    records: dict[str, Record] = {}
+    finished = 0
+    for shard in shards:
+        path = work / shard.part.folder / shard.name
+        if path.is_file():
+            finished += 1
+            _, metadata = read_entries(path)
+            found = records_of(metadata, path)
+            of_shard = found.tensors if found else {}
+            for _ in shard.tensors:
+                bar.step()
+        else:
+            of_shard = _write(shard, path, conversion, bar)
+        prefix = f"{shard.part.folder}/" if shard.part.folder else ""
+        records |= {prefix + name: record for name, record in of_shard.items()}
+    if finished:
+        bar.notice(f"{finished} of {len(shards)} files were finished before")
+    return records
+
+
+def _write(shard: _Shard, path: Path, conversion: Conversion, bar: Bar) -> dict[str, Record]:
+    path.parent.mkdir(exist_ok=True)
+    names = [name for tensor in shard.tensors for name in conversion.names(tensor)]
+    kept = {k: v for said in shard.part.metadata.values() for k, v in said.items() if k != METADATA} | {"format": "pt"}
+    # Quotes in a text of JSON within JSON take two bytes, and letters beyond ASCII up to six.
+    room = (
+        len(json.dumps(kept)) + 1000 + sum(_RECORD_BYTES + 2 * len(json.dumps(tensor.name)) for tensor in shard.tensors)
+    )
+    records: dict[str, Record] = {}
+    partial = path.with_name(path.name + ".partial")
+    with TensorWriter(partial, names, room) as writer:
+        for tensor in shard.tensors:
+            made = conversion.convert(tensor)
+            for name, x, dtype in made.tensors:
+                writer.add(name, x, dtype)
+            if made.record is not None:
+                records[tensor.name] = made.record
+            bar.step()
+        said = {}
+        if conversion.granularity is not None:
+            said[METADATA] = Records(granularity=conversion.granularity, tensors=records).model_dump_json()
+        writer.close(kept | said)
+    partial.replace(path)
+    return records
+
+
+def _write_indexes(shards: Sequence[_Shard], folder: Path) -> int:
+    """An index for each part with several files.
+
+    Returns:
+        Bytes of all files.
+    """
+    total = 0
+    of_part: dict[str, list[_Shard]] = {}
+    for shard in shards:
+        of_part.setdefault(shard.part.folder, []).append(shard)
+    for name, group in of_part.items():
+        weight_map: dict[str, str] = {}
+        tensors = 0
+        for shard in group:
+            path = folder / name / shard.name
+            total += path.stat().st_size
+            entries, _ = read_entries(path)
+            weight_map |= {entry.name: shard.name for entry in entries}
+            tensors += sum(entry.nbytes for entry in entries)
+        if len(group) > 1:
+            stem = group[0].name.removesuffix(f"-00001-of-{len(group):05d}.safetensors")
+            index = {"metadata": {"total_size": tensors}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / name / f"{stem}.safetensors.index.json").write_text(
+                json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+    return total
+
+
+def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
+    """Copies what a source's folder has beside its weights.
+
+    Returns:
+        What was left out: the same weights in other variants or formats.
+    """
+    if not source.place.is_dir():
+        return ()
+    left_out = tuple(path for part in source.parts for path in part.others)
+    skipped = {path for part in source.parts for path in (*part.files, *part.indexes)} | set(left_out)
+    for place, folders, files in os.walk(source.place):
+        folders[:] = [name for name in folders if name not in _NOT_COPIED]
+        target = folder / Path(place).relative_to(source.place)
+        for path in (Path(place, name) for name in files):
+            # Links are followed, as those of download caches; a pipe or a link to nothing is no file of a model.
+            if path not in skipped and path.is_file() and not (target / path.name).exists():
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target / path.name)
+    return left_out

@@ -1,0 +1,199 @@
+"""`trtconvert quantize` and `trtconvert dequantize`: a model's weights in INT8, and back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import UserError
+from trtconvert.files import sha256
+from trtconvert.progress import Bar
+from trtconvert.weights import blocks
+from trtconvert.weights.analysis import (
+    FALLBACK,
+    FP16_MAX,
+    Rules,
+    TensorReport,
+    by_name,
+    decide,
+    outlier_share,
+    read_analysis,
+    required,
+)
+from trtconvert.weights.blocks import as_matrix
+from trtconvert.weights.conversion import Conversion, Converted, Outcome, Record, convert, records_of
+from trtconvert.weights.finite import is_finite
+from trtconvert.weights.sources import Source, StoredTensor
+
+SCALE = "_scale"
+"""What the name of a weight's scales has behind the weight's."""
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FORMAT = 1  # of what is written; part of what a run that goes on has to agree with
+
+
+def quantise_model(source: Source, output: Path, rules: Rules, analysis: Path | None, bar: Bar) -> Outcome:
+    """Write a model with its weights in INT8 where the rules have it, see `analysis.decide`.
+
+    Args:
+        analysis: what `trtconvert analyze` wrote of this model: tensors that it has figures of are not measured again, and the
+            decisions are known from the start.
+    Raises:
+        UserError: the model is quantised already, a weight is NaN or Inf, the analysis is of another model, a file is damaged, or
+            the output's place is taken.
+    """
+    if any(records_of(said, path) for part in source.parts for path, said in part.metadata.items()):
+        raise UserError(
+            f"{source.place} is quantised already",
+            expected="a model in 16 or 32 bits, FP8 or GGUF",
+            got="weights in INT8 that `trtconvert quantize` wrote",
+            remedy=f"take the model that it was made from, or `trtconvert dequantize {source.place}` first",
+        )
+    _require_use(source, rules)
+    reports = read_analysis(analysis, source) if analysis else {}
+    conversion = Conversion(
+        request={"quantise": rules.model_dump(), "analysis": sha256(analysis) if analysis else "", "format": _FORMAT},
+        granularity=rules.granularity,
+        names=lambda tensor: (tensor.name, tensor.name + SCALE),
+        most=lambda tensor: max(tensor.nbytes, 4 * math.prod(tensor.shape)),
+        convert=functools.partial(_quantised, rules=rules, reports=reports, analysis=analysis),
+    )
+    return convert(source, output, conversion, bar)
+
+
+def _require_use(source: Source, rules: Rules) -> None:
+    """
+    Raises:
+        UserError: a pattern matches no tensor.
+    """
+    for pattern in rules.fp32:
+        one = rules.model_copy(update={"fp32": (pattern,)})
+        verdicts = (by_name(tensor, one, floating=True) for tensor in source.tensors)
+        if not any(verdict is not None and verdict.reason == f"--fp32 {pattern}" for verdict in verdicts):
+            raise UserError(
+                f"--fp32 {pattern} matches no tensor of {source.place}",
+                expected="a pattern of names, where * stands for anything",
+                got=f"names as {next((tensor.path for tensor in source.tensors), 'none')}",
+                remedy="correct it, or leave it out; `trtconvert analyze` lists all names",
+            )
+
+
+def _quantised(
+    tensor: StoredTensor, rules: Rules, reports: Mapping[str, TensorReport], analysis: Path | None
+) -> Converted:
+    x = tensor.read()
+    floating = x.is_floating_point()
+    if floating:
+        _refuse_nonfinite(tensor, x)
+    if by_name(tensor, rules, floating=floating) is not None:
+        return _cast(tensor, x, decide(tensor, rules, x, None, None).stored)
+    matrix = as_matrix(x)
+    measured = blocks.measure(matrix)
+    scale = blocks.scales(measured, rules.granularity)
+    if analysis is not None:
+        figures = required(analysis, reports[tensor.path], rules.granularity)
+        if (stored := decide(tensor, rules, x, *figures).stored) != "int8":
+            return _cast(tensor, x, stored)
+    whole, error = blocks.quantise(matrix, scale)
+    if analysis is None and (stored := decide(tensor, rules, x, outlier_share(measured, x), error).stored) != "int8":
+        return _cast(tensor, x, stored)
+    record = Record(stored="int8", original=_type_name(tensor.dtype), relative_error=error)
+    parts = [(tensor.name, whole.reshape(x.shape), torch.int8), (tensor.name + SCALE, scale, torch.float32)]
+    return Converted(parts, record)
+
+
+def _refuse_nonfinite(tensor: StoredTensor, x: Tensor) -> None:
+    """Infinities that are no weights, as in masks, are what they are.
+
+    Raises:
+        UserError: numbers are NaN, or a weight's infinite.
+    """
+    if is_finite(x) or ((x.dim() < 2 or not tensor.name.endswith("weight")) and not bool(x.isnan().any())):
+        return
+    bad = int((~x.isfinite()).sum())
+    raise UserError(
+        f"the weight {tensor.path} is damaged",
+        expected="finite numbers",
+        got=f"{bad:,} of {x.numel():,} are NaN or Inf",
+        remedy="get the model again; `trtconvert analyze` lists all tensors with such",
+    )
+
+
+def _cast(tensor: StoredTensor, x: Tensor, stored: str) -> Converted:
+    if stored == "kept" or x.dtype == _TYPES[stored] == tensor.dtype:
+        return Converted([(tensor.name, x, x.dtype)], None)
+    dtype = _TYPES[stored]
+    error = _rounding(x, dtype) if dtype.itemsize < x.dtype.itemsize and is_finite(x) else 0.0
+    record = Record(stored=stored, original=_type_name(tensor.dtype), relative_error=error)
+    return Converted([(tensor.name, x, dtype)], record)
+
+
+def _rounding(x: Tensor, dtype: torch.dtype) -> float:
+    """The relative error of another type, in parts; 0 of zeros."""
+    errors = powers = 0.0
+    for part in x.reshape(-1).split(2**20):
+        powers += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
+        errors += float(torch.linalg.vector_norm(part.to(dtype).double() - part.double())) ** 2
+    return math.sqrt(errors / powers) if powers else 0.0
+
+
+def dequantise_model(source: Source, output: Path, dtype: Literal["bf16", "fp16"] | None, bar: Bar) -> Outcome:
+    """Write a model that `quantise_model` made with its weights in 16 bits again.
+
+    Args:
+        dtype: of what was INT8, or had its type changed; by default each gets what it was, BF16 where that had not 16 bits.
+    Raises:
+        UserError: the model is not quantised, a file is damaged, numbers are beyond FP16, or the output's place is taken.
+    """
+    records: dict[str, Record] = {}
+    for part in source.parts:
+        for path, said in part.metadata.items():
+            if (found := records_of(said, path)) is not None:
+                prefix = f"{part.folder}/" if part.folder else ""
+                records |= {prefix + name: record for name, record in found.tensors.items()}
+    if not any(record.stored == "int8" for record in records.values()):
+        raise UserError(
+            f"there is nothing to dequantise in {source.place}",
+            expected="weights in INT8 that `trtconvert quantize` wrote",
+            got="none",
+            remedy="name the folder that `trtconvert quantize` wrote",
+        )
+    conversion = Conversion(
+        request={"dequantise": dtype, "format": _FORMAT},
+        granularity=None,
+        names=lambda tensor: (tensor.name,),
+        most=lambda tensor: 4 * math.prod(tensor.shape),
+        convert=functools.partial(_restored, records=records, dtype=dtype),
+    )
+    return convert(source, output, conversion, bar)
+
+
+def _restored(tensor: StoredTensor, records: Mapping[str, Record], dtype: Literal["bf16", "fp16"] | None) -> Converted:
+    x, record = tensor.read(), records.get(tensor.path)
+    if record is None or (record.stored in ("bf16", "fp16") and dtype is None):
+        return Converted([(tensor.name, x, x.dtype)], None)
+    original = getattr(torch, record.original, None)
+    if dtype is not None:
+        wanted = FALLBACK[dtype]
+    elif isinstance(original, torch.dtype) and original in FALLBACK.values():
+        wanted = original
+    else:  # FP32 that stayed so is no change; what had other types and was put into FP32 is too exact for 16 bits
+        wanted = torch.float32 if record.stored == "fp32" else torch.bfloat16
+    if wanted is torch.float16 and blocks.largest(x) > FP16_MAX:
+        raise UserError(
+            f"{tensor.path} does not fit FP16",
+            expected=f"numbers up to {FP16_MAX:g}",
+            got=f"{blocks.largest(x):g}",
+            remedy="give --dtype bf16",
+        )
+    return Converted([(tensor.name, x, wanted)], None)
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
