@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 from tiny_pipelines import (
+    PIPELINES,
     WIDTH,
     clip,
     clip_tokenizer,
     flux,
+    ltx,
     qwen_image,
     randomised,
     seeded,
+    stable_diffusion,
     t5,
     t5_tokenizer,
     unet,
@@ -578,6 +581,32 @@ def ltx_2() -> Any:
     )
 
 
+@seeded
+def image_to_image() -> Any:
+    return diffusers.StableDiffusionImg2ImgPipeline(**stable_diffusion().components, requires_safety_checker=False)
+
+
+@seeded
+def inpainting() -> Any:
+    """The denoiser is given the mask and what is left of the image beside the latents."""
+    parts = stable_diffusion().components | {"unet": unet(in_channels=9)}
+    return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
+
+
+@seeded
+def control_net() -> Any:
+    """Follows an image through a second model."""
+    parts = stable_diffusion().components
+    model = diffusers.ControlNetModel.from_unet(parts["unet"], conditioning_embedding_out_channels=(8, 8, 8))
+    parts["controlnet"] = randomised(model)
+    return diffusers.StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
+
+
+@seeded
+def image_to_video() -> Any:
+    return diffusers.LTXImageToVideoPipeline(**ltx().components)
+
+
 @dataclass(frozen=True)
 class Convertible:
     """A pipeline that converts.
@@ -614,6 +643,9 @@ CONVERTIBLE = {
         SIZE | {"call": {"_auto_resize": False, "max_area": 32 * 32}},
         images=("image",),
     ),
+    "image_to_image": Convertible(image_to_image, "a prompt and an image", images=("image",)),
+    "inpainting": Convertible(inpainting, "a prompt, an image and a mask", SIZE, images=("image", "mask_image")),
+    "control_net": Convertible(control_net, "a prompt and an image, through a ControlNet", SIZE, images=("image",)),
     "qwen_image": Convertible(qwen_image, "a prompt", SIZE | {"batch": 1}),
     "kandinsky22": Convertible(kandinsky22, "an embedding of an image, from the prior", SIZE),
     "kandinsky5": Convertible(kandinsky5, "a prompt, a video", SIZE | {"frames": 5}),
@@ -635,6 +667,7 @@ class Refused:
     why: str
     told: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
 
 
 _OWN = "through a function of your own, model.source: package.module:function"
@@ -684,6 +717,17 @@ REFUSED = {
         ),
         SIZE | {"frames": 5},
     ),
+    "image_to_video": Refused(
+        image_to_video,
+        "the tokens of the first frame, which is given, have a timestep of their own",
+        (
+            "no timestep that an engine can follow",
+            "got: one of shape [4, 192]",
+            "whose samples are denoised as a whole",
+        ),
+        PIPELINES["ltx"][1],
+        images=("image",),
+    ),
     "z_image": Refused(
         z_image,
         "the model takes its samples and prompts as lists",
@@ -697,7 +741,7 @@ REFUSED = {
     ),
     "stable_audio": Refused(
         stable_audio,
-        "its timesteps are no places in a schedule of a whole number of them",
+        "its schedulers' timesteps are logarithms or angles of the noise",
         ("the noise of EDMDPMSolverMultistepScheduler is not known", "model.source: package.module:function"),
     ),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from further_pipelines import CONVERTIBLE, REFUSED
+from models_page import PAGE, page
 from rich.console import Console
 from support import run
 from tiny_pipelines import errors_beside, picture
@@ -96,7 +97,8 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
     model = model_of(tmp_path, name)
     both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
     assert len(both) == 2 and both.dim() == 4 and both.min() >= 0 and both.max() <= 1
-    torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
+    if name != "inpainting":  # which draws the latents of the one image once for all samples, with the first one's seed
+        torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
     assert (both[0] - both[1]).abs().max() > 0.01
 
 
@@ -104,7 +106,8 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
 def test_what_cannot_be_converted_is_refused_with_its_reason(tmp_path, name):
     refused = REFUSED[name]
     refused.make().save_pretrained(tmp_path)
-    given: dict[str, Any] = {"tokens": 8, **refused.options}
+    images = {image: picture(tmp_path / f"{image}.png", 0) for image in refused.images}
+    given: dict[str, Any] = {"tokens": 8, "images": images, **refused.options}
     with pytest.raises(UserError) as error:
         diffusers_model(tmp_path, **given)
     for part in ("expected: ", "got: ", "remedy: ", *refused.told):
@@ -186,3 +189,7 @@ def test_a_bundle_of_marigold_looks_at_images_by_itself(tmp_path):
         pipe.set_progress_bar_config(disable=True)
         drawn = pipe(torch.rand(1, 3, 32, 32), num_inference_steps=2, output_type="pt")[0]
     assert drawn.shape == (1, 1, 32, 32) and drawn.std() > 0.01
+
+
+def test_the_page_of_models_is_what_the_tests_convert():
+    assert PAGE.read_text(encoding="utf-8") == page(), "python tests/helpers/models_page.py writes it"

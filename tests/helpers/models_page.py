@@ -1,0 +1,61 @@
+"""docs/models.md: what the tests convert, from their own lists. `python tests/helpers/models_page.py` writes it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from further_pipelines import CONVERTIBLE, REFUSED
+from tiny_pipelines import PIPELINES
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+_HEAD = """# Pipelines
+
+`tests/models` builds each pipeline of the first table: its own class of diffusers, with random weights of a few layers, is
+converted, and draws with the bundle's denoiser in the place of its own. Others are tried in the same way when they are built: no
+pipeline is known by its name. This page is made of the tests' lists, and a test holds it to them.
+
+| pipeline | denoiser | samples are of | tested with, beside sizes |
+| --- | --- | --- | --- |
+"""
+
+_BETWEEN = """
+Labels of classes are drawn by the seed of each sample, or are those of `model.options.call.class_labels` by turns. Pipelines
+that are saved without text encoders get embeddings that are noise, seeded by the sample. Images come from the recipe's
+`model.images`.
+
+## Refused
+
+Before anything is calibrated, with what stands in the way:
+
+| pipeline | why |
+| --- | --- |
+"""
+
+
+def page() -> str:
+    """What docs/models.md holds."""
+    rows = []
+    for make, options in PIPELINES.values():
+        of = "a prompt, a video" if "frames" in options else "a prompt"
+        rows.append(_row(make(), of, options))
+    rows += [_row(tiny.make(), tiny.of, tiny.options) for tiny in CONVERTIBLE.values()]
+    refused = [f"| {type(tiny.make()).__name__} | {tiny.why} |" for tiny in REFUSED.values()]
+    return _HEAD + "\n".join(sorted(rows)) + "\n" + _BETWEEN + "\n".join(sorted(refused)) + "\n"
+
+
+def _row(pipe: Any, of: str, options: Any) -> str:
+    denoiser = getattr(pipe, "transformer", None) or pipe.unet
+    # The sizes are those of tiny models; the rest is what the pipeline wants.
+    others = {name: value for name, value in options.items() if name not in ("height", "width", "frames")}
+    call = others.pop("call", {})
+    told = [f"`{name}: {value}`" for name, value in others.items()]
+    told += [f"`call: {{{name}: {str(value).lower()}}}`" for name, value in call.items() if isinstance(value, bool)]
+    return f"| {type(pipe).__name__} | {type(denoiser).__name__} | {of} | {', '.join(told)} |"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    PAGE.write_text(page(), encoding="utf-8")
