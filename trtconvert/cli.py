@@ -528,7 +528,7 @@ def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...]
 def analyze(model: Path, output: Path) -> None:
     """Tell what INT8 would do to each tensor of MODEL: a file of weights, a folder of them, or a pipeline's folder.
 
-    Writes JSON, which `trtconvert schema analysis` describes, for `trtconvert quantize --analysis`, and a page for people beside it.
+    Writes JSON for `trtconvert quantize --analysis`, which `trtconvert schema analysis` describes, and a page for people.
     """
     from rich.console import Console
 
