@@ -293,6 +293,7 @@ class ComponentRecord(_Record):
         timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends. Empty and 0 for what is no
             denoiser: it has no `Int8Attention` nodes, and its attention stays in its own precision.
         dims: symbolic dimension: [min, opt, max], over all profiles.
+        steps: symbolic dimension: the step from its min in which it may vary, where that is not 1; empty in bundles of before.
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
         layers: of the model, in the order of their calls; empty where the recipe has them off, and in bundles of before.
         diffusers: how pipelines call it, where it comes from one.
@@ -304,6 +305,7 @@ class ComponentRecord(_Record):
     timestep_input: str = ""
     timestep_max: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     dims: _Ordered
+    steps: dict[str, _Count] = Field(default_factory=dict)
     profiles: list[_Ordered] = Field(default_factory=list)
     sites: list[SiteRecord] = Field(default_factory=list)
     layers: list[LayerRecord] = Field(default_factory=list)

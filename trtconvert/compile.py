@@ -161,7 +161,7 @@ def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
     components = dict(manifest.components)
     for name, component in components.items():
         if of_shapes and component.is_denoiser:  # the others keep their models' own shapes, as in `trtconvert build`
-            profiles = [narrowed(ranges, component.dims, name) for ranges in engine.ranges()]
+            profiles = [narrowed(ranges, component.dims, name, component.steps) for ranges in engine.ranges()]
             components[name] = component.model_copy(update={"profiles": profiles})
     recipe = manifest.recipe.model_copy(update={"engine": engine})
     return manifest.model_copy(update={"recipe": recipe, "components": components})

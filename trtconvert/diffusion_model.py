@@ -144,6 +144,7 @@ class DiffusionModel:
         signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
         as_passed: what inputs hold that are no noise, of any sizes, by name: masks, labels, positions that are looked up in
             tables, rotations that all samples share.
+        steps: symbolic dimension: the step from its opt in which it may vary, where that is not 1.
     """
 
     name: str
@@ -161,6 +162,7 @@ class DiffusionModel:
     diffusers: DiffusersRecord | None = None
     components: Components | None = None
     as_passed: Mapping[str, Tensor] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)

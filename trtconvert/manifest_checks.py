@@ -60,6 +60,8 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
     sized = {dim for tensor in component.inputs for dim in tensor.shape if isinstance(dim, str)}
     if unknown := sorted(sized - component.dims.keys()):
         yield f"dims: without {unknown[0]}, which an input has"
+    if unknown := sorted(component.steps.keys() - component.dims.keys()):
+        yield f"steps: the dimension {unknown[0]}, which dims has not"
     given = {_symbol(dim) for tensor in component.outputs for dim in tensor.shape if isinstance(dim, str)}
     if unknown := sorted(given - sized):
         yield f"outputs: the dimension {unknown[0]}, which no input has"

@@ -314,6 +314,7 @@ def export_stage(
             timestep_input=source.timestep_input,
             timestep_max=source.timestep_max,
             dims=dims,
+            steps=dict(source.steps),
             profiles=profiles,
             sites=_site_records(calibration, plan),
             layers=_layer_records(calibration, plan),
@@ -603,14 +604,21 @@ def _ranges(recipe: Recipe) -> list[dict[str, Any]]:
 
 def _profiles(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
     """The model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
-    return [narrowed(wanted, model.dims, model.name) for wanted in recipe.engine.ranges()]
+    return [narrowed(wanted, model.dims, model.name, model.steps) for wanted in recipe.engine.ranges()]
 
 
-def narrowed(ranges: Mapping[str, Range], available: Mapping[str, tuple[int, int, int]], name: str) -> Dims:
+def narrowed(
+    ranges: Mapping[str, Range],
+    available: Mapping[str, tuple[int, int, int]],
+    name: str,
+    steps: Mapping[str, int],
+) -> Dims:
     """The dimensions of a model of some name, with the ranges of an engine section instead of its own.
 
+    Args:
+        steps: in which dimensions may vary, where that is not 1.
     Raises:
-        UserError: a range is none of the model's, or exceeds the model's own.
+        UserError: a range is none of the model's, exceeds the model's own, or lies between its steps.
     """
     dims = dict(available)
     for dim, wanted in ranges.items():
@@ -628,6 +636,13 @@ def narrowed(ranges: Mapping[str, Range], available: Mapping[str, tuple[int, int
                 expected=f"{low} to {high}",
                 got=f"{wanted.min} to {wanted.max}",
                 remedy="narrow engine.shapes or engine.profiles",
+            )
+        if any((size - low) % steps.get(dim, 1) for size in (wanted.min, wanted.opt, wanted.max)):
+            raise UserError(
+                f"the recipe's engine section asks for sizes of '{dim}' that {name} does not take",
+                expected=f"{low} to {high} in steps of {steps[dim]}",
+                got=f"{wanted.min}, {wanted.opt}, {wanted.max}",
+                remedy="correct engine.shapes or engine.profiles",
             )
         dims[dim] = (wanted.min, wanted.opt, wanted.max)
     return dims

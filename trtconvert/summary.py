@@ -17,6 +17,7 @@ from trtconvert.evaluate.parts import layer_counts, left_by_plan, left_groups, m
 from trtconvert.linear.modes import LayerMode
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter, say
+from trtconvert.runtime.signature import in_steps
 
 ATTENTION = {
     "plugin": "INT8, our plugin",
@@ -79,7 +80,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     for name, component in manifest.components.items():
         signature = ", ".join(f"{t.name} {t.dtype} [{', '.join(map(str, t.shape))}]" for t in component.inputs)
         _row(table, name, signature)
-        _row(table, "", ", ".join(f"{dim} {low}..{high}" for dim, (low, _, high) in component.dims.items()))
+        sizes = {dim: in_steps(low, high, component.steps.get(dim)) for dim, (low, _, high) in component.dims.items()}
+        _row(table, "", ", ".join(f"{dim} {described}" for dim, described in sizes.items()))
         if component.is_denoiser:
             _row(table, "attention sites", _sites(component))
             for group in left_groups(component.sites):

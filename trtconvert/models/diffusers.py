@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trtconvert.attention.schedules import ddpm_sigmas
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec, resized
 from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
@@ -37,8 +37,10 @@ from trtconvert.models.pipelines import (
 )
 from trtconvert.models.probes import first_inputs, first_timesteps
 from trtconvert.models.saved import DENOISERS
+from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
 from trtconvert.runtime.arguments import parameters_of, put_together
 from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
+from trtconvert.runtime.signature import shape_of
 
 
 def diffusers_model(
@@ -110,6 +112,8 @@ def diffusers_model(
         for name, x in inputs.example.items()
     }
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
+    steps = _steps(flat, inputs.dims, specs, named, shape)
+    refuse_between_steps(steps, inputs.dims, ranges, flat.record.model)
     sizes = {name: opt for name, (_, opt, _) in ranges.items()}
     seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
     if max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
@@ -127,6 +131,7 @@ def diffusers_model(
         timestep_max=float(len(schedule.sigmas)),
         sigmas=schedule.sigmas,
         dims=inputs.dims,
+        steps=steps,
         sample=sampler,
         encoder=_encoder(pipe, inputs.example[first]),
         condition=sampler.captions if caller.takes_prompts else None,
@@ -440,6 +445,29 @@ def _output(
     named_shape = tuple(dim if size == given else size for size, given, dim in zip(shape, sizes, symbolic, strict=True))
     name = f"{type(output).__module__}:{type(output).__qualname__}"
     return named_shape, flat.record.model_copy(update={"output": name})
+
+
+def _steps(
+    flat: FlatDenoiser,
+    dims: Mapping[str, tuple[int, int, int]],
+    specs: Mapping[str, InputSpec],
+    named: Mapping[str, Tensor],
+    output: Sequence[int | str],
+) -> dict[str, int]:
+    """In which steps sizes may vary, see `steps_of`. Nothing is computed."""
+
+    def run(sizes: Mapping[str, int]) -> list[tuple[Any, ...]]:
+        log = OperationLog()
+
+        def logged(tensors: Mapping[str, Tensor]) -> Tensor:
+            with log:
+                return first_tensor(flat.call(tensors, return_dict=True))
+
+        tensors = {name: resized(x, specs[name], sizes) for name, x in named.items()}
+        shape = shapes_of(logged, tensors, flat.record.model, "give model.options one size instead of a range").shape
+        return [*log.operations, ("output", tuple(shape) == shape_of(output, sizes))]
+
+    return steps_of(run, dims)
 
 
 def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:

@@ -116,7 +116,7 @@ class Signature:
         for size, dim in zip(x.shape, spec.shape, strict=False):
             if isinstance(dim, str):
                 low, high = self._range(dim)
-                fits = fits and low <= size <= high
+                fits = fits and low <= size <= high and (size - low) % self.component.steps.get(dim, 1) == 0
                 if sizes.setdefault(dim, size) != size:
                     others.append(f"{dim} {sizes[dim]}")
             else:
@@ -129,12 +129,14 @@ class Signature:
                 remedy="give inputs of one size for each name; one sample's for all can be repeated by .expand()",
             )
         if not fits:
-            ranges = ["{} {}..{}".format(d, *self._range(d)) if isinstance(d, str) else str(d) for d in spec.shape]
+            ranges = [f"{d} {self._described(d)}" if isinstance(d, str) else str(d) for d in spec.shape]
+            stepped = any(d in self.component.steps for d in spec.shape)
+            between = "; between its steps a model computes otherwise, and takes a bundle of its own" if stepped else ""
             raise UserError(
                 f"the shape of '{spec.name}' is outside what the bundle was built for",
                 expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
                 got=str(list(x.shape)),
-                remedy=f"widen {self._sizes} in the recipe and build again",
+                remedy=f"widen {self._sizes} in the recipe and build again{between}",
             )
         wanted = dtype_of(spec)
         if x.dtype != wanted and not (x.is_floating_point() and wanted.is_floating_point):
@@ -145,9 +147,17 @@ class Signature:
                 remedy=f"convert it with .to(torch.{spec.dtype})",
             )
 
+    def _described(self, dim: str) -> str:
+        return in_steps(*self._range(dim), self.component.steps.get(dim))
+
     def _range(self, dim: str) -> tuple[int, int]:
         """The smallest and the largest size that any profile takes."""
         return min(profile[dim][0] for profile in self.profiles), max(profile[dim][2] for profile in self.profiles)
+
+
+def in_steps(low: int, high: int, step: int | None) -> str:
+    """A range of sizes in words."""
+    return f"{low}..{high}" + (f" in steps of {step}" if step else "")
 
 
 def dtype_of(spec: TensorRecord) -> torch.dtype:
