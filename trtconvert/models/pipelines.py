@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from trtconvert.errors import TrtconvertError, UserError, did_you_mean, kind_and_first_line
+from trtconvert.models.size_steps import refuse_rounded
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
@@ -596,7 +597,7 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
 
     Raises:
         UserError: the pipeline passes a number that follows a size, so that an engine for a range cannot be, or as many tokens
-            as its longest prompt has, so that an engine would refuse the next one.
+            as its longest prompt has, so that an engine would refuse the next one; or it rounds a size.
     """
     opt = {name: middle for name, (_, middle, _) in ranges.items()}
     others = {
@@ -624,6 +625,7 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
         if follows in ([], ["batch"]) and any(
             size * batches[0] != sizes[0] * batch for size, batch in zip(sizes, batches, strict=True)
         ):
+            refuse_rounded(lambda sizes: observe(sizes)[1][name].shape[axis], ranges)
             raise UserError(
                 f"the pipeline passes '{name}' with as many tokens as its longest prompt has",
                 expected="a number of tokens that prompts are padded to",
