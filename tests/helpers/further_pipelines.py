@@ -647,6 +647,7 @@ CONVERTIBLE = {
     "inpainting": Convertible(inpainting, "a prompt, an image and a mask", SIZE, images=("image", "mask_image")),
     "control_net": Convertible(control_net, "a prompt and an image, through a ControlNet", SIZE, images=("image",)),
     "qwen_image": Convertible(qwen_image, "a prompt", SIZE | {"batch": 1}),
+    "mochi": Convertible(mochi, "a prompt, a video", SIZE | {"frames": 7}),
     "kandinsky22": Convertible(kandinsky22, "an embedding of an image, from the prior", SIZE),
     "kandinsky5": Convertible(kandinsky5, "a prompt, a video", SIZE | {"frames": 5}),
 }
@@ -678,12 +679,6 @@ REFUSED = {
         "the length of each prompt decides where its image's tokens begin",
         ("values decide what is computed: `l_effective_cap_len = attention_mask.sum", "transformer_lumina2.py", _OWN),
         SIZE,
-    ),
-    "mochi": Refused(
-        mochi,
-        "attention leaves out the tokens of each prompt that pad it",
-        ("values decide what is computed: `valid_prompt_token_indices = torch.nonzero", _OWN),
-        SIZE | {"frames": 7},
     ),
     "omnigen": Refused(
         omnigen,

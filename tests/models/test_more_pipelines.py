@@ -12,7 +12,7 @@ from further_pipelines import CONVERTIBLE, REFUSED
 from models_page import PAGE, page
 from rich.console import Console
 from support import run
-from tiny_pipelines import errors_beside, picture
+from tiny_pipelines import WIDTH, errors_beside, picture
 from tolerances import INT8_CALL
 
 from trtconvert import models, runtime
@@ -163,6 +163,19 @@ def test_exportable_parts_give_what_their_own_do():
     expected = transformer.time_text_embed(timestep)
     make_exportable(transformer)
     assert torch.equal(transformer.time_text_embed(timestep), expected)
+
+
+def test_prompts_of_any_length_are_masked_where_mochi_leaves_out_what_pads_them():
+    transformer = CONVERTIBLE["mochi"].make().transformer
+    generator = torch.Generator().manual_seed(0)
+    latents, text = (torch.randn(shape, generator=generator) for shape in ((3, 12, 2, 4, 4), (3, 8, WIDTH)))
+    inputs = (latents, text, torch.tensor([10.0, 500.0, 700.0]), torch.arange(8) < torch.tensor([[3], [8], [1]]))
+    with torch.no_grad():
+        expected = transformer(*inputs, return_dict=False)[0]
+        make_exportable(transformer)
+        torch.testing.assert_close(transformer(*inputs, return_dict=False)[0], expected, atol=1e-5, rtol=1e-5)
+        inputs[1][0, 3:] = 7.0  # what pads a prompt changes nothing
+        torch.testing.assert_close(transformer(*inputs, return_dict=False)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
