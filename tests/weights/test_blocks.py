@@ -1,0 +1,91 @@
+"""Block-wise INT8 against its definition, block by block in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trtconvert.linear.reference import quantise_weight
+from trtconvert.weights import blocks
+
+SHAPES = [(1, 1), (5, 300), (128, 128), (129, 127), (300, 8500), (4500, 130)]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.Generator().manual_seed(rows * columns)
+    sizes = 10 ** torch.empty(rows, columns).uniform_(-3, 1, generator=drawn)
+    return (torch.randn(rows, columns, generator=drawn) * sizes).to(dtype)
+
+
+def each_block(x: Tensor) -> list[Tensor]:
+    return [block.double() for rows in x.split(128) for block in rows.split(128, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_are_quantised_by_their_largest(shape, dtype):
+    x = matrix(*shape, dtype)
+    scale = blocks.scales(blocks.measure(x), "block")
+    assert tuple(scale.shape) == (-(-shape[0] // 128), -(-shape[1] // 128))
+    stored, error = blocks.quantise(x, scale)
+    restored = blocks.dequantise(stored, scale, torch.float64)
+    for block, whole, back, step in zip(
+        each_block(x), each_block(stored), each_block(restored), scale.flatten().double(), strict=True
+    ):
+        assert float(step) == pytest.approx(float(block.abs().amax()) / 127, rel=1e-6)
+        assert int(whole.abs().amax()) == 127
+        assert float((back - block).abs().amax()) <= float(step) * 0.5001
+    wanted = float((restored - x.double()).norm() / x.double().norm())
+    assert error == pytest.approx(wanted, rel=1e-3)  # squares are added up in FP32
+    assert blocks.relative_error(x, scale) == error
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_channels_are_those_of_layers_in_engines(shape):
+    x = matrix(*shape)
+    scale = blocks.scales(blocks.measure(x), "channel")
+    stored, _ = blocks.quantise(x, scale)
+    of_engines, its_scales = quantise_weight(x)
+    assert torch.equal(scale, its_scales) and torch.equal(stored, of_engines)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_statistics_are_those_of_each_block(shape):
+    x = matrix(*shape)
+    found = blocks.measure(x, histogram=True)
+    for block, peak, power, count in zip(
+        each_block(x), found.blocks.flatten(), found.squares.flatten(), found.outliers.flatten(), strict=True
+    ):
+        assert float(peak) == float(block.abs().amax())
+        assert float(power) == pytest.approx(float(block.square().sum()), rel=1e-4)
+        assert int(count) == int((block.abs() > 4 * block.square().mean().sqrt()).sum())
+    assert torch.equal(found.rows, x.abs().amax(1))
+    largest = torch.frexp(torch.tensor(found.amax)).exponent
+    below = (largest - torch.frexp(x).exponent).clamp(0, 15)
+    assert found.histogram == torch.bincount(below.flatten(), minlength=16).tolist()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-25, 1e25, 3e38])
+def test_magnitudes_at_the_ends_of_fp32(size):
+    x = torch.full((130, 130), size)
+    x[0, 0] = size / 2
+    scale = blocks.scales(found := blocks.measure(x, histogram=True), "block")
+    _, error = blocks.quantise(x, scale)
+    assert found.nonfinite == 0 and found.histogram[0] + sum(found.histogram[1:]) == x.numel()
+    # Scales end at 2**-100: what is smaller is zero.
+    assert error == 0 if size == 0 else error == 1 if size < 1e-32 else 0 <= error < 0.01
+
+
+def test_what_is_not_finite_is_counted():
+    x = matrix(300, 300)
+    x[0, 0], x[299, 299], x[150, 7] = torch.nan, torch.inf, -torch.inf
+    assert blocks.measure(x).nonfinite == 3
+
+
+def test_one_large_weight_spoils_its_block_alone():
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    x[3, 5] = 1000
+    scale = blocks.scales(found := blocks.measure(x), "block")
+    assert int(found.outliers[0, 0]) == 1
+    assert float(scale[0, 0]) > 7 and float(scale[1:].amax()) < 0.05

@@ -1,0 +1,363 @@
+"""`trtconvert quantize` and `dequantize`: what is written, from which files, with which options, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from stored_models import IN_FP32, IN_INT8, save, save_pipeline, save_shards, weights
+from support import contents, environment, files_of_at_most, finish, handled, refusal, run, start
+
+from trtconvert.linear.reference import quantise_weight
+from trtconvert.weights import blocks, conversion, tensor_files
+from trtconvert.weights.weight_files import read_tensors
+
+MODEL = "diffusion_pytorch_model.safetensors"
+
+
+def made(model, out, *options, name=MODEL):
+    outcome = run("quantize", model, "-o", out, *options)
+    assert outcome.exit_code == 0, outcome.output
+    return load_file(out / name)
+
+
+def test_what_is_written(tmp_path):
+    before = weights()
+    source = contents(save(tmp_path / "m", before))
+    got = made(tmp_path / "m", tmp_path / "q")
+    assert {name for name, x in got.items() if x.dtype == torch.int8} == IN_INT8
+    assert got.keys() - before.keys() == {f"{name}_scale" for name in IN_INT8}
+    for name, x in before.items():
+        if name in IN_INT8:
+            scale = got[f"{name}_scale"]
+            assert tuple(scale.shape) == blocks.block_shape(x.shape[0], x[0].numel())
+            back = blocks.dequantise(got[name], scale, torch.float32)
+            assert float((back - x.float()).norm() / x.float().norm()) < 0.012
+        else:
+            wanted = torch.float32 if name in IN_FP32 else x.dtype
+            assert got[name].dtype == wanted and torch.equal(got[name], x.to(wanted))
+    assert contents(tmp_path / "m") == source
+    assert (tmp_path / "q" / "config.json").read_text() == '{"a": 1}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q"]
+    with safe_open(tmp_path / "q" / MODEL, "pt") as file:
+        said = json.loads(file.metadata()["trtconvert"])
+        assert file.metadata()["format"] == "pt"
+    assert said["granularity"] == "block" and said["tensors"]["x_embedder.weight"]["original"] == "bfloat16"
+
+
+def test_the_files_alone_are_enough_to_dequantise(tmp_path):
+    """By our command, and by the reader that recipes load weights with."""
+    before = weights()
+    save(tmp_path / "m", before)
+    made(tmp_path / "m", tmp_path / "q")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "q" / MODEL).rename(tmp_path / "alone" / "x.safetensors")
+    assert run("dequantize", tmp_path / "alone" / "x.safetensors", "-o", tmp_path / "d").exit_code == 0
+    got, read = load_file(tmp_path / "d" / "x.safetensors"), read_tensors([tmp_path / "alone" / "x.safetensors"])
+    assert got.keys() == before.keys() == read.keys()
+    for name, x in before.items():
+        assert got[name].dtype == x.dtype
+        if name in IN_INT8:
+            assert torch.equal(read[name].to(x.dtype), got[name])
+        else:
+            assert torch.equal(got[name], x)
+    with safe_open(tmp_path / "d" / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(("options", "dtype"), [((), torch.bfloat16), (("--dtype", "fp16"), torch.float16)], ids=str)
+def test_fp32_becomes_16_bits_again(tmp_path, options, dtype):
+    save(tmp_path / "m", weights(dtype=torch.float32))
+    made(tmp_path / "m", tmp_path / "q")
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d", *options).exit_code == 0
+    got = load_file(tmp_path / "d" / MODEL)
+    assert {got[name].dtype for name in IN_INT8} == {dtype}
+    assert got["blocks.0.norm1.weight"].dtype == torch.float32  # it had never another type
+    assert got["blocks.0.attn.qkv.bias"].dtype == dtype
+
+
+def test_granularity_of_channels_gives_what_engines_store(tmp_path):
+    before = weights()
+    save(tmp_path / "m", before)
+    got = made(tmp_path / "m", tmp_path / "q", "--granularity", "channel")
+    for name in IN_INT8:
+        stored, scale = quantise_weight(before[name])
+        assert torch.equal(got[name], stored) and torch.equal(got[f"{name}_scale"], scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "dtype"),
+    [
+        (("--fp32", "*.mlp.*"), "blocks.0.mlp.fc1.weight", torch.float32),
+        (("--fallback-dtype", "fp16"), "blocks.0.attn.qkv.bias", torch.float16),
+        (("--max-outliers", "0"), "blocks.0.attn.qkv.weight", torch.bfloat16),
+        (("--min-elements", "60000"), "blocks.1.conv.weight", torch.bfloat16),
+        (("--min-elements", "64"), "small.weight", torch.int8),
+    ],
+    ids=str,
+)
+def test_every_option_decides(tmp_path, options, name, dtype):
+    tensors = weights()
+    tensors["blocks.0.attn.qkv.weight"][0, 0] = 1.0  # one outlier
+    save(tmp_path / "m", tensors)
+    assert made(tmp_path / "m", tmp_path / "q")[name].dtype != dtype
+    assert made(tmp_path / "m", tmp_path / "with", *options)[name].dtype == dtype
+
+
+def test_what_int8_would_spoil_stays(tmp_path):
+    """One weight of a thousand times the others' size leaves nothing of the rest of its block, though outliers are few."""
+    tensors = weights()
+    spoiled = torch.full((128, 128), 1e-3)
+    spoiled[0, 0] = 0.2
+    save(tmp_path / "m", tensors | {"spoiled.weight": spoiled.bfloat16()})
+    assert made(tmp_path / "m", tmp_path / "q")["spoiled.weight"].dtype == torch.bfloat16
+
+
+def test_numbers_beyond_fp16_stay_in_fp32(tmp_path):
+    save(tmp_path / "m", weights() | {"large.bias": torch.tensor([1e5, 1.0]).bfloat16()})
+    got = made(tmp_path / "m", tmp_path / "q", "--fallback-dtype", "fp16")
+    assert torch.equal(got["large.bias"], torch.tensor([1e5, 1.0]).bfloat16().float())
+    refusal(
+        run("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "fp16"),
+        "large.bias does not fit FP16",
+        "bf16",
+    )
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "bf16").exit_code == 0
+
+
+def test_shards_have_an_index(tmp_path, monkeypatch):
+    before = weights()
+    save_shards(tmp_path / "m", before)
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 400_000)
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 0
+    files = sorted(path.name for path in (tmp_path / "q").glob("*.safetensors"))
+    assert (
+        files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 1
+    )
+    index = json.loads((tmp_path / "q" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert sorted(set(index["weight_map"].values())) == files
+    for file in files:
+        assert load_file(tmp_path / "q" / file).keys() == {n for n, f in index["weight_map"].items() if f == file}
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d").exit_code == 0
+    got = read_tensors(sorted((tmp_path / "d").glob("*.safetensors")))
+    assert {name: x.shape for name, x in got.items()} == {name: x.shape for name, x in before.items()}
+
+
+def test_pipelines_keep_their_folders(tmp_path):
+    save_pipeline(tmp_path / "p")
+    save_file({"a": torch.ones(2)}, tmp_path / "p" / "transformer" / "diffusion_pytorch_model.fp16.safetensors")
+    outcome = run("quantize", tmp_path / "p", "-o", tmp_path / "q")
+    assert outcome.exit_code == 0 and "left out" in outcome.output
+    assert set(contents(tmp_path / "q")) == {
+        "model_index.json",
+        "transformer/config.json",
+        f"transformer/{MODEL}",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors",
+        "tokenizer/vocab.json",
+    }
+    assert load_file(tmp_path / "q/text_encoder/model.safetensors")["blocks.0.mlp.fc1.weight"].dtype == torch.int8
+
+
+def test_torch_files_with_tied_tensors(tmp_path):
+    tensors = weights()
+    tensors["tied.weight"] = tensors["blocks.0.mlp.fc1.weight"]
+    tensors["transposed.weight"] = tensors["blocks.0.attn.qkv.weight"].T
+    (tmp_path / "m").mkdir()
+    torch.save({"state_dict": tensors}, tmp_path / "m" / "pytorch_model.bin")
+    got = made(tmp_path / "m", tmp_path / "q", name="model.safetensors")
+    for part in ("", "_scale"):
+        assert torch.equal(got[f"tied.weight{part}"], got[f"blocks.0.mlp.fc1.weight{part}"])
+    assert torch.equal(got["transposed.weight"], got["blocks.0.attn.qkv.weight"].T)
+
+
+def test_fp8_is_multiplied_by_its_scales(tmp_path):
+    stored = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    save(tmp_path / "m", weights() | {"a.weight": stored, "a.scale_weight": torch.tensor(0.25)})
+    got = made(tmp_path / "m", tmp_path / "q")
+    assert "a.scale_weight" not in got
+    back = blocks.dequantise(got["a.weight"], got["a.weight_scale"], torch.float32)
+    assert float((back - stored.float() / 4).norm() / (stored.float() / 4).norm()) < 0.012
+
+
+def test_gguf_is_read(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="needs gguf")
+    x = torch.randn(256, 96, generator=torch.Generator().manual_seed(0))
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "wan")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("a.weight", gguf.quants.quantize(x.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = made(tmp_path / "m.gguf", tmp_path / "q", name="m.safetensors")
+    back = blocks.dequantise(got["a.weight"], got["a.weight_scale"], torch.float32)
+    assert back.shape == x.shape and float((back - x).norm() / x.norm()) < 0.02
+
+
+def test_an_analysis_decides(tmp_path):
+    save(tmp_path / "m", weights())
+    assert run("analyze", tmp_path / "m", "-o", tmp_path / "a.json").exit_code == 0
+    plain = made(tmp_path / "m", tmp_path / "plain")
+    got = made(tmp_path / "m", tmp_path / "q", "--analysis", tmp_path / "a.json")
+    assert got.keys() == plain.keys() and all(torch.equal(got[name], x) for name, x in plain.items())
+    # What it says is taken, and not measured again.
+    said = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    next(t for t in said["tensors"] if t["name"] == "blocks.0.mlp.fc1.weight")["outliers"] = 0.5
+    (tmp_path / "b.json").write_text(json.dumps(said), encoding="utf-8")
+    changed = made(tmp_path / "m", tmp_path / "c", "--analysis", tmp_path / "b.json")
+    assert changed["blocks.0.mlp.fc1.weight"].dtype == torch.bfloat16
+
+
+def test_an_analysis_of_another_model_is_refused(tmp_path):
+    save(tmp_path / "m", weights(0))
+    save(tmp_path / "other", weights(1))
+    assert run("analyze", tmp_path / "other", "-o", tmp_path / "a.json").exit_code == 0
+    call = ("quantize", tmp_path / "m", "-o", tmp_path / "q", "--analysis", tmp_path / "a.json")
+    refusal(run(*call), "of another model", f"trtconvert analyze {tmp_path / 'm'}")
+    (tmp_path / "a.json").write_text('{"tensors": 1}')
+    refusal(run(*call), "is no analysis")
+    (tmp_path / "a.json").write_text("{")
+    refusal(run(*call), "cannot be read")
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_killed_run_goes_on(tmp_path, monkeypatch):
+    save_shards(tmp_path / "m", weights())
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 200_000)
+    wanted = tmp_path / "wanted"
+    assert run("quantize", tmp_path / "m", "-o", wanted).exit_code == 0
+    written = []
+    write = conversion._write
+
+    def killed(shard, path, *rest):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write(shard, path, *rest)
+
+    monkeypatch.setattr(conversion, "_write", killed)
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 130
+    assert not (tmp_path / "q").exists()
+    monkeypatch.setattr(conversion, "_write", lambda *args: written.append(args[1].name) or write(*args))
+    outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
+    assert outcome.exit_code == 0 and "2 of" in outcome.output
+    assert len(written) == len(set(written)) > 2
+    assert contents(tmp_path / "q") == contents(wanted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q", "wanted"]
+
+
+def test_another_request_does_not_take_what_a_killed_run_left(tmp_path, monkeypatch):
+    save_shards(tmp_path / "m", weights())
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 200_000)
+    link = conversion.link_files
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "link_files", stopped)
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 130
+    monkeypatch.setattr(conversion, "link_files", link)
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q", "--granularity", "channel").exit_code == 0
+    scales = [
+        x for file in (tmp_path / "q").glob("*.safetensors") for n, x in load_file(file).items() if n[-6:] == "_scale"
+    ]
+    assert {x.dim() for x in scales} == {1}
+
+
+def test_a_process_that_is_killed_leaves_nothing_that_looks_finished(tmp_path):
+    tensors = {f"l{i}.weight": torch.randn(1024, 1024) for i in range(24)}
+    save(tmp_path / "m", tensors)
+    with handled(signal.SIGINT, signal.default_int_handler):
+        process = start("quantize", tmp_path / "m", "-o", tmp_path / "q")
+    ends = time.monotonic() + 60
+    while not (tmp_path / ".q.unfinished").exists() and time.monotonic() < ends and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    finish(process)
+    assert not (tmp_path / "q").exists()
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q"]
+
+
+def test_what_the_disk_changes_is_found(tmp_path, monkeypatch):
+    save(tmp_path / "m", weights())
+    place = tensor_files.TensorWriter._verify
+
+    def damaged(writer):
+        with writer._path.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+        place(writer)
+
+    monkeypatch.setattr(tensor_files.TensorWriter, "_verify", damaged)
+    outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
+    assert outcome.exit_code == 1 and "not written as it was meant" in outcome.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    source = contents(save(tmp_path / "m", weights()))
+    with files_of_at_most(100_000):
+        refusal(run("quantize", tmp_path / "m", "-o", tmp_path / "q"), "the disk is full", "free some space")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    assert contents(tmp_path / "m") == source
+
+
+def test_places_that_cannot_be_the_output(tmp_path):
+    model = save(tmp_path / "m", weights())
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").write_text("")
+    refusal(run("quantize", model, "-o", tmp_path / "there"), "is there already", "another place with -o")
+    refusal(run("quantize", model, "-o", tmp_path / "there" / "x"), "is there already")
+    refusal(run("quantize", model, "-o", model / "q"), "within each other")
+    refusal(run("quantize", model, "-o", tmp_path / "m"), "is there already")
+    (tmp_path / "empty").mkdir()
+    assert run("quantize", model, "-o", tmp_path / "empty").exit_code == 0
+    refusal(run("quantize", tmp_path / "empty", "-o", tmp_path / "again"), "quantised already", "trtconvert dequantize")
+    refusal(run("dequantize", model, "-o", tmp_path / "d"), "nothing to dequantise", "trtconvert quantize")
+    refusal(run("quantize", model, "-o", tmp_path / "p", "--fp32", "nobody*"), "matches no tensor")
+    refusal(run("quantize", model, "-o", tmp_path / "p", "--max-outliers", "nan"), "no share")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_weights_that_are_not_finite_are_refused(tmp_path, bad):
+    tensors = weights()
+    tensors["blocks.0.mlp.fc1.weight"][7, 8] = bad
+    save(tmp_path / "m", tensors | {"mask": torch.tensor([0, -torch.inf])})
+    refusal(run("quantize", tmp_path / "m", "-o", tmp_path / "q"), "blocks.0.mlp.fc1.weight is damaged", "1 of 60,900")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_infinities_of_masks_are_kept(tmp_path):
+    mask = torch.tensor([0, -torch.inf]).bfloat16()
+    save(tmp_path / "m", weights() | {"mask": mask})
+    assert torch.equal(made(tmp_path / "m", tmp_path / "q")["mask"], mask)
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_tensor(tmp_path):
+    """Twice the largest and 300 MB, by what a process of its own says, beyond what it takes for a small model."""
+    save(tmp_path / "small", weights())
+    save(tmp_path / "m", {f"l{i}.weight": torch.randn(2048, 2048).bfloat16() for i in range(32)})
+
+    def peak(model, out):
+        code = (
+            "import resource, sys\nfrom trtconvert.cli import main\n"
+            "main(sys.argv[1:], standalone_mode=False)\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        command = [sys.executable, "-c", code, "quantize", str(tmp_path / model), "-o", str(tmp_path / out)]
+        ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        return int(ended.stdout.splitlines()[-1]) * 1024
+
+    assert peak("m", "a") - peak("small", "b") < 2 * 2048 * 2048 * 2 + 100e6  # the model has 268 MB
