@@ -50,6 +50,7 @@ def test_a_folder_becomes_a_recipe_with_its_type_prompts_and_loras(pipeline, tmp
     recipe = load_recipe(tmp_path / "flux.yaml")
     assert recipe.model.weights == pipeline and recipe.model.dtype == "bfloat16"
     assert recipe.model.options["height"] == 1024 and recipe.calibration.data == tmp_path / "prompts.txt"
+    assert recipe.calibration.samples == 1
     assert [lora.file for lora in recipe.loras] == [tmp_path / "style.safetensors"]
     before = (tmp_path / "flux.yaml").read_text()
     refusal(run("init", "sdxl", "-o", tmp_path / "flux.yaml"), "is there already", "--force")
@@ -85,3 +86,5 @@ def test_what_no_recipe_can_be_for_is_refused(tmp_path, monkeypatch, model, told
     refusal(run("init", model), *told)
     assert not (tmp_path / "recipe.yaml").exists()
     refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with a prompt a line")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    refusal(run("init", "sdxl", "--prompts", "empty.txt"), "there are no prompts in", "leave --prompts out")

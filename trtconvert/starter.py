@@ -152,7 +152,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
     lines += _components(known is not None and known.second_encoder)
-    lines += _quality(known is None or known.is_large, None if prompts is None else _relative(prompts, at))
+    lines += _quality(known is None or known.is_large, prompts, at)
     return "\n".join(lines) + "\n"
 
 
@@ -253,13 +253,28 @@ def _components(second_encoder: bool) -> list[str]:
     )
 
 
-def _quality(large: bool, prompts: str | None) -> list[str]:
+def _prompts(file: Path) -> int:
+    """How many a file has.
+
+    Raises:
+        UserError: none.
+    """
+    count = sum(bool(line.strip()) for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
+    if not count:
+        raise UserError(
+            f"there are no prompts in {file}",
+            expected="a prompt a line",
+            got="an empty file",
+            remedy="write some, or leave --prompts out: the model's own runs are observed then",
+        )
+    return count
+
+
+def _quality(large: bool, prompts: Path | None, at: Path) -> list[str]:
     """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time."""
-    data = (
-        "denoise # or a file of prompts, one a line (.txt), or a folder of images"
-        if prompts is None
-        else _quoted(prompts)
-    )
+    data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
+    if prompts is not None:
+        data = _quoted(_relative(prompts, at))
     modes = ("precision", "static") if large else ("auto", "auto")
     why = (
         ["  # Stated, not searched (auto): a search draws samples, which takes hours on a CPU with such a model."]
@@ -267,6 +282,8 @@ def _quality(large: bool, prompts: str | None) -> list[str]:
         else ["  # From a search over sites, layers and timesteps, within a budget of PSNR (section plan)."]
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
+    if prompts is not None:
+        samples = min(samples, _prompts(prompts))
     lines = [
         "",
         "attention:",
