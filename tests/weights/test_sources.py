@@ -1,4 +1,4 @@
-"""Files that are damaged, do not belong together, or are none: told as what they are, by every command, and nothing is written."""
+"""Files that are damaged, do not belong together, or are none: told as such by every command, and nothing is written."""
 
 from __future__ import annotations
 
