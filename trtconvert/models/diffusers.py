@@ -358,12 +358,13 @@ def _timestep(inputs: Observed) -> tuple[str, list[int]]:
 
 
 def _is_set(name: str, inputs: Observed) -> bool:
-    """Whether an input is nothing that a sample is made of: whole numbers, what samples share, such as rotations, or what is the
-    same for all of them, such as sizes and an empty prompt. Noise in its place would leave what a calibration has seen."""
+    """Whether an input is nothing that a sample is made of: whole numbers and masks, what samples share, such as rotations, or
+    what is the same for all of them, such as sizes and an empty prompt. Noise in its place would leave what a calibration saw."""
     rows, shape = inputs.calls[-1][name], inputs.shapes[name]
     of_samples = any(isinstance(size, str) and size.startswith("batch") for size in shape)
     same = rows.dim() > 0 and len(rows) > 1 and bool((rows == rows[:1]).all())
-    return not rows.is_floating_point() or not of_samples or same
+    whole = not rows.is_floating_point() or bool(((rows == 0) | (rows == 1)).all())
+    return whole or not of_samples or same
 
 
 @dataclass(frozen=True)
