@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from trtconvert.documents import safetensors_header
+from trtconvert.documents import parse_json, safetensors_header
 from trtconvert.recipe import ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
@@ -20,7 +20,7 @@ INDEX = "model_index.json"
 DENOISERS = ("transformer", "unet")
 """Where pipelines keep what denoises, unless the recipe says otherwise."""
 
-_STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"}
+_STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"} | {name: name for name in ("bfloat16", "float16")}
 
 
 def is_saved_pipeline(folder: Path) -> bool:
@@ -47,12 +47,22 @@ def with_dtype(section: ModelSection) -> ModelSection:
                 tensors = safetensors_header(file)
             except (OSError, ValueError):  # what is wrong with it is told by who loads it
                 continue
+            before = _types_before(tensors.get("__metadata__"))
             for name, entry in tensors.items():
                 if name != "__metadata__" and isinstance(entry, dict) and "data_offsets" in entry:
                     start, end = entry["data_offsets"]
-                    sizes[str(entry.get("dtype"))] += end - start
+                    sizes[before.get(name, str(entry.get("dtype")))] += end - start
     stored = max(sizes, key=lambda name: sizes[name], default="F32")
     return section.model_copy(update={"dtype": _STORED_TYPES.get(stored, "float32")})
+
+
+def _types_before(metadata: object) -> dict[str, str]:
+    """Of tensors whose types `trtconvert quantize` changed, what they had before: of the largest, INT8 says nothing."""
+    try:
+        said = parse_json(metadata["trtconvert"])  # type: ignore[index]
+        return {name: str(record["original"]) for name, record in said["tensors"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return {}
 
 
 def _denoiser_files(section: ModelSection) -> list[Path]:

@@ -176,7 +176,7 @@ def dequantise(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         The shape of `stored`.
     """
     matrix = as_matrix(stored)
-    restored = torch.empty(matrix.shape, dtype=dtype)
+    restored = torch.empty(matrix.shape, dtype=dtype, device=stored.device)
     for height, width in _tiles(*matrix.shape):
         tile, step = matrix[height, width].float(), _of_tile(scale, height, width)
         restored[height, width] = (_cut(_padded(tile) * step, tile) if scale.dim() == 2 else tile * step).to(dtype)

@@ -1,0 +1,151 @@
+"""Models in memory that keep their weights in INT8, and recipes' reader of the same folders."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny_pipelines
+import torch
+from support import run
+from torch import nn
+
+from trtconvert.errors import UserError
+from trtconvert.models.loading import load_pipeline
+from trtconvert.models.saved import with_dtype
+from trtconvert.recipe import ModelSection
+from trtconvert.weights import Int8Linear, load_quantized
+from trtconvert.weights.blocks import dequantise, measure, quantise, scales
+
+
+class Tied(nn.Module):
+    """Layers of every kind, a module that is there twice, and two that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(130, 200)
+        self.again = self.first
+        self.shared = nn.Linear(130, 200, bias=False)
+        self.sharing = nn.Linear(130, 200, bias=False)
+        self.sharing.weight = self.shared.weight
+        self.conv = nn.Conv1d(200, 32, 3)
+        self.norm = nn.LayerNorm(200)
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x) + self.again(x) + self.shared(x) - 0.5 * self.sharing(x))
+        return self.conv(y.mT) * self.table.sum()
+
+
+def quantised(model, folder, *options):
+    """The model's folder after `trtconvert quantize`."""
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    outcome = run("quantize", folder, "-o", folder.with_name(f"{folder.name}-int8"), *options)
+    assert outcome.exit_code == 0, outcome.output
+    return folder.with_name(f"{folder.name}-int8")
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("empty", [False, True], ids=["filled", "meta"])
+def test_layers_keep_int8(tmp_path, granularity, empty):
+    torch.manual_seed(0)
+    model = Tied()
+    folder = quantised(model, tmp_path / "m", "--granularity", granularity)
+    with torch.device("meta" if empty else "cpu"):
+        fresh = Tied()
+    assert load_quantized(fresh, folder) is fresh
+    assert isinstance(fresh.first, Int8Linear) and fresh.again is fresh.first
+    assert fresh.first.stored.dtype == torch.int8
+    assert type(fresh.shared) is nn.Linear and fresh.sharing.weight is fresh.shared.weight
+    assert {p.dtype for p in fresh.parameters()} == {torch.float32}
+    x = torch.randn(4, 130)
+    with torch.no_grad():
+        wanted, got = model(x[None]), fresh(x[None])
+    assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.03
+    # ŵ is all that differs in the layer.
+    exact = nn.functional.linear(x, fresh.first.weight, fresh.first.bias)
+    assert torch.equal(fresh.first(x), exact)
+    assert "Int8Linear(in_features=130, out_features=200" in repr(fresh)
+    batch = x[None].requires_grad_()
+    fresh(batch).square().sum().backward()  # gradients of inputs, as some guidance takes them
+    assert batch.grad is not None and float(batch.grad.norm()) > 0
+
+
+def test_scales_stay_what_they_are_in_other_types(tmp_path):
+    x = torch.randn(200, 130)
+    stored, _ = quantise(x, scale := scales(measure(x), "block"))
+    layer = Int8Linear(stored, scale, nn.Parameter(torch.zeros(200)), torch.float32).to(torch.bfloat16)
+    assert torch.equal(layer.scale, scale) and layer.bias is not None and layer.bias.dtype == torch.bfloat16
+    assert torch.equal(layer.weight, dequantise(stored, scale, torch.bfloat16))
+    assert layer(torch.ones(2, 130, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    again = copy.deepcopy(layer)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.scale, scale)
+
+
+def test_other_folders_leave_the_model_as_it_was(tmp_path):
+    model = Tied()
+    folder = quantised(model, tmp_path / "m")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"(?s)is not quantised.*trtconvert quantize"):
+        load_quantized(model, tmp_path / "m")
+    larger = Tied()
+    larger.more = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"lacks more\.weight"):
+        load_quantized(larger, folder)
+    smaller = Tied()
+    del smaller.conv
+    with pytest.raises(UserError, match=r"has conv\.(weight|bias), and Tied has no place"):
+        load_quantized(smaller, folder)
+    other = Tied()
+    other.norm = nn.LayerNorm(100)
+    with pytest.raises(UserError, match=r"(?s)norm\.(weight|bias) in .* does not fit.*\[100\].*\[200\]"):
+        load_quantized(other, folder)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """A pipeline with a text encoder, and its folder in INT8."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    pipe = tiny_pipelines.with_text("stable_diffusion")
+    pipe.save_pretrained(folder / "p")
+    outcome = run("quantize", folder / "p", "-o", folder / "q", "--min-elements", "256")
+    assert outcome.exit_code == 0, outcome.output
+    return pipe, folder / "q"
+
+
+def test_pipelines_are_loaded_whole(pipeline):
+    pipe, folder = pipeline
+    fresh = tiny_pipelines.with_text("stable_diffusion")
+    for x in fresh.unet.parameters():
+        nn.init.zeros_(x)
+    assert load_quantized(fresh, folder) is fresh
+    assert any(isinstance(module, Int8Linear) for module in fresh.unet.modules())
+    assert any(isinstance(module, Int8Linear) for module in fresh.text_encoder.modules())
+    calls = dict(height=16, width=16, num_inference_steps=2, output_type="pt")
+    images = [
+        model(prompt="a", generator=torch.Generator().manual_seed(0), **calls).images.float() for model in (pipe, fresh)
+    ]
+    assert 0 < float((images[0] - images[1]).square().mean().sqrt()) < 0.05
+    with pytest.raises(UserError, match=r"has several models"):
+        load_quantized(fresh.unet, folder)
+    with pytest.raises(UserError, match=r"is no pipeline"):
+        load_quantized(fresh, folder / "unet")
+    load_quantized(pipe.unet.__class__.from_config(pipe.unet.config), folder / "unet")
+
+
+def test_recipes_read_such_folders(pipeline):
+    pipe, folder = pipeline
+    got, wanted = load_pipeline(folder).unet.state_dict(), pipe.unet.state_dict()
+    assert got.keys() == wanted.keys()
+    off = {name: float((got[name] - x).norm() / x.norm()) for name, x in wanted.items() if float(x.norm())}
+    assert 0.001 < max(off.values()) < 0.03
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_recipes_take_the_type_that_weights_had(tmp_path, dtype):
+    folder = quantised(Tied().to(getattr(torch, dtype)), tmp_path / "m") / "model.safetensors"
+    section = ModelSection(source="diffusers", weights=folder)
+    assert with_dtype(section).dtype == dtype
