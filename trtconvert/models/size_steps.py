@@ -15,6 +15,9 @@ from trtconvert.errors import TrtconvertError, UserError
 _FURTHEST = 64
 """The largest step that is looked for: U-Nets halve their latents up to six times."""
 
+_STEPS = (*(2**n for n in range(_FURTHEST.bit_length())), 3, 6, 12, 24)
+"""Steps that are tried, halvings first; each takes a run of a large model's Python code, of seconds."""
+
 Range = tuple[int, int, int]
 
 
@@ -113,8 +116,7 @@ def steps_of(
             except TrtconvertError:
                 return False
 
-        powers = [2**n for n in range(_FURTHEST.bit_length())]
-        step = next((step for step in (*powers, *range(3, _FURTHEST)) if same(step)), 1)
+        step = next((step for step in _STEPS if same(step)), 1)
         if step > 1:
             found[name] = step
     return found
