@@ -65,7 +65,7 @@ def model_of(folder: Path, name: str, **options):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONVERTIBLE]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in CONVERTIBLE]
 )
 def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
     """What no calibration saw, through the pipeline's own call: every prediction is close to that of the pipeline's model."""
@@ -178,7 +178,7 @@ def test_prompts_of_any_length_are_masked_where_mochi_leaves_out_what_pads_them(
         torch.testing.assert_close(transformer(*inputs, return_dict=False)[0], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
     outcome = run("build", save(tmp_path, "dit", components={"all": {}}), "-o", tmp_path / "bundle")
     assert outcome.exit_code == 0, outcome.output
@@ -192,7 +192,7 @@ def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
     assert drawn.shape == (2, 3, 32, 32) and drawn.isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_bundle_of_marigold_looks_at_images_by_itself(tmp_path):
     """It keeps what its text encoder made of an empty prompt, so that a second call would not come to it."""
     recipe = load_recipe(save(tmp_path, "marigold", components={"all": {}, "vae_encoder": {}}))
