@@ -164,9 +164,10 @@ def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
     tensors = list(source.tensors)
     bar.total(len(tensors))
     reports = []
-    for tensor in tensors:
-        reports.append(_report(tensor, rules))
-        bar.step()
+    with blocks.one_thread():
+        for tensor in tensors:
+            reports.append(_report(tensor, rules))
+            bar.step()
     name = os.fsencode(source.place.resolve().name).decode("utf-8", "replace")
     return Analysis(model=name, fingerprint=source.fingerprint, rules=rules, tensors=reports)
 

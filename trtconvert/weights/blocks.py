@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +62,18 @@ class Measured:
     @property
     def amax(self) -> float:
         return float(self.rows.amax()) if self.rows.numel() else 0.0
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Of torch's, inside this block. Operators on tiles take a tenth of a millisecond each: threads that meet after each were six
+    times as slow as one beside other programs (`bench/weights.py`), and alone one keeps up with a disk."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def as_matrix(x: Tensor) -> Tensor:

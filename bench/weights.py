@@ -1,0 +1,95 @@
+"""Conversion of weights to INT8: `trtconvert quantize` in a process of its own, against reading the same file from the disk.
+
+python bench/weights.py [--gigabytes 2] [--folder /tmp]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from trtconvert.weights.tensor_files import TensorWriter
+
+SIZE = 4096
+
+
+def write_model(path: Path, count: int) -> None:
+    """So many BF16 weights of 32 MiB."""
+    x = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 0.02
+    names = [f"blocks.{index}.weight" for index in range(count)]
+    with TensorWriter(path, names, 100) as writer:
+        for name in names:
+            writer.add(name, x.roll(len(name)), torch.bfloat16)
+        writer.close({})
+
+
+def forget(path: Path) -> None:
+    """Take a file out of the page cache."""
+    handle = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+def read_seconds(path: Path) -> float:
+    forget(path)
+    started = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(2**23):
+            pass
+    return time.perf_counter() - started
+
+
+COMMAND = """
+import sys, time
+from trtconvert.cli import main
+from trtconvert.weights import quantisation
+
+def peak():
+    return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+before, wall, processors = peak(), time.perf_counter(), time.process_time()
+main(sys.argv[1:], standalone_mode=False)
+print(time.perf_counter() - wall, time.process_time() - processors, before, peak())
+"""
+"""Not by getrusage, whose largest resident set begins with that of the process that started this one."""
+
+
+def run(*arguments: str) -> tuple[float, float, int, int]:
+    """Seconds, seconds of processors, and the most memory in bytes, of imports alone and of a command in a process of its own."""
+    ended = subprocess.run([sys.executable, "-c", COMMAND, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    seconds, processors, before, after = ended.stdout.splitlines()[-1].split()
+    return float(seconds), float(processors), int(before) * 1024, int(after) * 1024
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--gigabytes", type=float, default=2.0)
+    arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as name:
+        model, output = Path(name, "model.safetensors"), Path(name, "int8")
+        write_model(model, max(1, round(given.gigabytes * 1e9 / (2 * SIZE * SIZE))))
+        size = model.stat().st_size
+        reading = read_seconds(model)
+        forget(model)
+        seconds, processors, imports, memory = run("quantize", str(model), "-o", str(output))
+        written = sum(path.stat().st_size for path in output.iterdir())
+        print(f"{size / 1e9:.2f} GB in tensors of {2 * SIZE**2 / 1e6:.0f} MB")
+        print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
+        print(f"read from the disk  {size / reading / 1e6:8.0f} MB/s")
+        print(
+            f"quantize            {size / seconds / 1e6:8.0f} MB/s, {size / processors / 1e6:.0f} per second of a processor"
+        )
+        print(f"memory              {memory / 1e6:8.0f} MB at most, {imports / 1e6:.0f} of which its imports take")
+        print(f"files               {1 - written / size:8.1%} smaller")
+
+
+if __name__ == "__main__":
+    main()
