@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -327,6 +328,17 @@ def test_places_that_cannot_be_the_output(tmp_path):
     refusal(run("dequantize", model, "-o", tmp_path / "d"), "nothing to dequantise", "trtconvert quantize")
     refusal(run("quantize", model, "-o", tmp_path / "p", "--fp32", "nobody*"), "matches no tensor")
     refusal(run("quantize", model, "-o", tmp_path / "p", "--max-outliers", "nan"), "no share")
+
+
+def test_files_beside_that_cannot_be_read(tmp_path, monkeypatch):
+    save(tmp_path / "m", weights())
+
+    def refuse(path, _):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(conversion.shutil, "copy2", refuse)
+    refusal(run("quantize", tmp_path / "m", "-o", tmp_path / "q"), "config.json cannot be copied", "Permission denied")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -121,6 +122,16 @@ def test_places_without_a_model(tmp_path):
     refused(tmp_path / "empty", tmp_path, "readme.md")
     os.mkfifo(tmp_path / "pipe.safetensors")
     refused(tmp_path / "pipe.safetensors", tmp_path, "something else")
+
+
+def test_folders_that_may_not_be_read(tmp_path, monkeypatch):
+    save_pipeline(tmp_path / "p")
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("trtconvert.weights.sources.variants_of", refuse)
+    refused(tmp_path / "p", tmp_path, "p cannot be read", "Permission denied")
 
 
 def test_shards_that_do_not_belong_together(tmp_path):

@@ -247,13 +247,14 @@ def by_name(tensor: StoredTensor, rules: Rules, *, floating: bool) -> Verdict | 
     elements = math.prod(tensor.shape)
     if pattern := next((p for p in rules.fp32 if fnmatchcase(tensor.path, p) or fnmatchcase(tensor.name, p)), None):
         return Verdict(stored="fp32", reason=f"--fp32 {pattern}")
-    if len(tensor.shape) < 2 and NORMS.search(module):
+    # A weight of one dimension is no layer's: norms have such, also where they are called by a number.
+    if len(tensor.shape) < 2 and (NORMS.search(module) or (len(tensor.shape) == 1 and last == "weight")):
         return Verdict(stored="fp32", reason="norm")
     if EMBEDDINGS.search(tensor.name):
         return Verdict(stored="fp32", reason="embedding")
     if FINAL.search(tensor.name):
         return Verdict(stored="fp32", reason="final layer")
-    if len(tensor.shape) < 2 or last != "weight":
+    if len(tensor.shape) < 2 or last != "weight" or not module:
         return Verdict(stored=rules.fallback, reason="no weight of a linear layer or a convolution")
     if elements < max(1, rules.min_elements):
         return Verdict(stored=rules.fallback, reason=f"{elements:,} elements, under {rules.min_elements:,}")

@@ -20,8 +20,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from trtconvert.errors import TrtconvertError, UserError
-from trtconvert.files import link_files, one_at_a_time, whole_file, whole_folder
+from trtconvert.errors import TrtconvertError, UserError, first_line
+from trtconvert.files import link_files, one_at_a_time, path_of, whole_file, whole_folder
 from trtconvert.progress import Bar
 from trtconvert.weights.blocks import one_thread
 from trtconvert.weights.sources import METADATA, Part, Source, StoredTensor
@@ -285,6 +285,24 @@ def _write_indexes(shards: Sequence[_Shard], folder: Path) -> int:
     return total
 
 
+def _copy(path: Path, target: Path) -> None:
+    """
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        shutil.copy2(path, target)
+    except OSError as error:
+        if path_of(error) != path.absolute():
+            raise
+        raise UserError(
+            f"{path} cannot be copied",
+            expected="a file that this user may read, as all of the model's folder",
+            got=first_line(error),
+            remedy="change its permissions, or move it away",
+        ) from error
+
+
 def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
     """Copies what a source's folder has beside its weights.
 
@@ -302,5 +320,5 @@ def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
             # Links are followed, as those of download caches; a pipe or a link to nothing is no file of a model.
             if path not in skipped and path.is_file() and not (target / path.name).exists():
                 target.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, target / path.name)
+                _copy(path, target / path.name)
     return left_out

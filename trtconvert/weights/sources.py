@@ -136,6 +136,18 @@ def open_source(place: Path) -> Source:
             is not read.
         BackendUnavailable: a file is GGUF, and `gguf` is not installed.
     """
+    try:
+        return _open(place)
+    except OSError as error:
+        raise UserError(
+            f"{place} cannot be read",
+            expected="files and folders that this user may read",
+            got=f"{error.strerror}: {error.filename}",
+            remedy="change its permissions, or give another place",
+        ) from error
+
+
+def _open(place: Path) -> Source:
     if place.is_file():
         return Source(place, (_part("", place, (place,)),))
     if not place.is_dir():
