@@ -245,7 +245,8 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
         return write(shard, path, *rest)
 
     monkeypatch.setattr(conversion, "_write", killed)
-    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 130
+    outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
+    assert outcome.exit_code == 130 and "goes on from there" in " ".join(outcome.output.split())
     assert not (tmp_path / "q").exists()
     monkeypatch.setattr(conversion, "_write", lambda *args: written.append(args[1].name) or write(*args))
     outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
@@ -253,6 +254,17 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     assert len(written) == len(set(written)) > 2
     assert contents(tmp_path / "q") == contents(wanted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q", "wanted"]
+
+
+def test_an_interrupt_before_anything_is_finished_leaves_nothing(tmp_path, monkeypatch):
+    save(tmp_path / "m", weights())
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_files.TensorWriter, "close", stopped)
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
 def test_another_request_does_not_take_what_a_killed_run_left(tmp_path, monkeypatch):

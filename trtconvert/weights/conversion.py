@@ -177,8 +177,14 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
                 link_files(names, work, partial)
                 total = _write_indexes(shards, partial)
                 left_out = _copy_others(source, partial)
-        except (TrtconvertError, OSError):  # a signal is neither: what is finished stays for the next run
+        except (TrtconvertError, OSError):
             shutil.rmtree(work, ignore_errors=True)
+            raise
+        except KeyboardInterrupt:
+            if any(work.rglob("*.safetensors")):
+                bar.notice(f"what is finished is in {work}: the same command goes on from there")
+            else:
+                shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
     return Outcome(output, len(shards), total, records, left_out)
@@ -241,19 +247,22 @@ def _write(shard: _Shard, path: Path, conversion: Conversion, bar: Bar) -> dict[
     )
     records: dict[str, Record] = {}
     partial = path.with_name(path.name + ".partial")
-    with TensorWriter(partial, names, room) as writer:
-        for tensor in shard.tensors:
-            made = conversion.convert(tensor)
-            for name, x, dtype in made.tensors:
-                writer.add(name, x, dtype)
-            if made.record is not None:
-                records[tensor.name] = made.record
-            bar.step()
-        said = {}
-        if conversion.granularity is not None:
-            said[METADATA] = Records(granularity=conversion.granularity, tensors=records).model_dump_json()
-        writer.close(kept | said)
-    partial.replace(path)
+    try:
+        with TensorWriter(partial, names, room) as writer:
+            for tensor in shard.tensors:
+                made = conversion.convert(tensor)
+                for name, x, dtype in made.tensors:
+                    writer.add(name, x, dtype)
+                if made.record is not None:
+                    records[tensor.name] = made.record
+                bar.step()
+            said = {}
+            if conversion.granularity is not None:
+                said[METADATA] = Records(granularity=conversion.granularity, tensors=records).model_dump_json()
+            writer.close(kept | said)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return records
 
 
