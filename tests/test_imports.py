@@ -86,7 +86,9 @@ def test_every_module_has_one_place():
 def test_nothing_imports_upwards():
     found = []
     for path, source in SOURCES.items():
-        if path == Path("__init__.py"):  # every import of ours runs it first; `optimize` it imports when it is asked for
+        if path == Path(
+            "__init__.py"
+        ):  # every import of ours runs it first; `optimize` it imports when it is asked for
             others = [(line, other) for line, other in imported(source) if other != "optimization"]
             found += [f"{path}: line {line} imports {other}" for line, other in others]
         else:

@@ -52,7 +52,8 @@ def recipe_of(
     folder: Path, name: str, components: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any
 ):
     recipe = {
-        "model": {"source": "diffusers", "weights": "pipeline", "options": options(name), "dtype": "float32"} | (model or {}),
+        "model": {"source": "diffusers", "weights": "pipeline", "options": options(name), "dtype": "float32"}
+        | (model or {}),
         "components": components,
         "attention": {"modes": "precision"},
         "layers": {"modes": "off"},

@@ -28,7 +28,9 @@ _NO_KERNEL = "could not find any implementation"
 def mixed_in_16bit(layers: Sequence[str], why: str) -> str:
     """The notice that layers whose modes change with the timestep are of 16 bits in an engine."""
     shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
-    return f"layers in 16 bits, as they are INT8 in some timestep bins only, which takes a kernel of ours: {shown}; {why}"
+    return (
+        f"layers in 16 bits, as they are INT8 in some timestep bins only, which takes a kernel of ours: {shown}; {why}"
+    )
 
 
 def build_plan(
