@@ -531,6 +531,11 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
     )
 
 
+def in_steps(low: int, high: int, step: int | None) -> str:
+    """A range of sizes in words."""
+    return f"{low}..{high}" + (f" in steps of {step}" if step else "")
+
+
 def model_section(folder: Path, manifest: Manifest) -> ModelSection:
     """Where the denoiser of a bundle came from: the weights as the recipe names them, the images where the bundle has them."""
     section = manifest.recipe.model

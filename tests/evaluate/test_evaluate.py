@@ -181,6 +181,8 @@ def test_nan_and_inf_are_counted_and_kept_out_of_the_figures(tiny_build, referen
     class Poisoned:
         """Gives a NaN to one sample of the tenth call and an Inf, which clamping would hide, to one of the twelfth."""
 
+        device, signature = torch.device("cpu"), loaded["denoiser"].signature
+
         def __call__(self, *inputs, **named):
             output = loaded["denoiser"](*inputs, **named).clone()
             call = next(calls)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import LINE, ComponentRecord, TensorRecord
+from trtconvert.bundle import LINE, ComponentRecord, TensorRecord, in_steps
 from trtconvert.errors import UserError
 
 Ranges = Mapping[str, tuple[int, int, int]]
@@ -153,11 +153,6 @@ class Signature:
     def _range(self, dim: str) -> tuple[int, int]:
         """The smallest and the largest size that any profile takes."""
         return min(profile[dim][0] for profile in self.profiles), max(profile[dim][2] for profile in self.profiles)
-
-
-def in_steps(low: int, high: int, step: int | None) -> str:
-    """A range of sizes in words."""
-    return f"{low}..{high}" + (f" in steps of {step}" if step else "")
 
 
 def dtype_of(spec: TensorRecord) -> torch.dtype:
