@@ -194,7 +194,7 @@ def test_what_is_there_is_not_called_missing(folder, tmp_path):
 
 
 def test_a_pointer_of_git_lfs_is_told(folder):
-    (folder / "unet" / UNET).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    (folder / "unet" / UNET).write_text("version https://git-lfs/spec/v1\noid sha256:0\nsize 3\n")
     with pytest.raises(UserError, match=r"(?s)diffusion_pytorch_model.safetensors have not been fetched.*git lfs pull"):
         load_pipeline(folder)
 

@@ -80,7 +80,7 @@ def test_headers_beyond_the_limit_and_files_that_are_cut(tmp_path):
         ("m.bin", b"not a pickle", ("cannot be read",)),
         ("m.gguf", b"GGUF", ()),
         ("m.txt", b"", ("no file of weights", "with .safetensors")),
-        ("m.safetensors", b"version https://git-lfs.github.com/spec/v1\n", ("Git LFS", "git lfs pull")),
+        ("m.safetensors", b"version https://git-lfs/spec/v1\n", ("Git LFS", "git lfs pull")),
     ],
     ids=str,
 )

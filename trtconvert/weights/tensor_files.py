@@ -2,7 +2,7 @@
 after the other.
 
 The libraries map whole files into memory and write from a dictionary of all tensors; what is converted here is larger than
-memory. Source: the description of the format, https://github.com/huggingface/safetensors#format.
+memory. Source: the description of the format that comes with the library safetensors.
 """
 
 from __future__ import annotations
