@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from trtconvert import __version__
 from trtconvert.documents import JSON_BYTES, read_json
-from trtconvert.errors import TrtconvertError, UserError, first_line
+from trtconvert.errors import TrtconvertError, UserError, first_line, first_problem
 from trtconvert.files import is_partial, link_files, read_limited, sha256
 from trtconvert.manifest_checks import contradiction
 from trtconvert.recipe import LayerModeName, ModelSection, ModeName, Recipe, changed_paths
@@ -477,8 +477,7 @@ def read_manifest(folder: Path) -> Manifest:
                 got=f"the field {'.'.join(map(str, first['loc']))}",
                 remedy="install the trtconvert that made it, or build the bundle again",
             ) from error
-        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise _damaged(folder, "the fields of a bundle manifest", found[:_SHOWN]) from error
+        raise _damaged(folder, "the fields of a bundle manifest", first_problem(error)[:_SHOWN]) from error
     if manifest.digest != (digest := _digest(content)):
         raise _damaged(folder, f"contents with the SHA-256 {manifest.digest[:12]}…", f"{digest[:12]}…")
     if found := contradiction(manifest):

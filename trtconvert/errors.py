@@ -6,6 +6,10 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class TrtconvertError(Exception):
@@ -62,6 +66,13 @@ def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:
 def first_line(error: BaseException) -> str:
     """What an error of another library says first, for `got`; the name of its class where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def first_problem(error: ValidationError) -> str:
+    """What pydantic found first, with its place where that is not the whole."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def kind_and_first_line(error: BaseException) -> str:

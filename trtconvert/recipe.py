@@ -34,6 +34,11 @@ EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
 
 
+def computes(target: str, dtype: str) -> bool:
+    """Whether TensorRT-RTX computes in a type on a target: Turing has no BF16, and the library no FP32 products for it."""
+    return target != "sm75" or dtype not in ("float32", "bfloat16")
+
+
 def _component_name(name: str) -> str:
     if not re.fullmatch(r"all|text_encoder(_\d+)?|vae_(de|en)coder", name):
         raise ValueError("all, text_encoder, text_encoder_2, …, vae_decoder or vae_encoder")
@@ -551,7 +556,7 @@ def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
     """
     engine, dtype = recipe.engine, recipe.model.dtype
     asked = "targets" in engine.model_fields_set and engine.backend in ("auto", "tensorrt_rtx")
-    if asked and "sm75" in engine.targets and dtype in ("float32", "bfloat16"):
+    if asked and any(not computes(target, dtype) for target in engine.targets):
         raise UserError(
             f"{path}:{_line(document, ('engine', 'targets'))}: 'engine.targets' does not fit 'model.dtype'",
             expected="model.dtype float16 for sm75, which has no products of other types in TensorRT-RTX",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from trtconvert.errors import UserError
 from trtconvert.files import free_space, one_at_a_time, sha256
 from trtconvert.library import library_path
 from trtconvert.progress import Bar, Reporter, say
-from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe
+from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe, computes
 
 if TYPE_CHECKING:
     from trtconvert.attention.reference import AttentionTables
@@ -166,7 +165,7 @@ def calibrate_stage(
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
-        from trtconvert.calib.dtype_checks import refuse_mixed_types, within_float16
+        from trtconvert.calib.dtype_checks import fitting
 
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
@@ -176,11 +175,7 @@ def calibrate_stage(
             from trtconvert.calib.plan import kernel_cost
 
             kernel_cost(recipe.plan, recipe.layers)
-        if recipe.model.dtype in ("float16", "bfloat16"):
-            import torch
-
-            refuse_mixed_types(source, getattr(torch, recipe.model.dtype))
-        with within_float16(source) if recipe.model.dtype == "float16" else nullcontext():
+        with fitting(source, recipe.model.dtype):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.calibration.from_ is not None:
             made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers)
@@ -349,7 +344,7 @@ def engine_stages(
     reads = {"onnx": exported.key, "engine": chosen, "library": backend.detail}
     if backend.name == "tensorrt":  # what is measured and built depends on the GPU and on the kernels in the plugin
         reads |= {"gpu": tensorrt.device_name(), "plugin": sha256(library) if (library := library_path()) else None}
-    of_rtx = [target for target in options.targets if tensorrt_rtx.computes(target, component.outputs[0].dtype)]
+    of_rtx = [target for target in options.targets if computes(target, component.outputs[0].dtype)]
     if backend.name == "tensorrt_rtx" and (left := [target for target in options.targets if target not in of_rtx]):
         say(report.console, f"notice: no engine of {name} for {', '.join(left)}, which computes in float16 alone")
     targets = {"tensorrt_rtx": of_rtx, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
@@ -425,24 +420,22 @@ def verify_stage(
         inputs = source.example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
         typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
         reference = in_type(intercepted(source, sites.handler(), layers.handler() if tables else None), dtype)
-        exact = typed
-        if dtype == torch.bfloat16:  # as ONNX Runtime has it: in FP32, with weights and inputs of BF16
-            reference = reference.float()
-            exact = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
+        wide = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
         with torch.no_grad():
-            error = verify.relative_error(denoiser(**typed), reference(**exact))
+            # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
+            exact = reference.float()(**wide) if dtype == torch.bfloat16 else reference(**typed)
+            error = verify.relative_error(denoiser(**typed), exact)
             modes = _plan(plan)
             if dtype == torch.float16 and error > verify.error_limit(
                 section, modes["sites"].values(), modes["layers"].values()
             ):
                 # What two ways round to FP16 may fall on different sides of INT8's edges: what both compute in FP32 does not.
-                wide = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
                 with in_float32(exported.folder / ONNX) as path:
                     found = OnnxRuntimeComponent(path, verify.widened(component))(**wide)
                 error = verify.relative_error(found, reference.float()(**wide))
         bar.step()
         difference, limit = verify.lowering_difference(
-            exported.folder / ONNX, exported.folder / NATIVE, typed, section.min_site_sqnr
+            exported.folder / ONNX, exported.folder / NATIVE, recipe.model.dtype, typed, section.min_site_sqnr
         )
         bar.step()
         of_sites, of_layers = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, bar.step)
@@ -475,9 +468,9 @@ def _check_onnx(path: Path, dtype: str) -> None:
     TensorRT have it (convolutions, sines)."""
     import onnx
 
-    from trtconvert.export.float32 import in_float32
+    from trtconvert.export.float32 import without_bfloat16
 
-    with in_float32(path) if dtype == "bfloat16" else nullcontext(path) as checked:
+    with without_bfloat16(path, dtype) as checked:
         onnx.checker.check_model(checked, full_check=True)
 
 

@@ -164,7 +164,7 @@ def _published(name: str) -> _Found:
 def _looked_at(place: Path, at: Path) -> _Found:
     """What lies in a folder or a file."""
     if place.is_dir() and is_saved_pipeline(place):
-        return _of_pipeline(place, place, at, "")
+        return _of_pipeline(place, place, at)
     if place.is_file() and place.suffix == ".onnx":
         raise UserError(
             f"{place} is an ONNX model, which recipes do not start from",
@@ -175,7 +175,7 @@ def _looked_at(place: Path, at: Path) -> _Found:
     if place.is_file():
         folder = pipeline_folder(place)
         if folder is not None:
-            return _of_pipeline(folder, place, at, "")
+            return _of_pipeline(folder, place, at)
         return _Found(
             f"The weights in {place.name}",
             _relative(place, at),
@@ -197,7 +197,7 @@ def _looked_at(place: Path, at: Path) -> _Found:
     )
 
 
-def _of_pipeline(folder: Path, weights: Path, at: Path, config: str) -> _Found:
+def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
     try:
         kind = str(json.loads((folder / INDEX).read_text(encoding="utf-8"))["_class_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -211,7 +211,7 @@ def _of_pipeline(folder: Path, weights: Path, at: Path, config: str) -> _Found:
     alike = [known for known in PUBLISHED.values() if known.pipeline == kind]
     known = next((known for known in alike if known.folder == name), alike[0] if alike else None)
     dtype = with_dtype(ModelSection(source="diffusers", weights=weights)).dtype
-    return _Found(f"{kind} of {weights.name}", _relative(weights, at), known, config, dtype)
+    return _Found(f"{kind} of {weights.name}", _relative(weights, at), known, dtype=dtype)
 
 
 def _relative(path: Path, at: Path) -> str:

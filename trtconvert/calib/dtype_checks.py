@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from trtconvert.errors import UserError, first_line
 from trtconvert.interception import module_of
 
 LARGEST = torch.finfo(torch.float16).max
-
 
 _PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose2d}
 
@@ -78,6 +77,19 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
                 remedy="cast what it reads where it is computed, as features of the timestep by .to(self.weight.dtype), or set "
                 "model.dtype to float32",
             ) from error
+
+
+@contextmanager
+def fitting(model: DiffusionModel, dtype: str) -> Iterator[None]:
+    """Around a forward of a denoiser in full precision: whether it computes in a type of engines.
+
+    Raises:
+        UserError: see `refuse_mixed_types`, and at the end `within_float16`.
+    """
+    if dtype in ("float16", "bfloat16"):
+        refuse_mixed_types(model, getattr(torch, dtype))
+    with within_float16(model) if dtype == "float16" else nullcontext():
+        yield
 
 
 @contextmanager

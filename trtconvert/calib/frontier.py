@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, first_problem
 from trtconvert.recipe import LayerModeName, ModeName
 
 
@@ -120,13 +120,9 @@ def read_frontier(path: Path) -> Frontier:
     try:
         return Frontier.model_validate(read_json(path))
     except (OSError, ValueError) as error:
-        got = first_line(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise UserError(
             f"{path} is not a frontier",
             expected="the plans that a search tried, as a build writes them",
-            got=got,
+            got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
             remedy="build the bundle again",
         ) from error

@@ -136,7 +136,8 @@ def search(
         for layer in layers:
             if not layer.weight_only:
                 groups.setdefault(layer.source, []).append(layer.name)
-    fixed = {name: modes for name, modes in stated.items() if not any(name in members for members in groups.values())}
+    searched = {name for members in groups.values() for name in members}
+    fixed = {name: modes for name, modes in stated.items() if name not in searched}
     by_name = {layer.name: layer for layer in layers}
     modes_of = {
         source: {_mode_of(by_name[source], mode) for mode in allowed_layers if mode != LayerMode.EXACT}

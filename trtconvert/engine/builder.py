@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trtconvert.bundle import Dims, TensorRecord
+from trtconvert.bundle import ComponentRecord, Dims, TensorRecord
 from trtconvert.engine import BuildWatcher
 from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
@@ -25,12 +25,13 @@ _NO_KERNEL = "could not find any implementation"
 """What is logged where every kernel for a node was left out. The reason is in warnings, if it is memory."""
 
 
-def mixed_in_16bit(layers: Sequence[str], why: str) -> str:
-    """The notice that layers whose modes change with the timestep are of 16 bits in an engine."""
-    shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
-    return (
-        f"layers in 16 bits, as they are INT8 in some timestep bins only, which takes a kernel of ours: {shown}; {why}"
-    )
+def tell_mixed(component: ComponentRecord, why: str, watch: BuildWatcher) -> None:
+    """Say that layers whose modes change with the timestep, if there are any, are of 16 bits in an engine."""
+    layers = [layer.name for layer in component.layers if layer.is_mixed]
+    if layers:
+        shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        reason = "as they are INT8 in some timestep bins only, which takes a kernel of ours"
+        watch.notice(f"layers in 16 bits, {reason}: {shown}; {why}")
 
 
 def build_plan(

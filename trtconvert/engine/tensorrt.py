@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord, opt_sizes
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
-from trtconvert.engine.builder import build_plan, mixed_in_16bit
+from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
 from trtconvert.library import (
@@ -269,9 +269,9 @@ def build_engine(
         watch.notice(
             "layers run in 16 bits, with the weights that INT8 holds: engine.refittable keeps weights as they are named"
         )
-    mixed = [layer.name for layer in component.layers if layer.is_mixed]
-    if mixed and options.layers != "exact" and not options.refittable and (lacking := _against_plugins(options)):
-        watch.notice(mixed_in_16bit(mixed, f"the plugin library has {lacking}"))
+    in_int8 = component.has_int8_layers and options.layers != "exact" and not options.refittable
+    if in_int8 and (lacking := _against_plugins(options)):
+        tell_mixed(component, f"the plugin library has {lacking}", watch)
     against = _against_channels_last(options)
     with_group_norms = bool(nodes) and options.channels_last and has_group_norms(model)
     if with_group_norms and against:

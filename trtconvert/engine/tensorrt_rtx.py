@@ -15,7 +15,7 @@ from typing import Any
 
 from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine
-from trtconvert.engine.builder import build_plan, mixed_in_16bit
+from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.recipe import EngineSection
 
 _REMEDY = "pip install 'trtconvert[rtx]'"
@@ -41,11 +41,6 @@ def status() -> BackendStatus:
         if libraries != version:
             return missing(f"the Python bindings are of TensorRT-RTX {version}, the libraries {libraries}")
     return BackendStatus("tensorrt_rtx", _ATTENTION, True, version)
-
-
-def computes(target: str, dtype: str) -> bool:
-    """Whether engines for a target may compute in a type: Turing has no BF16, and the library no FP32 products for it."""
-    return target != "sm75" or dtype not in ("float32", "bfloat16")
 
 
 def build_engine(
@@ -80,8 +75,7 @@ def build_engine(
         watch=watch,
         title=f"TensorRT-RTX, {target}",
     )
-    if mixed := [layer.name for layer in component.layers if layer.is_mixed]:
-        watch.notice(mixed_in_16bit(mixed, "it hosts no plugins"))
+    tell_mixed(component, "it hosts no plugins", watch)
     record = EngineRecord.of(name, "tensorrt_rtx", str(status().detail), target)
     layers = "native" if component.has_int8_layers else ""
     return BuiltEngine(plan, record.model_copy(update={"profiles": profiles, "layers": layers}))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from trtconvert.attention.modes import INT8_VALUES, Mode
@@ -25,6 +24,7 @@ from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
+from trtconvert.evaluate.pages import template
 from trtconvert.evaluate.parts import LeftGroup, layer_counts, left_by_plan, left_groups, weight_bytes
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.evaluate.verify import error_limit
@@ -97,17 +97,10 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
 
 def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> str:
     """The report as HTML. The bundle's files are taken to be whole."""
-    environment = Environment(
-        loader=PackageLoader("trtconvert.evaluate"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     components = [_component_view(name, component, manifest, folder) for name, component in manifest.components.items()]
     # What users have put there under these names is not the build's.
     listed = {name for name in (SAMPLES, FRONTIER) if name in manifest.files and (folder / name).is_file()}
-    return environment.get_template("report.html.j2").render(
+    return template("report.html.j2").render(
         manifest=manifest,
         recipe=_yaml(manifest.recipe.model_dump(mode="json")),
         gates=gates(manifest),

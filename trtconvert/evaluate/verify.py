@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,9 @@ def widened(component: ComponentRecord) -> ComponentRecord:
 
 
 def lowering_difference(
-    function: Path, native: Path, inputs: Mapping[str, Tensor], min_sqnr: float
+    function: Path, native: Path, dtype: str, inputs: Mapping[str, Tensor], min_sqnr: float
 ) -> tuple[float, float]:
-    """Polygraphy's comparison of two lowerings of one model on ONNX Runtime.
+    """Polygraphy's comparison of two lowerings of one model of some type on ONNX Runtime.
 
     Returns:
         The mean absolute difference of the outputs, and the limit that keeps `min_sqnr` dB below the output's own mean.
@@ -139,15 +139,13 @@ def lowering_difference(
     from polygraphy.comparator import Comparator, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
 
-    from trtconvert.export.float32 import in_float32
+    from trtconvert.export.float32 import without_bfloat16
+    from trtconvert.runtime.session import as_numpy
 
     onnxruntime.set_default_logger_severity(3)  # polygraphy's sessions would warn of what they cannot fold
-    in_bfloat16 = any(x.dtype == torch.bfloat16 for x in inputs.values())
-    feed = {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in inputs.items()}
+    feed = {name: as_numpy(x) for name, x in inputs.items()}
     with ExitStack() as stack, G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        paths = [
-            stack.enter_context(in_float32(path) if in_bfloat16 else nullcontext(path)) for path in (function, native)
-        ]
+        paths = [stack.enter_context(without_bfloat16(path, dtype)) for path in (function, native)]
         results: Any = Comparator.run(
             [OnnxrtRunner(SessionFromOnnx(str(path)), name=path.stem) for path in paths], data_loader=[feed]
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from trtconvert.evaluate import charts
+from trtconvert.evaluate.pages import template
 from trtconvert.files import whole_file
 from trtconvert.weights.analysis import GRANULARITIES, Analysis, TensorReport
 from trtconvert.weights.blocks import OCTAVES
@@ -27,16 +26,9 @@ def write_page(found: Analysis, output: Path) -> None:
 
 def render(found: Analysis) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=PackageLoader("trtconvert.evaluate"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     measured = [tensor for tensor in found.tensors if tensor.quality and len(tensor.shape) > 1]
     shown = sorted(sorted(measured, key=lambda t: -t.bytes)[:SHOWN], key=lambda t: t.name)
-    return environment.get_template("weights.html.j2").render(
+    return template("weights.html.j2").render(
         found=found,
         saved=share(found.bytes - found.bytes_after, found.bytes),
         in_int8=share(found.in_int8, found.parameters),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,11 @@ def in_float32(path: Path) -> Iterator[Path]:
         copy = folder / path.name
         storage.save(model, copy)
         yield copy
+
+
+def without_bfloat16(path: Path, dtype: str) -> AbstractContextManager[Path]:
+    """A model of some type itself, or, of one in BF16, see `in_float32`."""
+    return in_float32(path) if dtype == "bfloat16" else nullcontext(path)
 
 
 def widen(model: ir.Model) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -144,20 +145,22 @@ class _Held:
         return there.data_ptr()
 
 
-_mode_sets, _offsets = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-"""What was read of tables of modes and of offsets, by the tensors."""
+_read = WeakIdKeyDictionary()
+"""What was read of tables, by the tensors."""
+
+
+def _read_once(table: Tensor, read: Callable[[Tensor], int]) -> int:
+    if table not in _read:
+        _read[table] = read(table)
+    return _read[table]
 
 
 def _mode_set(tables: LayerTables) -> int:
-    if tables.modes not in _mode_sets:
-        _mode_sets[tables.modes] = sum(1 << mode for mode in set(tables.modes.tolist()))
-    return _mode_sets[tables.modes]
+    return _read_once(tables.modes, lambda modes: sum(1 << mode for mode in set(modes.tolist())))
 
 
 def _has_offsets(x_offset: Tensor) -> bool:
-    if x_offset not in _offsets:
-        _offsets[x_offset] = bool(x_offset.any())
-    return _offsets[x_offset]
+    return bool(_read_once(x_offset, lambda offset: int(offset.any())))
 
 
 def run(name: str, params: ctypes.Structure) -> None:

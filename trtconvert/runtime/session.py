@@ -74,7 +74,7 @@ class OnnxRuntimeComponent:
         tensors = self.signature.ordered(inputs, named)
         self.signature.check(tensors)
         typed = self.signature.typed(tensors)
-        feeds = {name: _numpy(x) for name, x in zip(self.signature.names, typed, strict=True)}
+        feeds = {name: as_numpy(x) for name, x in zip(self.signature.names, typed, strict=True)}
         try:
             found = session.run(self._outputs, feeds)
             outputs = tuple(torch.from_numpy(x).to(dtype) for x, dtype in zip(found, self._types, strict=True))
@@ -122,5 +122,6 @@ def _in_float32(path: Path) -> AbstractContextManager[Path]:
     return in_float32(path)
 
 
-def _numpy(x: Tensor) -> np.ndarray:
+def as_numpy(x: Tensor) -> np.ndarray:
+    """A tensor as ONNX Runtime takes it; numpy has no BF16."""
     return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()

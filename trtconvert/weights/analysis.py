@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, first_problem
 from trtconvert.progress import Bar
 from trtconvert.weights import blocks
 from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
@@ -309,12 +309,10 @@ def read_analysis(path: Path, source: Source) -> Mapping[str, TensorReport]:
     try:
         found = Analysis.model_validate(read_json(path))
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
         raise UserError(
             f"{path} is no analysis",
             expected="a file that `trtconvert analyze` wrote",
-            got=f"{place}: {problem['msg']}" if place else problem["msg"],
+            got=first_problem(error),
             remedy=remedy,
         ) from error
     except (OSError, ValueError) as error:
