@@ -1,9 +1,9 @@
-"""Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own FP16 attention, with our plugin, with the faster.
+"""Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own 16-bit attention, with our plugin, with the faster.
 
     python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
                            [--peers torch torchao-fp8 torchao-int8 plain native group-norms plugin channels-first auto layers
                                     layers-qdq native-layers]
-                           [--exports FOLDER] [--kernels FOLDER] [--json FILE]
+                           [--dtype float16|bfloat16] [--exports FOLDER] [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
 billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What
@@ -90,7 +90,7 @@ STEPS = 50
 TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0, Mode.FP8: 875.0}
 """One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
 MODES = tuple(TIMESTEPS)
-NATIVE = "TensorRT, its own FP16 attention"
+NATIVE = "TensorRT, its own attention"
 PLUGIN = "TensorRT, our plugin"
 GROUP_NORMS = f"{NATIVE}, our group norms"
 CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
@@ -109,29 +109,34 @@ TORCHAO_PEERS = {
 PEERS = (
     "torch", *TORCHAO_PEERS, "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS
 )  # fmt: skip
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LAYER_CALLS, LAYER_ROWS = 2, 16
 """Calls at the timestep of each mode on which layers are calibrated, and whole rows that are kept of each."""
 
 
 def export(
-    model: DiffusionModel, tables: dict[str, AttentionTables], layers: dict[str, ConvertedLayer], path: Path
+    model: DiffusionModel,
+    tables: dict[str, AttentionTables],
+    layers: dict[str, ConvertedLayer],
+    path: Path,
+    dtype: torch.dtype,
 ) -> None:
-    """Write the ONNX model in FP16. The denoiser has to be on the CPU."""
+    """Write the ONNX model in 16 bits. The denoiser has to be on the CPU."""
     options = SiteOptions(TIMESTEP_MAX, "calibrated", True)
-    exported = trace(model, tables, options, layers=layers, dims={}, dtype=torch.float16)
+    exported = trace(model, tables, options, layers=layers, dims={}, dtype=dtype)
     unfinished = path.with_suffix(".partial")
     storage.save(exported, unfinished)
     unfinished.rename(path)
 
 
-def export_plain(model: DiffusionModel, path: Path) -> None:
-    """Write the ONNX model in FP16 as torch's exporter makes it. The denoiser has to be on the CPU.
+def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype) -> None:
+    """Write the ONNX model in 16 bits as torch's exporter makes it. The denoiser has to be on the CPU.
 
-    Two things are repaired, without which no parser takes it: where SDXL joins FP16 and FP32 the exporter leaves the cast out,
+    Two things are repaired, without which no parser takes it: where SDXL joins 16 bits and FP32 the exporter leaves the cast out,
     and where Wan writes into a tensor it names the default reduction, which TensorRT 10.6 refuses.
     """
     example = {
-        name: torch.randn(shape, dtype=torch.float32 if name == "timestep" else torch.float16)
+        name: torch.randn(shape, dtype=torch.float32 if name == "timestep" else dtype)
         for name, shape in ARCHITECTURES[model.name].shapes.items()
     }
     program = torch.onnx.export(
@@ -237,14 +242,14 @@ def write_kernels(kernels: Sequence[Kernel], path: Path) -> None:
 class Engine:
     """A plan, its calls with each of some inputs in a CUDA graph."""
 
-    def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs]) -> None:
+    def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs], dtype: torch.dtype) -> None:
         free = torch.cuda.mem_get_info()[0]
         self._log = trt.Logger(trt.Logger.ERROR)
         self._runtime, self.engine = load_engine(trt, self._log, plan)
         self.context = self.engine.create_execution_context()
         self.memory = free - torch.cuda.mem_get_info()[0]
         names = {self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)}
-        self.out = torch.empty(tuple(self.engine.get_tensor_shape("out")), dtype=torch.float16, device="cuda")
+        self.out = torch.empty(tuple(self.engine.get_tensor_shape("out")), dtype=dtype, device="cuda")
         self._graphs = [self._recorded({name: feed[name] for name in names - {"out"}}) for feed in inputs]
 
     def _recorded(self, feed: Inputs) -> torch.cuda.CUDAGraph:
@@ -349,8 +354,11 @@ def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Atte
 class Bench:
     """One architecture: its figures, as they are measured."""
 
-    def __init__(self, name: str, kernels: Path | None = None, with_layers: bool = True) -> None:
-        """Args: name: of the architecture; kernels: the folder for profiles of engines, if they are wanted."""
+    def __init__(
+        self, name: str, kernels: Path | None = None, with_layers: bool = True, dtype: torch.dtype = torch.float16
+    ) -> None:
+        """Args: name: of the architecture; kernels: of profiles of engines, where wanted; dtype: FP16 or BF16."""
+        self._dtype = dtype
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
         self._kernels = kernels
@@ -361,11 +369,14 @@ class Bench:
         if with_layers:
             with Phase(f"{name}: layers calibrated"):
                 self.calibrate_layers()
-        self.model.denoiser.half()
+        self.model.denoiser.to(dtype)
 
     def _run_in_full_precision(self) -> None:
         shapes = ARCHITECTURES[self.model.name].shapes
-        half = [{name: torch.randn(shape, device="cuda").half() for name, shape in shapes.items()} for _ in range(3)]
+        half = [
+            {name: torch.randn(shape, device="cuda", dtype=self._dtype) for name, shape in shapes.items()}
+            for _ in range(3)
+        ]
 
         finder, section = LayerFinder(self.model.denoiser), LayersSection()
         bins: dict[str, list[AttentionTables]] = {}  # as calibration makes them: each of its own timesteps
@@ -447,12 +458,12 @@ class Bench:
                 write_kernels(kernels_of(one.call), self._kernels / f"{name}.txt")
 
     def torch_rows(self) -> None:
-        self._torch_row("torch eager FP16 (SDPA)", self.model.denoiser, 0.0)
+        self._torch_row("torch eager (SDPA)", self.model.denoiser, 0.0)
         with Phase(f"{self.model.name}: torch.compile") as compiling:
             compiled = torch.compile(self.model.denoiser, mode="reduce-overhead")
             for feed in self.inputs:
                 compiled(**feed)
-        self._torch_row("torch.compile FP16, with CUDA graphs", compiled, compiling.seconds)
+        self._torch_row("torch.compile, with CUDA graphs", compiled, compiling.seconds)
         torch._dynamo.reset()
 
     def _torch_row(self, what: str, forward: Callable[..., Tensor], built: float) -> None:
@@ -492,10 +503,10 @@ class Bench:
 
     def export(self, folder: Path, *, layers: bool) -> Path:
         """The ONNX model, with INT8 layers or without, in a folder, made unless it is there."""
-        path = folder / f"{self.model.name}{'-int8' if layers else ''}.onnx"
+        path = folder / f"{self.model.name}-{_NAMES[self._dtype]}{'-int8' if layers else ''}.onnx"
         if not path.exists():
             with Phase(f"{path.stem}: exported"):
-                export(self.model, self.tables, self.converted if layers else {}, path)
+                export(self.model, self.tables, self.converted if layers else {}, path, self._dtype)
         return path
 
     def build_layers(self, path: Path, peers: Collection[str]) -> None:
@@ -517,10 +528,10 @@ class Bench:
     def build_plain(self, folder: Path) -> None:
         """The engine of what torch.onnx.export writes, where TensorRT takes it."""
         trt = tensorrt.load()
-        path = folder / f"{self.model.name}-plain.onnx"
+        path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-plain.onnx"
         if not path.exists():
             with Phase(f"{self.model.name}: exported by torch alone"):
-                export_plain(self.model, path)
+                export_plain(self.model, path, self._dtype)
         options = EngineSection()
         try:
             with Phase(f"{self.model.name}: built from torch's export") as building:
@@ -536,7 +547,9 @@ class Bench:
 
     def _records(self) -> list[TensorRecord]:
         return [
-            TensorRecord(name=x.name, dtype="float32" if x.name == "timestep" else "float16", shape=list(x.shape))
+            TensorRecord(
+                name=x.name, dtype="float32" if x.name == "timestep" else _NAMES[self._dtype], shape=list(x.shape)
+            )
             for x in self.model.inputs
         ]
 
@@ -590,7 +603,7 @@ class Bench:
     def _load(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
         """An engine to be timed. One with the plugin is timed in each mode, by the timestep."""
         torch.cuda.empty_cache()
-        engine = Engine(trt, plan, self.inputs)
+        engine = Engine(trt, plan, self.inputs, self._dtype)
         for mode in MODES if with_plugin else MODES[:1]:
             title = f"{what}, {mode.name.lower()}" if with_plugin else what
             self._engines.append(Timed(title, engine, mode, engine.memory, built, len(plan)))
@@ -612,7 +625,7 @@ def native_ms(rows: Sequence[Row], model: str) -> float:
 
 def print_steps(rows: Sequence[Row]) -> None:
     print(
-        f"| denoiser | what | step, ms | spread | {STEPS} steps, s | against TensorRT FP16 | rel. error | memory, MiB "
+        f"| denoiser | what | step, ms | spread | {STEPS} steps, s | against TensorRT | rel. error | memory, MiB "
         "| build, s | plan, MiB |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -626,9 +639,7 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
     """Each shape alone, and what would be left of TensorRT's own step without any attention."""
-    print(
-        "| denoiser | sites | queries: B H N D | keys | TensorRT FP16, µs | our plugin, µs | TensorRT FP16, all sites, ms |"
-    )
+    print("| denoiser | sites | queries: B H N D | keys | TensorRT, µs | our plugin, µs | TensorRT, all sites, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
         total = 0.0
@@ -659,6 +670,7 @@ def main() -> None:
         "TensorRT's own attention; group-norms: between our group norms; plugin: with ours everywhere; channels-first: between "
         "TensorRT's; auto: what the build would keep of group-norms and plugin",
     )
+    parser.add_argument("--dtype", choices=list(_NAMES.values()), default="float16")
     parser.add_argument(
         "--exports",
         type=Path,
@@ -674,6 +686,7 @@ def main() -> None:
         "date": str(datetime.date.today()),
         "tensorrt": tensorrt.status().detail,
         "torch": torch.__version__,
+        "dtype": arguments.dtype,
     }
     with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
         exports = arguments.exports or Path(temporary)
@@ -681,7 +694,12 @@ def main() -> None:
         if arguments.kernels:
             arguments.kernels.mkdir(parents=True, exist_ok=True)
         for name in arguments.models:
-            bench = Bench(name, arguments.kernels, bool(LAYER_PEERS.keys() & set(arguments.peers)))
+            bench = Bench(
+                name,
+                arguments.kernels,
+                bool(LAYER_PEERS.keys() & set(arguments.peers)),
+                getattr(torch, arguments.dtype),
+            )
             if "torch" in arguments.peers:
                 bench.torch_rows()
             bench.torchao_rows(arguments.peers)
@@ -704,7 +722,9 @@ def main() -> None:
             del bench
             gc.collect()
             torch.cuda.empty_cache()
-    print(f"\n{made_on['date']}, {made_on['gpu']}, TensorRT {made_on['tensorrt']}, torch {made_on['torch']}\n")
+    print(
+        f"\n{made_on['date']}, {made_on['gpu']}, TensorRT {made_on['tensorrt']}, torch {made_on['torch']}, {made_on['dtype']}\n"
+    )
     print_steps(rows)
     if attention:
         print()
