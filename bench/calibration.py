@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from machine import processor
 
-from trtconvert.calib.calibration import offsets, scales
+from trtconvert.attention.ranges import RangeObserver, offsets
+from trtconvert.calib.calibration import scales
 from trtconvert.calib.histogram import HistogramObserver, Histograms
-from trtconvert.calib.observer import RangeObserver
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.models.denoiser import intercepted

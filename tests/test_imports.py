@@ -34,6 +34,7 @@ LAYERS: tuple[set[str], ...] = (
         "library",
         "manifest_checks",
         "progress",
+        "provenance",
         "recipe",
     },
 )

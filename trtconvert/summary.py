@@ -12,11 +12,11 @@ from rich.text import Text
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, Manifest, in_steps
-from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.evaluate.parts import layer_counts, left_by_plan, left_groups, mode_name, weight_bytes
 from trtconvert.linear.modes import LayerMode
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter, say
+from trtconvert.provenance import Provenance, read_provenance
 
 ATTENTION = {
     "plugin": "INT8, our plugin",

@@ -9,10 +9,11 @@ import tolerances
 import torch
 
 from trtconvert.attention.modes import Mode
+from trtconvert.attention.ranges import CHANNEL_FLOOR, RangeObserver, Rows, offsets
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.calibrate import sites_to_convert, taken
-from trtconvert.calib.calibration import CHANNEL_FLOOR, Calibration, offsets, scales
+from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.histogram import (
@@ -24,13 +25,13 @@ from trtconvert.calib.histogram import (
     HistogramObserver,
     SiteHistograms,
 )
-from trtconvert.calib.observer import RangeObserver, Rows, observe
+from trtconvert.calib.observer import observe
 from trtconvert.calib.plan import fastest_plan, make_plan
-from trtconvert.calib.provenance import Provenance, read_provenance
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted
+from trtconvert.provenance import Provenance, read_provenance
 from trtconvert.recipe import AttentionSection
 
 SITE = "blocks.3.attn"

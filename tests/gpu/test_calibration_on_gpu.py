@@ -8,12 +8,12 @@ from support import WEIGHTS, Quiet, tiny_recipe, torchrun
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
 from trtconvert.attention.modes import Mode
+from trtconvert.attention.ranges import RangeObserver
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib import measure
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.histogram import Histogram
-from trtconvert.calib.observer import RangeObserver
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, TensorRef

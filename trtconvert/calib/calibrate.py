@@ -14,9 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trtconvert.attention.ranges import RangeObserver, offsets
 from trtconvert.attention.sites import Site, find_sites, select_sites
+from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.cache import versions
-from trtconvert.calib.calibration import Calibration, flaw, offsets, refuse_flaw, scales
+from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
@@ -24,14 +26,14 @@ from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import data_identity, data_name
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_scales import LayerScales, choose_scales
-from trtconvert.calib.observer import Drive, RangeObserver, nothing_observed
-from trtconvert.calib.provenance import Provenance
+from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.interception import Hooks
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.provenance import Provenance
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 COVERAGE_SHARE = 16

@@ -12,20 +12,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from trtconvert.attention.ranges import (
+    Records,
+    Rows,
+    offsets,
+    ranges_of_maxima,
+    seen_bins,
+    spread,
+    tables_of_ranges,
+)
 from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bundle import Manifest
-from trtconvert.calib.histogram import LEVELS, OCTAVES, Histograms, SiteHistograms
+from trtconvert.calib.histogram import OCTAVES, Histograms, SiteHistograms
 from trtconvert.calib.layer_scales import LayerScales
-from trtconvert.calib.observer import Records, Rows
-from trtconvert.calib.provenance import Provenance, not_a_calibration, provenance_in
 from trtconvert.documents import require_plain_types, safetensors_header
 from trtconvert.errors import UserError
-
-CHANNEL_FLOOR = 1e-4
-"""Smallest range of a value channel relative to its head's largest. A channel of zeros would divide by zero otherwise."""
-
-RANGE_FLOOR = 1e-8
-"""Smallest range at all: what a head of zeros gets."""
+from trtconvert.provenance import Provenance, not_a_calibration, provenance_in
 
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
@@ -129,61 +132,6 @@ def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
     return replace(found, tables={name: found.tables[name] for name in sites})
 
 
-def refuse_flaw(path: Path, name: str, found: str, *, of_layer: bool = False) -> None:
-    """
-    Args:
-        name: of a site or a layer; found: what keeps its tables from being used, see `flaw`; empty if nothing.
-    Raises:
-        UserError: they cannot be used.
-    """
-    if found:
-        of_sites = "finite tables of every kind for each timestep bin and head, their scales positive"
-        of_layers = "finite scales of every kind for the input of each layer, positive but for offsets"
-        raise UserError(
-            f"{path} holds {'scales' if of_layer else 'tables'} that cannot be used",
-            expected=of_layers if of_layer else of_sites,
-            got=f"{name}: {found}" if of_layer else f"tables of {name} {found}",
-            remedy="calibrate again",
-        )
-
-
-def flaw(
-    named: Mapping[str, Tensor],
-    bins: int,
-    *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-) -> str:
-    """What keeps the tables of a site from being used; empty if nothing.
-
-    Args:
-        heads, kv_heads, head_dim: of the site; where they are not given, what the tables say themselves, which have to agree.
-    """
-    wanted = {f.name for f in fields(AttentionTables)} - {"modes"}
-    if missing := sorted(wanted - named.keys()):
-        return f"without {', '.join(missing)}"
-    if unknown := sorted(named.keys() - wanted):
-        return f"with {', '.join(unknown)}, which is none"
-    if any(x.dim() == 0 or len(x) != bins for x in named.values()):
-        return f"for other timestep bins than {bins}"
-    q, v = named["q_scale"].shape, named["v_scale"].shape
-    heads = heads if heads is not None else (q[1] if len(q) == 2 else 0)
-    kv_heads = kv_heads if kv_heads is not None else (v[1] if len(v) == 3 else 0)
-    head_dim = head_dim if head_dim is not None else (v[2] if len(v) == 3 else 0)
-    by_head, by_kv_head, by_channel = (bins, heads), (bins, kv_heads), (bins, kv_heads, head_dim)
-    shapes = {name: by_channel for name in wanted} | {"q_scale": by_head, "k_scale": by_kv_head}
-    for name in sorted(wanted):
-        x = named[name]
-        if tuple(x.shape) != shapes[name] or not x.numel() or x.dtype != torch.float32:
-            return f"with {name} of {list(x.shape)} {x.dtype}, where FP32 {list(shapes[name])} is needed"
-    if heads % kv_heads:
-        return f"for {heads} heads of queries and {kv_heads} of keys, which is no multiple"
-    if any(not x.isfinite().all() or (name.endswith("_scale") and (x <= 0).any()) for name, x in named.items()):
-        return "with NaN, Inf, or scales that are not positive"
-    return ""
-
-
 def _flaw_of_coverage(
     tables: Mapping[str, Tensor], outliers: Mapping[str, Tensor], magnitudes: Mapping[str, Tensor]
 ) -> str:
@@ -201,16 +149,6 @@ def _flaw_of_coverage(
         if not ((x >= 0) & (x <= top)).all():  # written so that NaN fails
             return f"with {name} outside 0 to {top:g}"
     return ""
-
-
-def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
-    """`k_offset` and `v_offset` of every site: the means [T, Hkv, D] of what was seen in each bin or the nearest seen one."""
-    return {
-        site: {
-            f"{name}_offset": _spread({i: rows.of_bin(i).mean(name) for i in _seen(rows)}, bins) for name in ("k", "v")
-        }
-        for site, rows in records.items()
-    }
 
 
 def scales(
@@ -242,35 +180,11 @@ def scales(
         # Of the nearest bin, for those that saw nothing.
         means = offsets({site: rows}, bins)[site]
         if histograms is None:
-            ranges = _ranges_of_maxima(rows, means, percentile / 100, bins)
+            ranges = ranges_of_maxima(rows, means, percentile / 100, bins)
         else:
             ranges = _ranges_of_elements(histograms[site], rows, means, percentile if statistic == "elements" else None)
-        ranges["v"] = torch.maximum(ranges["v"], ranges["v"].amax(-1, keepdim=True) * CHANNEL_FLOOR)
-        tables[site] = {f"{name}_scale": r.clamp_min(RANGE_FLOOR) / LEVELS for name, r in ranges.items()} | means
+        tables[site] = tables_of_ranges(ranges, means)
     return tables
-
-
-def _seen(rows: Rows) -> list[int]:
-    return rows.bin.unique().tolist()
-
-
-def _spread(by_bin: Mapping[int, Tensor], bins: int) -> Tensor:
-    """[T, ...] from the bins that saw something: each bin takes the nearest."""
-    return torch.stack([by_bin[min(by_bin, key=lambda j, i=i: abs(j - i))] for i in range(bins)])
-
-
-def _ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, bins: int) -> dict[str, Tensor]:
-    by_bin: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
-    for index in _seen(rows):
-        seen = rows.of_bin(index)
-        maxima = {
-            "q": seen.q_amax,
-            "k": seen.amax("k", means["k_offset"][index]).amax(-1),
-            "v": seen.amax("v", means["v_offset"][index]),
-        }
-        for name, x in maxima.items():
-            by_bin[name][index] = torch.quantile(x, quantile, dim=0)
-    return {name: _spread(ranges, bins) for name, ranges in by_bin.items()}
 
 
 def _ranges_of_elements(
@@ -282,5 +196,5 @@ def _ranges_of_elements(
         histogram = getattr(counted, name)
         found = histogram.least_error_range() if percentile is None else histogram.percentile(percentile)
         found = found.cpu().view(shape)
-        ranges[name] = _spread({index: found[index] for index in _seen(rows)}, bins)
+        ranges[name] = spread({index: found[index] for index in seen_bins(rows)}, bins)
     return ranges

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trtconvert.attention.ranges import LEVELS
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 
@@ -17,9 +18,6 @@ OCTAVES = range(-24, 17)
 
 HEAD_BITS, CHANNEL_BITS = 6, 4
 """An octave has 2**bits equal steps: at most 1.6 % wide for heads, 6.3 % for the many more channels of the values."""
-
-LEVELS = 127
-"""INT8 steps on either side of zero."""
 
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of FP32
 

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from trtconvert.attention.ranges import Rows
 from trtconvert.calib.histogram import Histograms
 from trtconvert.calib.layer_observer import LayerRows
-from trtconvert.calib.observer import Rows
 from trtconvert.files import whole_file
 
 _ROWS, _ELEMENTS = "rows-", "elements-"

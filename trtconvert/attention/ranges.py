@@ -1,0 +1,236 @@
+"""Observation of ranges: the extremes and sums of q, k and v at every site, per denoiser call and timestep bin.
+
+One pass records what every choice of scale by maxima needs. The range of k or v about any offset follows from its extremes, so
+the offset can be chosen afterwards. Rows are never added up while they are observed: those of several batches, runs or machines
+merge by concatenation in the order of the batches, so the outcome does not depend on who observed what, not even by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.attention.sites import SiteCall
+from trtconvert.errors import UserError
+
+LEVELS = 127
+"""INT8 steps on either side of zero."""
+
+CHANNEL_FLOOR = 1e-4
+"""Smallest range of a value channel relative to its head's largest. A channel of zeros would divide by zero otherwise."""
+
+RANGE_FLOOR = 1e-8
+"""Smallest range at all: what a head of zeros gets."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was seen at one site; a row per denoiser call and timestep bin, in the order of the calls. On the CPU.
+
+    Attributes:
+        bin: [R] INT64 timestep bin.
+        tokens: [R] INT64 keys (and values) summed in `k_total` and `v_total`.
+        q_amax: [R, H] FP32 largest |q|.
+        k_low, k_high, v_low, v_high: [R, Hkv, D] FP32 smallest and largest values.
+        k_total, v_total: [R, Hkv, D] FP64 sums.
+    """
+
+    bin: Tensor
+    tokens: Tensor
+    q_amax: Tensor
+    k_low: Tensor
+    k_high: Tensor
+    k_total: Tensor
+    v_low: Tensor
+    v_high: Tensor
+    v_total: Tensor
+
+    @staticmethod
+    def cat(parts: Sequence[Rows]) -> Rows:
+        """All rows, in the order of the parts."""
+        return Rows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Rows)})
+
+    def of_bin(self, index: int) -> Rows:
+        """The rows of one timestep bin."""
+        chosen = self.bin == index
+        return Rows(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The attributes by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def mean(self, name: str) -> Tensor:
+        """[Hkv, D] FP32 mean of "k" or "v" over all rows."""
+        return (getattr(self, f"{name}_total").sum(0) / self.tokens.sum()).float()
+
+    def amax(self, name: str, offset: Tensor) -> Tensor:
+        """[R, Hkv, D] largest magnitude of "k" or "v" less an offset [Hkv, D], per row."""
+        return torch.maximum(getattr(self, f"{name}_high") - offset, offset - getattr(self, f"{name}_low"))
+
+
+Records = Mapping[str, Rows]
+"""Site: its rows."""
+
+
+@dataclass(frozen=True)
+class _Extremes:
+    """Per sample of one call, still on the device: reductions over the tokens only, so that nothing waits for a bin.
+
+    Attributes:
+        timestep: [B].
+        tokens: keys per sample.
+        reduced: name: [B, heads, D].
+    """
+
+    timestep: Tensor
+    tokens: int
+    reduced: dict[str, Tensor]
+
+
+class RangeObserver:
+    """A handler that records `Rows` at the named sites, and runs the model's own attention.
+
+    Eight reductions per call and nothing that waits for the device; the rest happens once, in `finish`.
+
+    Args:
+        sites: to observe.
+        timestep_max, bins: see `timestep_bin`.
+    """
+
+    def __init__(self, sites: Collection[str], timestep_max: float, bins: int) -> None:
+        self._sites, self._timestep_max, self._bins = frozenset(sites), timestep_max, bins
+        self._calls: dict[str, list[tuple[int, _Extremes]]] = {}
+        self._count = 0
+
+    def __call__(self, call: SiteCall) -> Tensor:
+        if call.name in self._sites:
+            reduced = {"q_low": call.q.amin(2), "q_high": call.q.amax(2)}
+            for name, x in (("k", call.k), ("v", call.v)):
+                reduced |= {f"{name}_low": x.amin(2), f"{name}_high": x.amax(2)}
+                reduced[f"{name}_total"] = x.sum(2, dtype=torch.float32)
+            if call.folds > 1:  # of places there are thousands
+                reduced = {name: _of_samples(x, name, call.folds) for name, x in reduced.items()}
+            extremes = _Extremes(call.timestep[:: call.folds], call.folds * call.k.shape[2], reduced)
+            self._calls.setdefault(call.name, []).append((self._count, extremes))
+            self._count += 1
+        return call.exact()
+
+    def finish(self) -> dict[str, Rows]:
+        """The rows of all calls since the last `finish`; of sites that were called.
+
+        Raises:
+            UserError: NaN or Inf at a site; the message names the first.
+        """
+        calls, self._calls, self._count = self._calls, {}, 0
+        found: dict[str, Rows] = {}
+        damaged: list[tuple[int, UserError]] = []
+        for site, seen in calls.items():
+            reduced = {
+                name: torch.cat([extremes.reduced[name] for _, extremes in seen]).cpu().float()
+                for name in seen[0][1].reduced
+            }
+            timestep = torch.cat([extremes.timestep for _, extremes in seen]).cpu()
+            batch = torch.tensor([len(extremes.timestep) for _, extremes in seen])
+            # Extremes carry NaN and Inf of any element, and so does the largest of them.
+            finite = torch.stack([x.abs().amax((1, 2)).isfinite() for x in reduced.values()])
+            if not finite.all():
+                sample = int((~finite).any(0).long().argmax())
+                call = int(torch.repeat_interleave(torch.arange(len(seen)), batch)[sample])
+                where = [name for name, good in zip(reduced, finite[:, sample], strict=True) if not good]
+                damaged.append((seen[call][0], _non_finite(site, where[0], timestep[sample].item())))
+                continue
+            tokens = torch.repeat_interleave(torch.tensor([extremes.tokens for _, extremes in seen]), batch)
+            call = torch.repeat_interleave(torch.arange(len(seen)), batch)
+            index = timestep_bin(timestep, self._timestep_max, self._bins)
+            found[site] = _rows(reduced, tokens, call * self._bins + index, self._bins)
+        if damaged:
+            raise min(damaged, key=lambda item: item[0])[1]
+        return found
+
+
+def _of_samples(reduced: Tensor, name: str, folds: int) -> Tensor:
+    """[B, heads, D] what an attention's batch [B · folds, heads, D] comes to for each sample."""
+    each = reduced.unflatten(0, (-1, folds))
+    return each.sum(1) if name.endswith("total") else each.amin(1) if name.endswith("low") else each.amax(1)
+
+
+def _rows(reduced: dict[str, Tensor], tokens: Tensor, group: Tensor, bins: int) -> Rows:
+    """One row per group of samples; a group is a call and a bin."""
+    groups, sizes = group.unique(return_counts=True)
+    order, sizes = group.argsort(stable=True), sizes.tolist()
+
+    def over_group(x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+        return torch.stack([reduce(members, 0) for members in x[order].split(sizes)])
+
+    q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
+    return Rows(
+        bin=groups % bins,
+        tokens=over_group(tokens, torch.sum),
+        q_amax=over_group(q_amax, torch.amax),
+        k_low=over_group(reduced["k_low"], torch.amin),
+        k_high=over_group(reduced["k_high"], torch.amax),
+        k_total=over_group(reduced["k_total"].double(), torch.sum),
+        v_low=over_group(reduced["v_low"], torch.amin),
+        v_high=over_group(reduced["v_high"], torch.amax),
+        v_total=over_group(reduced["v_total"].double(), torch.sum),
+    )
+
+
+def _non_finite(site: str, reduced: str, timestep: float) -> UserError:
+    tensor = {"q": "queries", "k": "keys", "v": "values"}[reduced[0]]
+    return UserError(
+        f"NaN or Inf among the {tensor} of {site} at timestep {timestep:g}",
+        expected="finite activations",
+        got="NaN, Inf, or values whose sum overflows FP32",
+        remedy="check the weights and the calibration data; FP16 models often need bfloat16 or float32 here",
+    )
+
+
+def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
+    """`k_offset` and `v_offset` of every site: the means [T, Hkv, D] of what was seen in each bin or the nearest seen one."""
+    return {
+        site: {
+            f"{name}_offset": spread({i: rows.of_bin(i).mean(name) for i in seen_bins(rows)}, bins)
+            for name in ("k", "v")
+        }
+        for site, rows in records.items()
+    }
+
+
+def ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, bins: int) -> dict[str, Tensor]:
+    """Ranges of "q" [T, H], "k" [T, Hkv] and "v" [T, Hkv, D]: a quantile of the calls' maxima, about the means."""
+    by_bin: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
+    for index in seen_bins(rows):
+        seen = rows.of_bin(index)
+        maxima = {
+            "q": seen.q_amax,
+            "k": seen.amax("k", means["k_offset"][index]).amax(-1),
+            "v": seen.amax("v", means["v_offset"][index]),
+        }
+        for name, x in maxima.items():
+            by_bin[name][index] = torch.quantile(x, quantile, dim=0)
+    return {name: spread(ranges, bins) for name, ranges in by_bin.items()}
+
+
+def tables_of_ranges(ranges: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `AttentionTables` but its modes, FP32.
+
+    Args:
+        ranges: of "q", "k" and "v"; means: `k_offset` and `v_offset`, about which the latter two are.
+    """
+    floored = dict(ranges) | {"v": torch.maximum(ranges["v"], ranges["v"].amax(-1, keepdim=True) * CHANNEL_FLOOR)}
+    return {f"{name}_scale": x.clamp_min(RANGE_FLOOR) / LEVELS for name, x in floored.items()} | dict(means)
+
+
+def seen_bins(rows: Rows) -> list[int]:
+    """The bins that have rows."""
+    return rows.bin.unique().tolist()
+
+
+def spread(by_bin: Mapping[int, Tensor], bins: int) -> Tensor:
+    """[T, ...] from the bins that saw something: each bin takes the nearest."""
+    return torch.stack([by_bin[min(by_bin, key=lambda j, i=i: abs(j - i))] for i in range(bins)])

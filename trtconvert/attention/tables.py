@@ -1,0 +1,111 @@
+"""Tables of attention sites as calibrations keep them: checked, and read from their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trtconvert.attention.reference import AttentionTables
+from trtconvert.documents import require_plain_types, safetensors_header
+from trtconvert.errors import UserError
+from trtconvert.provenance import not_a_calibration, provenance_in
+
+NAMES = tuple(f.name for f in fields(AttentionTables) if f.name != "modes")
+"""The tables of a site that a calibration has."""
+
+
+@dataclass(frozen=True)
+class SavedTables:
+    """What a calibration file says of attention.
+
+    Attributes:
+        tables: site: the tensors of `AttentionTables` but its modes, by name.
+        bins: timestep bins; timestep_max: where the last one ends.
+    """
+
+    tables: Mapping[str, Mapping[str, Tensor]]
+    bins: int
+    timestep_max: float
+
+
+def read_tables(path: Path) -> SavedTables:
+    """The attention tables of a calibration file; what it has of layers and of outliers is not read.
+
+    Raises:
+        UserError: the file is missing, damaged, or not a calibration; or a table of it cannot be used.
+    """
+    try:
+        header = safetensors_header(path)
+        provenance = provenance_in(header)
+        require_plain_types(header)
+        tables: dict[str, dict[str, Tensor]] = {}
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                site, _, name = key.rpartition("/")
+                if name in NAMES:
+                    tables.setdefault(site, {})[name] = file.get_tensor(key)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise not_a_calibration(path, error) from error
+    for site, named in tables.items():
+        refuse_flaw(path, site, flaw(named, provenance.bins))
+    return SavedTables(tables, provenance.bins, provenance.timestep_max)
+
+
+def refuse_flaw(path: Path, name: str, found: str, *, of_layer: bool = False) -> None:
+    """
+    Args:
+        name: of a site or a layer; found: what keeps its tables from being used, see `flaw`; empty if nothing.
+    Raises:
+        UserError: they cannot be used.
+    """
+    if found:
+        of_sites = "finite tables of every kind for each timestep bin and head, their scales positive"
+        of_layers = "finite scales of every kind for the input of each layer, positive but for offsets"
+        raise UserError(
+            f"{path} holds {'scales' if of_layer else 'tables'} that cannot be used",
+            expected=of_layers if of_layer else of_sites,
+            got=f"{name}: {found}" if of_layer else f"tables of {name} {found}",
+            remedy="calibrate again",
+        )
+
+
+def flaw(
+    named: Mapping[str, Tensor],
+    bins: int,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> str:
+    """What keeps the tables of a site from being used; empty if nothing.
+
+    Args:
+        heads, kv_heads, head_dim: of the site; where they are not given, what the tables say themselves, which have to agree.
+    """
+    wanted = set(NAMES)
+    if missing := sorted(wanted - named.keys()):
+        return f"without {', '.join(missing)}"
+    if unknown := sorted(named.keys() - wanted):
+        return f"with {', '.join(unknown)}, which is none"
+    if any(x.dim() == 0 or len(x) != bins for x in named.values()):
+        return f"for other timestep bins than {bins}"
+    q, v = named["q_scale"].shape, named["v_scale"].shape
+    heads = heads if heads is not None else (q[1] if len(q) == 2 else 0)
+    kv_heads = kv_heads if kv_heads is not None else (v[1] if len(v) == 3 else 0)
+    head_dim = head_dim if head_dim is not None else (v[2] if len(v) == 3 else 0)
+    by_head, by_kv_head, by_channel = (bins, heads), (bins, kv_heads), (bins, kv_heads, head_dim)
+    shapes = {name: by_channel for name in wanted} | {"q_scale": by_head, "k_scale": by_kv_head}
+    for name in sorted(wanted):
+        x = named[name]
+        if tuple(x.shape) != shapes[name] or not x.numel() or x.dtype != torch.float32:
+            return f"with {name} of {list(x.shape)} {x.dtype}, where FP32 {list(shapes[name])} is needed"
+    if heads % kv_heads:
+        return f"for {heads} heads of queries and {kv_heads} of keys, which is no multiple"
+    if any(not x.isfinite().all() or (name.endswith("_scale") and (x <= 0).any()) for name, x in named.items()):
+        return "with NaN, Inf, or scales that are not positive"
+    return ""
