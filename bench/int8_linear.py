@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trtconvert.linear.groups import GROUP
 from trtconvert.linear.kernel import (
     INT8_LINEAR_VERSION,
     QUANTISE_VERSION,
@@ -23,6 +24,7 @@ from trtconvert.linear.kernel import (
     run,
 )
 from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.products import int8_linear
 
 GEGLU = 1
 E4M3_MOST = 448.0
@@ -93,6 +95,34 @@ def dequantised(sums: Tensor, row_scale: Tensor, weight_scale: Tensor, bias: Ten
     return (sums.float() * (row_scale * weight_scale) + bias).half()
 
 
+@dataclass(frozen=True)
+class BlockLayer:
+    """INT8 weights [N, K] with scales of blocks, as `trtconvert quantize` writes them for Triton's kernels, and FP16 biases."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor) -> BlockLayer:
+        scale = F.max_pool2d(weight.float().abs()[None], GROUP, ceil_mode=True)[0] / 127
+        of_each = scale.repeat_interleave(GROUP, 0)[: len(weight)].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+        return cls((weight.float() / of_each).round().to(torch.int8), scale, bias)
+
+    def run(self, x: Tensor) -> Tensor:
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+def torchao_layer(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as torchao quantises it for INT8 products, and its bias."""
+    from torchao import quantization
+
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
+    layer.weight.data, layer.bias.data = weight, bias
+    quantization.quantize_(layer, quantization.Int8DynamicActivationInt8WeightConfig())
+    return layer.weight.detach(), bias
+
+
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(1, keepdim=True).float() / E4M3_MOST
     return (x / scale).to(torch.float8_e4m3fn), scale
@@ -103,6 +133,7 @@ def gated(y: Tensor) -> Tensor:
     return value * F.gelu(gate)
 
 
+compiled_linear = torch.compile(F.linear)
 compiled_rows = torch.compile(quantised_rows, dynamic=True)
 compiled_dequantised = torch.compile(dequantised, dynamic=True)
 compiled_fp8_rows = torch.compile(fp8_rows, dynamic=True)

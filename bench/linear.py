@@ -1,12 +1,14 @@
 """Linear layers and GEGLU on one GPU of compute capability 9.0: our kernels in FP16 and INT8 beside what torch has.
 
-    python bench/linear.py [--output FOLDER]
+    python bench/linear.py [--sizes ROWSxOUTPUTSxDEPTH …] [--output FOLDER]
 
 A layer's calls are recorded in a CUDA graph, each with another weight and input, together more than the L2 cache holds, and the
 graphs of a shape take turns. Latency is that of a graph over its calls, the median of the turns; its spread is half the distance
-between the quartiles. INT8 and FP8 quantise their rows inside the time, but where a column says otherwise. Of GEGLU torch has the
-product of both layers alone, and a column what it needs besides. Errors are relative to float64, of inputs from N(0, 1). Writes
-linear.md; nothing is asserted, tests/gpu/test_linear.py and test_int8_linear.py compare the results.
+between the quartiles. INT8 and FP8 quantise their rows inside the time, but where a column says otherwise. Of GEGLU torch and
+Triton have the product of both layers alone, and a column what it needs besides. Triton's kernels have a scale for each group of
+128 channels of a row and block of 128 × 128 of the weight; torchao, where it is installed, one for each row and output, compiled.
+Errors are relative to float64, of inputs from N(0, 1). Writes linear.md; nothing is asserted, tests/gpu/test_linear.py,
+test_int8_linear.py and test_grouped_products_on_gpu.py compare the results.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import importlib.util
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,8 +45,9 @@ class Layer:
         return f"{what}{self.rows:,} × {two}{self.outputs:,} × {self.depth:,}"
 
 
+LAYERS = [Layer(4096, 4096, 4096)]
 # Of SDXL at 1024², of Stable Diffusion 1.5 at 512², each with the two halves of guidance, and sizes that are left to TensorRT.
-LAYERS = [Layer(2048, 1280, 1280), Layer(2048, 1280, 5120), Layer(2048, 5120, 1280), Layer(2048, 3840, 1280)]
+LAYERS += [Layer(2048, 1280, 1280), Layer(2048, 1280, 5120), Layer(2048, 5120, 1280), Layer(2048, 3840, 1280)]
 LAYERS += [Layer(8192, 640, 640), Layer(8192, 640, 2560), Layer(8192, 1920, 640)]
 LAYERS += [Layer(8192, 320, 320), Layer(8192, 320, 1280), Layer(8192, 960, 320)]
 LAYERS += [Layer(2048, 5120, 1280, True), Layer(8192, 2560, 640, True), Layer(8192, 1280, 320, True)]
@@ -64,7 +68,10 @@ CALLS, FEWEST_CALLS, ROUNDS, WARM_UP = 40, 8, 20, 3
 GRAPH_OPERATIONS = 4e12  # of all calls of a graph, at most: 5 ms
 ROTATED_BYTES = 200e6  # an H200's L2 cache is 60 MB
 
-NAMES = ("cuBLAS", "ours", "torch, GEGLU", "INT8", "weights only", "_int_mm", "_int_mm compiled", "FP8", "FP8 product")
+NAMES = (
+    "cuBLAS", "ours", "torch, GEGLU", "INT8", "weights only", "Triton INT8", "torchao INT8", "_int_mm", "_int_mm compiled", "FP8",
+    "FP8 product",
+)  # fmt: skip
 """Of what takes turns, in the order of the table."""
 
 MOST_FEW_ROWS = 16
@@ -109,6 +116,7 @@ def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
     weight = drawn(factor * layer.outputs, layer.depth, factor=layer.depth**-0.5)
     bias = drawn(factor * layer.outputs)
     in_int8 = [int8.Int8Layer.of(*of, layer.geglu) for of in zip(weight, bias, strict=True)]
+    in_blocks = [int8.BlockLayer.of(*of) for of in zip(weight, bias, strict=True)]
     in_fp8 = [int8.Fp8Layer.of(*of) for of in zip(weight, bias, strict=True)]
     rows, fp8_rows = int8.Rows.like(x[0]), [int8.fp8_rows(of) for of in x]
 
@@ -138,7 +146,14 @@ def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
     found: dict[str, Callable[[int], Tensor]] = {"cuBLAS": product, "ours": in_one}
     if layer.geglu:
         found["torch, GEGLU"] = lambda i: int8.gated(product(i))
-    found |= {"INT8": quantised, "weights only": weights_only}
+    found |= {
+        "INT8": quantised,
+        "weights only": weights_only,
+        "Triton INT8": lambda i: in_blocks[i % sets].run(x[i % sets]),
+    }
+    if layer.rows > MOST_FEW_ROWS and importlib.util.find_spec("torchao"):
+        of_torchao = [int8.torchao_layer(*of) for of in zip(weight, bias, strict=True)]
+        found["torchao INT8"] = lambda i: int8.compiled_linear(x[i % sets], *of_torchao[i % sets])
     if layer.rows > MOST_FEW_ROWS:  # fewer torch._int_mm does not take
         found["_int_mm"] = lambda i: int_mm(i, int8.quantised_rows, int8.dequantised)
         found["_int_mm compiled"] = lambda i: int_mm(i, int8.compiled_rows, int8.compiled_dequantised)
@@ -153,7 +168,7 @@ def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
 def errors_of(calls: dict[str, Callable[[int], Tensor]], exact: Tensor) -> dict[str, float]:
     """‖y − y64‖ / ‖y64‖ of one kind of each, with the first tensors; torch's GEGLU is completed in float64."""
     found = {}
-    for name in ("cuBLAS", "INT8", "weights only", "_int_mm", "FP8"):
+    for name in ("cuBLAS", "INT8", "weights only", "Triton INT8", "torchao INT8", "_int_mm", "FP8"):
         if name not in calls:
             continue
         y = calls[name](0).double()
@@ -197,7 +212,9 @@ def measured(calls: Mapping[str, Call], number: int = CALLS) -> dict[str, tuple[
 def row(layer: Layer, found: dict[str, tuple[float, float]], errors: dict[str, float]) -> str:
     cells = [f"{found[name][0]:.1f} ± {found[name][1]:.1f}" if name in found else "" for name in NAMES]
     best = "INT8" if "INT8" in found else "weights only"
-    faster = [f"{found['cuBLAS'][0] / found[name][0]:.2f}×" if name in found else "" for name in ("ours", best)]
+    faster = [
+        f"{found['cuBLAS'][0] / found[name][0]:.2f}×" if name in found else "" for name in ("ours", best, "Triton INT8")
+    ]
     told = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
     return f"| {layer} | {' | '.join(cells)} | {' | '.join(faster)} | {told} |"
 
@@ -211,8 +228,15 @@ def write_table(lines: list[str], path: Path) -> None:
     print(f"\n{text}")
 
 
+def size(text: str) -> Layer:
+    """A layer as the command line names it."""
+    rows, outputs, depth = map(int, text.split("x"))
+    return Layer(rows, outputs, depth)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", type=size, default=LAYERS + FEW_ROWS, metavar="ROWSxOUTPUTSxDEPTH")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="FOLDER")
     arguments = parser.parse_args()
     if not has_linear_kernel():
@@ -222,9 +246,9 @@ def main() -> None:
             got="no kernel for linear layers here",
             remedy="run it on an H100 or H200",
         )
-    lines = [f"| rows × outputs × depth | {', µs | '.join(NAMES)}, µs | ours | INT8 | relative errors |"]
-    lines.append("| --- |" + " ---: |" * (len(NAMES) + 2) + " --- |")
-    for layer in LAYERS + FEW_ROWS:
+    lines = [f"| rows × outputs × depth | {', µs | '.join(NAMES)}, µs | ours | INT8 | Triton | relative errors |"]
+    lines.append("| --- |" + " ---: |" * (len(NAMES) + 3) + " --- |")
+    for layer in arguments.sizes:
         operations = 2 * layer.rows * layer.outputs * layer.depth * (2 if layer.geglu else 1)
         number = max(FEWEST_CALLS, min(CALLS, round(GRAPH_OPERATIONS / operations)))
         calls, exact = calls_of(layer)

@@ -1,7 +1,6 @@
 """Models in memory with weights that stay in INT8: `load_quantized`, and the layer that it puts in place of linear ones.
 
-The layer computes with ŵ in the type of its input, on any device: its error is that of the weights alone. It keeps half the
-memory of 16 bits, and takes that of one layer in its input's type while that runs.
+The layer keeps half the memory of 16 bits, and multiplies tokens in INT8 with it, see `trtconvert.linear.products`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.errors import UserError, did_you_mean
+from trtconvert.linear.products import dequantised, int8_linear
 from trtconvert.weights.blocks import dequantise
 from trtconvert.weights.conversion import Record, records_of
 from trtconvert.weights.quantisation import SCALE
@@ -49,16 +49,18 @@ class Int8Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """ŵ [N, K] in the model's type, made anew: models ask for its type, and some compute with it themselves."""
-        return dequantise(self.stored, self.scale, self._like.dtype)
+        return dequantised(self.stored, self.scale, self._like.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """
         Args:
             x: […, K] of a floating-point type.
         Returns:
-            […, N] in its type.
+            […, N] in its type. Where x takes gradients, and in a model that is exported, ŵ is multiplied with it as it is.
         """
-        return nn.functional.linear(x, dequantise(self.stored, self.scale, x.dtype), self.bias)
+        if (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+            return nn.functional.linear(x, dequantised(self.stored, self.scale, x.dtype), self.bias)
+        return int8_linear(x, self.stored, self.scale, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         scale = self.scale

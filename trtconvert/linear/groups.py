@@ -1,0 +1,63 @@
+"""INT8 products with a scale for each group of 128 channels of a token, in plain torch: what the Triton kernels follow.
+
+    s = max |x| / 127            of a token's group of 128 input channels
+    q = round(x · (1 / s))       −127 … 127
+    y = Σ_g s_g · v_g · (q_g · W_gᵀ) + bias
+
+g are the groups, W a weight in INT8, v its scales: of a block of 128 × 128, or of an output channel. The product of a group is
+exact in integers, and sums of groups are FP32. Groups as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3), with INT8 in
+place of FP8. What a weight's scales mean is in `trtconvert.weights.blocks`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trtconvert.linear.reference import LEVELS, TINY_SCALE
+
+GROUP = 128
+"""Input channels that have a scale in common, and rows and columns of a weight's block."""
+
+
+def group_count(channels: int) -> int:
+    """Groups of a depth; the last one is as small as what is left."""
+    return -(-channels // GROUP)
+
+
+def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise tokens by groups of their channels.
+
+    Args:
+        x: [M, K] of any floating-point type.
+    Returns:
+        INT8 [M, K], and FP32 scales [M, ⌈K / 128⌉]: NaN of a group with NaN or Inf.
+    """
+    rows, channels = x.shape
+    groups = group_count(channels)
+    grouped = torch.nn.functional.pad(x.float(), (0, groups * GROUP - channels)).view(rows, groups, GROUP)
+    largest = grouped.abs().amax(-1)
+    step = (largest / LEVELS).clamp_min(TINY_SCALE).masked_fill(~largest.isfinite(), torch.nan)
+    whole = (grouped * (1 / step)[..., None]).nan_to_num(0).round().clamp(-LEVELS, LEVELS)
+    return whole.to(torch.int8).view(rows, groups * GROUP)[:, :channels].contiguous(), step
+
+
+def int8_gemm(
+    q: Tensor, step: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The product of quantised tokens and an INT8 weight.
+
+    Args:
+        q, step: see `act_quant`. weight: INT8 [N, K]; scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] of blocks or [N] of channels.
+        bias: [N] or None; dtype: of the result.
+    Returns:
+        [M, N].
+    """
+    outputs, channels = weight.shape
+    x = q.float() * step.repeat_interleave(GROUP, 1)[:, :channels]
+    if scale.dim() == 1:
+        y = x @ weight.float().T * scale
+    else:
+        of_each = scale.repeat_interleave(GROUP, 0)[:outputs].repeat_interleave(GROUP, 1)[:, :channels]
+        y = x @ (weight.float() * of_each).T
+    return (y if bias is None else y + bias.float()).to(dtype)

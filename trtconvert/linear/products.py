@@ -1,0 +1,145 @@
+"""What a linear layer with an INT8 weight computes with: the fastest kernel that there is for its shapes, or plain torch.
+
+| weight's scales | on a GPU | elsewhere |
+| --- | --- | --- |
+| of blocks | Triton's kernels: a scale per group of 128 channels of a token | `groups`, the same in torch |
+| of channels | the same, or the library's kernels (`kernel`, a scale per token), whichever is faster | |
+
+Where neither Triton nor the library is installed, the weight is multiplied in the type of the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trtconvert.errors import BackendUnavailable
+from trtconvert.library import compiled_architectures, serves
+from trtconvert.linear import groups, kernel
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.reference import LayerTables
+from trtconvert.linear.sites import IN_STEP, OUT_STEP
+from trtconvert.weights import blocks
+
+MOST_FEW_ROWS = 16
+"""Rows that the library's kernel multiplies with an INT8 weight as they are: reading the weight takes all the time."""
+
+
+def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x · ŵᵀ + bias with tokens and weight in INT8.
+
+    Args:
+        x: […, K] of a floating-point type, without gradients; under autocast its type is that of the result.
+        stored: INT8 [N, K]; scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] of blocks or [N] of channels; bias: [N] or None.
+    Returns:
+        […, N] in x's type.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    # The operator is what torch.compile and CUDA graphs of it see; without them it costs time on the host.
+    compute = _operator if torch.compiler.is_compiling() else _compute
+    return compute(x, stored, scale, bias)
+
+
+def dequantised(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """ŵ [N, K] in another type, on a GPU by Triton's kernel."""
+    if stored.is_cuda and (triton := _triton()) is not None:
+        with torch.cuda.device(stored.device):
+            return triton.weight_dequant(stored, scale, dtype)
+    return blocks.dequantise(stored, scale, dtype)
+
+
+def _compute(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    if x.shape[-1] != stored.shape[1]:
+        raise ValueError(f"x: expected rows of {stored.shape[1]} channels, as the weight has, got {x.shape[-1]}")
+    rows = x.reshape(-1, x.shape[-1])
+    return _product(rows, stored, scale, bias).view(*x.shape[:-1], len(stored))
+
+
+_operator = torch.library.custom_op("trtconvert::int8_product", _compute, mutates_args=())
+
+
+@_operator.register_fake
+def _(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(stored))
+
+
+def _product(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    if not x.is_cuda or not len(x):
+        return groups.int8_gemm(*groups.act_quant(x), stored, scale, bias, x.dtype)
+    triton = _triton()
+    by_library = scale.dim() == 1 and _library_takes(x, stored)
+    if triton is None:
+        if by_library:
+            return _by_library(x, stored, scale, bias)
+        return F.linear(x, dequantised(stored, scale, x.dtype), None if bias is None else bias.to(x.dtype))
+    if by_library and _library_is_faster(triton, x, stored, scale, bias):
+        return _by_library(x, stored, scale, bias)
+    return _by_triton(triton, x, stored, scale, bias)
+
+
+def _by_triton(triton: ModuleType, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.cuda.device(x.device):  # Triton launches on the current one
+        return triton.int8_gemm(*triton.act_quant(x), stored, scale, bias, x.dtype)
+
+
+def _by_library(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    outputs, channels = stored.shape
+    ones, zeros = _constant(channels, 1.0, x.device), _constant(channels, 0.0, x.device)
+    mode = LayerMode.WEIGHT_ONLY if len(x) <= MOST_FEW_ROWS else LayerMode.DYNAMIC
+    bias = _constant(outputs, 0.0, x.device) if bias is None else bias.float()
+    return kernel.linear(x, None, LayerTables(stored, scale, bias, ones, zeros, ones[:1], _mode(mode)))
+
+
+def _library_is_faster(triton: ModuleType, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
+    """Measured at the first call of a size; while a CUDA graph is recorded nothing is, and the library needs no measuring."""
+    key = (triton.size_class(len(x)), *stored.shape, x.dtype, x.device)
+    if key not in _faster:
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        times = [triton.milliseconds(lambda f=f: f(x, stored, scale, bias)) for f in
+                 (_by_library, functools.partial(_by_triton, triton))]  # fmt: skip
+        _faster[key] = times[0] <= times[1]
+    return _faster[key]
+
+
+_faster: dict[tuple[object, ...], bool] = {}
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    """Triton's kernels, where it is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("trtconvert.linear.triton_kernels")
+
+
+def _library_takes(x: Tensor, stored: Tensor) -> bool:
+    outputs, channels = stored.shape
+    is_16_bit = x.dtype in (torch.float16, torch.bfloat16)
+    return is_16_bit and not channels % IN_STEP and not outputs % OUT_STEP and _has_library(x.device)
+
+
+@functools.cache
+def _has_library(device: torch.device) -> bool:
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        return serves(f"sm{major}{minor}", compiled_architectures())
+    except BackendUnavailable:
+        return False
+
+
+@functools.cache
+def _constant(size: int, value: float, device: torch.device) -> Tensor:
+    return torch.full((size,), value, device=device)
+
+
+@functools.cache
+def _mode(mode: LayerMode) -> Tensor:
+    return torch.tensor([int(mode)], dtype=torch.int32)
