@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -99,6 +99,8 @@ def int8_attention(
     timestep_max: float = 1000.0,
     scaling: str = "calibrated",
     smooth_k: bool = True,
+    block_mask: Tensor | None = None,
+    key_index: Tensor | None = None,
 ) -> Tensor:
     """Attention whose precision follows the timestep; `reference.attention` specifies what it computes.
 
@@ -113,6 +115,10 @@ def int8_attention(
         mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive.
         key_lengths: [B] INT32; keys at and after the length do not exist.
         layout, softmax_scale, timestep_max, scaling, smooth_k: as in `reference.attention`.
+        block_mask: [B or 1, H or 1, ⌈Nq/128⌉, ⌈Nk/128⌉] bool, the blocks to compute; time is linear in their number. A row of
+            blocks without any is refused on a CPU; a GPU, where nobody waits for the mask, computes zeros.
+        key_index: [B, Hkv, K] INT32, the rows of k and v to attend to: Nk of the other arguments is K then. Outside k it is
+            refused on a CPU and clamped on a GPU. The kernels gather while they quantise, which costs no trip over memory.
     Returns:
         The output in q's shape and type, contiguous.
     Raises:
@@ -121,20 +127,89 @@ def int8_attention(
         RuntimeError: the GPU is older than sm_80, or CUDA failed.
 
     Differentiable in q, k and v, straight through: the backward is that of unquantised attention at the same q, k and v in
-    their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432).
+    their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432). With a block
+    mask it takes as long as without: it computes all blocks, some rows at a time.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
-    _check(q, k, v, timestep, tables, mask, key_lengths, layout, scaling)
+    _check(q, k, v, timestep, tables, mask, key_lengths, layout, scaling, block_mask, key_index)
     run = _run_cuda if q.is_cuda else reference.attention
     return run(
         q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
-        scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths,
+        scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths, block_mask=block_mask, key_index=key_index,
     )  # fmt: skip
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, **options: Any) -> Tensor:
-    """`int8_attention`, called as `reference.attention` is."""
-    return int8_attention(q, k, v, timestep, **vars(tables), **options)
+@torch.library.custom_op("trtconvert::int8_attention_lse", mutates_args=())
+def int8_attention_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_offset: Tensor,
+    v_offset: Tensor,
+    modes: Tensor,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    layout: str = "BHND",
+    softmax_scale: float | None = None,
+    timestep_max: float = 1000.0,
+    scaling: str = "calibrated",
+    smooth_k: bool = True,
+    block_mask: Tensor | None = None,
+    key_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`int8_attention`, and with the output each row's log-sum-exp, [B, H, Nq] FP32: `return_lse` of `reference.attention`.
+
+    An operator of its own, as operators of torch have a fixed number of results. Differentiable through both.
+    """
+    tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
+    _check(q, k, v, timestep, tables, mask, key_lengths, layout, scaling, block_mask, key_index)
+    run = _run_cuda if q.is_cuda else reference.attention
+    return run(
+        q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
+        scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths, block_mask=block_mask, key_index=key_index,
+        return_lse=True,
+    )  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`int8_attention`, called as `reference.attention` is: with `return_lse` it returns the log-sum-exp as well."""
+    run = int8_attention_lse if return_lse else int8_attention
+    return run(q, k, v, timestep, **vars(tables), **options)
 
 
 @int8_attention.register_fake
@@ -142,51 +217,126 @@ def _(q: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx, inputs, output: Tensor) -> None:
-    q, k, v = inputs[:3]
-    mask, key_lengths, layout, softmax_scale = inputs[10:14]
-    ctx.save_for_backward(q, k, v, mask, key_lengths)
-    ctx.layout, ctx.softmax_scale = layout, softmax_scale
-
-
-def _backward(ctx, grad: Tensor):
-    q, k, v, mask, key_lengths = ctx.saved_tensors
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = _unquantised(q, k, v, mask, key_lengths, ctx.layout, ctx.softmax_scale)
-        grads = torch.autograd.grad(out, (q, k, v), grad)
-    return *grads, *[None] * 14
-
-
-int8_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _unquantised(
+@int8_attention_lse.register_fake
+def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    layout: str,
-    softmax_scale: float | None,
-) -> Tensor:
-    if layout == "BNHD":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    timestep: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_offset: Tensor,
+    v_offset: Tensor,
+    modes: Tensor,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    layout: str = "BHND",
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(_heads_first(q, layout)[:3], dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output: Tensor | tuple[Tensor, Tensor]) -> None:
+    q, k, v = inputs[:3]
+    mask, key_lengths, layout, softmax_scale = inputs[10:14]
+    block_mask, key_index = inputs[17:]
+    ctx.save_for_backward(q, k, v, mask, key_lengths, block_mask, key_index)
+    ctx.layout, ctx.softmax_scale = layout, softmax_scale
+    ctx.set_materialize_grads(False)
+
+
+_BACKWARD_QUERIES = 1024
+"""Queries whose block mask is written out at once in the backward."""
+
+
+def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
+    q, k, v, mask, key_lengths, block_mask, key_index = ctx.saved_tensors
+    others = [None] * 16
+    if grad is None and lse_grad is None:
+        return None, None, None, *others
+    scale = q.shape[-1] ** -0.5 if ctx.softmax_scale is None else ctx.softmax_scale
+    swapped = ctx.layout == "BNHD"
+    q, k, v = (x.transpose(1, 2) if swapped else x for x in (q, k, v))
+    if grad is not None and swapped:
+        grad = grad.transpose(1, 2)
+    keys, values, rows = k, v, None
+    if key_index is not None:
+        rows = key_index.long().clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])
+        keys, values = k.gather(2, rows), v.gather(2, rows)
+    exists = None
     if key_lengths is not None:
-        exists = (torch.arange(k.shape[2], device=q.device) < key_lengths[:, None])[:, None, None]
+        exists = (torch.arange(keys.shape[2], device=q.device) < key_lengths[:, None])[:, None, None]
         # What lies behind the length may be NaN, which no mask hides from a product with zero.
-        k, v = (x.masked_fill(~exists.transpose(2, 3), 0) for x in (k, v))
-        if mask is None:
-            mask = exists
-        elif mask.dtype == torch.bool:
-            mask = mask & exists
-        else:
-            mask = mask.masked_fill(~exists, float("-inf"))
+        keys, values = (x.masked_fill(~exists.transpose(2, 3), 0) for x in (keys, values))
+        mask = _and_mask(mask, exists)
     if mask is not None:
         mask = _typed_mask(mask, q.dtype)
         mask = mask.view(*[1] * (4 - mask.dim()), *mask.shape)
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
-    return out if layout == "BHND" else out.transpose(1, 2)
+
+    queries = q.shape[2]
+    step = queries if block_mask is None else _BACKWARD_QUERIES
+    q_grad, keys_grad, values_grad = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+    for first in range(0, queries, step):
+        chunk = slice(first, first + step)
+        here = mask if mask is None or mask.shape[2] == 1 else mask[:, :, chunk]
+        if block_mask is not None:
+            blocks = block_mask[:, :, first // reference.BLOCK : (first + step) // reference.BLOCK]
+            count = q[:, :, chunk].shape[2]
+            here = _and_mask(here, reference.expand_blocks(blocks, count, keys.shape[2]))
+        grads = _unquantised_gradients(
+            q[:, :, chunk], keys, values, here, scale,
+            None if grad is None else grad[:, :, chunk], None if lse_grad is None else lse_grad[:, :, chunk],
+        )  # fmt: skip
+        q_grad[:, :, chunk] = grads[0]
+        keys_grad += grads[1]
+        values_grad += grads[2]
+    if exists is not None:
+        keys_grad, values_grad = (x.masked_fill(~exists.transpose(2, 3), 0) for x in (keys_grad, values_grad))
+    if rows is not None:
+        keys_grad, values_grad = (
+            torch.zeros_like(whole).scatter_add(2, rows, part) for whole, part in ((k, keys_grad), (v, values_grad))
+        )
+    return *((x.transpose(1, 2) if swapped else x) for x in (q_grad, keys_grad, values_grad)), *others
+
+
+int8_attention.register_autograd(_backward, setup_context=_setup_context)
+int8_attention_lse.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _unquantised_gradients(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, grad: Tensor | None, lse_grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, heads first, through unquantised attention and its log-sum-exp."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    q_grad, k_grad, v_grad = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if grad is not None:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            q_grad, k_grad, v_grad = torch.autograd.grad(attend(*leaves), leaves, grad)
+    if lse_grad is not None:
+        # With P the weights and g the gradient of the log-sum-exp: g P K scale and (g P)^T Q scale, which are an output of
+        # attention with the keys as values, and the gradient of these values.
+        weight = lse_grad[..., None].to(q.dtype) * scale
+        with torch.enable_grad():
+            as_values = k.detach().requires_grad_()
+            mean_key = attend(q.detach(), k.detach(), as_values)
+            (through_weights,) = torch.autograd.grad(mean_key, as_values, weight * q.detach())
+        q_grad = q_grad + weight * mean_key.detach()
+        k_grad = k_grad + through_weights
+    return q_grad, k_grad, v_grad
+
+
+def _and_mask(mask: Tensor | None, visible: Tensor) -> Tensor:
+    """A boolean or additive mask, or none, that also hides what is not visible."""
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
 
 
 def _run_cuda(
@@ -203,12 +353,15 @@ def _run_cuda(
     smooth_k: bool = True,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    key_index: Tensor | None = None,
+    return_lse: bool = False,
     target_arch: int = 0,
     rotary: Tensor | None = None,
     norm: tuple[Tensor, Tensor, float] | None = None,
     norm_split: int = 0,
     token_split: int = 0,
-) -> Tensor:
+) -> Any:  # as `reference.attention`
     """Takes what `reference.attention` takes, and what only TensorRT's plugin and tests use.
 
     Args:
@@ -220,6 +373,10 @@ def _run_cuda(
             those from s on. 0: one norm for all tokens.
         token_split: with s > 0 the tokens before s and those from s on are given to the kernels in tensors of their own.
     """
+    if block_mask is not None or key_index is not None or return_lse:
+        raise RuntimeError(
+            "block_mask, key_index and return_lse: the library has no kernels for them; call it on the CPU"
+        )
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -334,6 +491,8 @@ def _check(
     key_lengths: Tensor | None,
     layout: str,
     scaling: str,
+    block_mask: Tensor | None,
+    key_index: Tensor | None,
 ) -> None:
     """Everything that would otherwise become a read outside a tensor. Raises ValueError."""
     if layout not in _LAYOUTS:
@@ -363,6 +522,14 @@ def _check(
     }
     if key_lengths is not None:
         shapes["key_lengths"] = (key_lengths, (batch,))
+    if key_index is not None:
+        if key_index.dim() != 3 or key_index.shape[2] == 0:
+            raise ValueError(
+                f"key_index: expected shape [{batch}, {kv_heads}, K], K at least 1, got {list(key_index.shape)}; keep "
+                "at least one key of every head"
+            )
+        keys = key_index.shape[2]
+        shapes["key_index"] = (key_index, (batch, kv_heads, keys))
     for name, (x, shape) in shapes.items():
         if tuple(x.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
@@ -373,11 +540,25 @@ def _check(
             raise ValueError(f"mask: expected a shape that broadcasts to {list(full)}, got {list(mask.shape)}")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"mask: expected bool or a floating-point type, got {mask.dtype}")
+    if block_mask is not None:
+        blocks = [-(-tokens // reference.BLOCK) for tokens in (queries, keys)]
+        if block_mask.dim() != 4 or any(
+            size not in allowed
+            for size, allowed in zip(block_mask.shape, ((1, batch), (1, heads), *([n] for n in blocks)), strict=True)
+        ):
+            raise ValueError(
+                f"block_mask: expected shape [1 or {batch}, 1 or {heads}, {blocks[0]}, {blocks[1]}], one entry for each "
+                f"{reference.BLOCK} queries and {reference.BLOCK} keys, got {list(block_mask.shape)}"
+            )
+        if block_mask.dtype != torch.bool:
+            raise ValueError(f"block_mask: expected bool, got {block_mask.dtype}; compare it with 0")
+    if key_index is not None and key_index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"key_index: expected int32, got {key_index.dtype}; convert it with .int()")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k, v: expected one floating-point type, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.is_cuda and q.dtype not in _DATA_TYPES:
         raise ValueError(f"q, k, v: expected float16 or bfloat16 on a GPU, got {q.dtype}; convert them with .half()")
-    others = [x for x, _ in shapes.values()] + ([mask] if mask is not None else [])
+    others = [x for x, _ in shapes.values()] + [x for x in (mask, block_mask) if x is not None]
     if any(x.device != q.device for x in others):
         found = ", ".join(sorted({str(x.device) for x in others}))
         raise ValueError(f"expected every tensor on q's device {q.device}, got {found}; move them with .to()")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from trtconvert.attention.modes import Mode
 
 TILE = 128
 """Keys per tile. u8 weights are relative to the row's maximum within one tile, so the tile is part of the numerics."""
+
+BLOCK = 128
+"""Queries and keys of one entry of a block mask."""
 
 MIN_TOKEN_SCALE = 2.0**-20
 """Floor of a value token's scale. The token's weight carries the scale, so its logarithm must stay finite."""
@@ -92,6 +96,46 @@ def timestep_bin(timestep: Tensor, timestep_max: float, bins: int) -> Tensor:
     return scaled.floor().clamp(0, bins - 1).long()
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    layout: str = ...,
+    softmax_scale: float | None = ...,
+    timestep_max: float = ...,
+    scaling: str = ...,
+    smooth_k: bool = ...,
+    mask: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    block_mask: Tensor | None = ...,
+    key_index: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    compute_dtype: torch.dtype = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    layout: str = ...,
+    softmax_scale: float | None = ...,
+    timestep_max: float = ...,
+    scaling: str = ...,
+    smooth_k: bool = ...,
+    mask: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    block_mask: Tensor | None = ...,
+    key_index: Tensor | None = ...,
+    return_lse: Literal[True],
+    compute_dtype: torch.dtype = ...,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -106,8 +150,11 @@ def attention(
     smooth_k: bool = True,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    key_index: Tensor | None = None,
+    return_lse: bool = False,
     compute_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in the precision mode that each batch element's timestep selects.
 
     Args:
@@ -122,16 +169,30 @@ def attention(
         smooth_k: subtract `k_offset` from the keys.
         mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive. A row without a visible key is zero.
         key_lengths: [B] int; keys at and after the length do not exist, whatever their memory holds.
+        block_mask: [B or 1, H or 1, ⌈Nq/BLOCK⌉, ⌈Nk/BLOCK⌉] bool; queries attend to keys in the blocks that are true only. The
+            kernels neither read nor compute the others.
+        key_index: [B, Hkv, K] int32, the rows of k and v to attend to, in any order; the others do not exist. Everything else
+            counts these: Nk of `mask`, `key_lengths`, `block_mask` and of the tiles is K. On a GPU what lies outside k is
+            clamped.
+        return_lse: return the logarithm of each row's sum of exponentials as well.
         compute_dtype: type of all arithmetic.
     Returns:
         The output in q's shape and type. NaN for an element whose timestep is NaN or whose mode is not one of `Mode`,
-        and for heads whose tables hold values that their mode cannot use.
+        and for heads whose tables hold values that their mode cannot use. With `return_lse` also [B, H, Nq] FP32, the natural
+        logarithm of the sum of exp(scaled logits) over the visible keys: that of the weights which the output was divided by,
+        so that outputs for disjoint keys can be merged; -inf for a row without a visible key, NaN where the output is. Smoothing
+        does not show in it.
+    Raises:
+        ValueError: on a CPU, a row of `block_mask` without a block, or a `key_index` outside k.
     Source: design of trtconvert; SageAttention (arXiv 2410.02367) for smoothing keys, SageAttention2 (2411.10958) for
         per-token scales. Folding the value token's scale into the weights is ours.
     """
     out_dtype = q.dtype
-    q, k, v = (_heads_first(x, layout).to(compute_dtype) for x in (q, k, v))
-    batch, heads, _, dim = q.shape
+    q, k, v = (_heads_first(x, layout) for x in (q, k, v))
+    if key_index is not None:
+        k, v = gather_keys(k, v, key_index)
+    q, k, v = (x.to(compute_dtype) for x in (q, k, v))
+    batch, heads, queries, dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     group = heads // kv_heads
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -171,6 +232,9 @@ def attention(
         visible = visible & mask.to(q.device)
     elif mask is not None:
         z = z + mask.to(q.device, compute_dtype)
+    if block_mask is not None:
+        _check_rows(block_mask)
+        visible = visible & expand_blocks(block_mask.to(q.device), queries, n_keys)
     z = z.masked_fill(~visible, -math.inf)
 
     # Second product. Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 multiplies E4M3 by E4M3.
@@ -189,6 +253,7 @@ def attention(
     p8 = (255 * (tiled - tile_max.masked_fill(empty, 0)).exp()).round()
     tile_weight = (tile_max - row_max[..., None]).exp() / 255
     p8 = (p8 * tile_weight).flatten(3)[..., :n_keys]
+    reference = row_max  # the logarithm that weights and their sums are relative to
     weights, values = torch.where(int8_values, p8, p), torch.where(int8_values, _int8(equalised, token_scale), v)
     if fp8_values.any():  # torch is slow at E4M3 on a CPU: the other modes would wait for it a third of their time
         # FP8 weights are relative to a whole power of two. A kernel that goes through the keys has a lower one at first, and
@@ -196,6 +261,7 @@ def attention(
         fp8_reference = (row_max * LOG2_E).ceil() - FP8_EXPONENT
         weights = torch.where(fp8_values, _fp8((w * LOG2_E - fp8_reference).exp2()), weights)
         values = torch.where(fp8_values, _fp8(equalised), values)
+        reference = torch.where(fp8_values, fp8_reference / LOG2_E, reference)
     # AGGRESSIVE and FP8 sum the rounded weights: the weights of a row then add up to one.
     exact_sum = (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True)
     row_sum = torch.where(mode >= Mode.AGGRESSIVE, weights.sum(-1, keepdim=True), exact_sum)
@@ -206,7 +272,45 @@ def attention(
 
     bad = _unusable(rows, tables, mode, smooth_k, scaling) | timestep.to(q.device).isnan().view(-1, 1, 1, 1)
     out = out.masked_fill(bad, math.nan).to(out_dtype)
-    return out if layout == "BHND" else out.transpose(1, 2).contiguous()
+    out = out if layout == "BHND" else out.transpose(1, 2).contiguous()
+    if not return_lse:
+        return out
+    lse = reference + row_sum.log()
+    if smooth_k:  # what was taken from the logits of a row, all alike
+        lse = lse + torch.where(quantised, (q * k_offset).sum(-1, keepdim=True) * scale, 0.0)
+    return out, lse.masked_fill(bad, math.nan)[..., 0].float()
+
+
+def expand_blocks(block_mask: Tensor, queries: int, keys: int) -> Tensor:
+    """A block mask as a mask: [..., ⌈queries/BLOCK⌉, ⌈keys/BLOCK⌉] bool -> [..., queries, keys] bool."""
+    rows = block_mask.repeat_interleave(BLOCK, -2)[..., :queries, :]
+    return rows.repeat_interleave(BLOCK, -1)[..., :keys]
+
+
+def _check_rows(block_mask: Tensor) -> None:
+    if block_mask.device.type != "cpu" or (some := block_mask.any(-1)).all():
+        return
+    row = (~some).nonzero()[0].tolist()
+    raise ValueError(
+        f"block_mask: expected at least one block of keys for every block of queries, got none at {row}; keep the diagonal, or a "
+        "block of tokens that all attend to"
+    )
+
+
+def gather_keys(k: Tensor, v: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows [B, Hkv, K] of k and v [B, Hkv, N, D], in their order.
+
+    Raises:
+        ValueError: the index is on a CPU and lies outside k. On a GPU, where nobody waits for it, it is clamped.
+    """
+    tokens = k.shape[2]
+    if key_index.device.type == "cpu" and key_index.numel() and not 0 <= key_index.min() <= key_index.max() < tokens:
+        low, high = key_index.min().item(), key_index.max().item()
+        raise ValueError(
+            f"key_index: expected rows of k, 0 to {tokens - 1}, got {low} to {high}; clamp them, or leave them out"
+        )
+    rows = key_index.to(k.device).long().clamp(0, tokens - 1)[..., None].expand(-1, -1, -1, k.shape[3])
+    return k.gather(2, rows), v.gather(2, rows)
 
 
 def _heads_first(x: Tensor, layout: str) -> Tensor:
