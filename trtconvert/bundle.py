@@ -268,6 +268,7 @@ class DiffusersRecord(_Record):
             pipeline did not look into, and that is no output of the component.
         attributes: numbers, lists and, of other models, small tensors among the model's own attributes, which pipelines read, as
             {"value": X} and {"tensor": NUMBERS}, and as {"module": …} such tensors of its parts.
+        padded_by: argument of the pipeline's call that says how many tokens it pads prompts to, where that may vary; empty else.
     """
 
     pipeline: str
@@ -282,6 +283,7 @@ class DiffusersRecord(_Record):
     timestep_sizes: list[_Count] = Field(default_factory=list)
     results: dict[str, dict[str, Any]] = Field(default_factory=dict)
     attributes: dict[str, Any] = Field(default_factory=dict)
+    padded_by: str = ""
 
 
 class ComponentRecord(_Record):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord
 
 Denoiser = Callable[..., Tensor]
@@ -145,6 +146,8 @@ class DiffusionModel:
         as_passed: what inputs hold that are no noise, of any sizes, by name: masks, labels, positions that are looked up in
             tables, rotations that all samples share.
         steps: symbolic dimension: the step from its opt in which it may vary, where that is not 1.
+        left_sites: attention that is no call of `scaled_dot_product_attention` and stays as it is, listed with the reason.
+        notices: what the recipe's author should know of it before anything is made of it.
     """
 
     name: str
@@ -163,6 +166,8 @@ class DiffusionModel:
     components: Components | None = None
     as_passed: Mapping[str, Tensor] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    left_sites: tuple[Site, ...] = ()
+    notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)

@@ -32,7 +32,7 @@ from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter, say
-from trtconvert.recipe import Recipe, changed_paths, with_paths
+from trtconvert.recipe import ONNX, Recipe, changed_paths, with_paths
 from trtconvert.stages import (
     CALIBRATION,
     COMPONENT,
@@ -111,7 +111,10 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     def model() -> DiffusionModel:
         from trtconvert import models
 
-        return models.load(recipe.model, recipe.loras)
+        loaded = models.load(recipe.model, recipe.loras)
+        for text in loaded.notices:
+            say(report.console, f"notice: {text}")
+        return loaded
 
     with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
         others = component_stages(recipe, weights, model, cache, report)
@@ -216,7 +219,7 @@ def _assemble(
     denoiser = records[COMPONENT].diffusers
     quality = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text())
     manifest = Manifest(
-        model=recipe.model.source if denoiser is None else f"{denoiser.pipeline} ({recipe.model.source})",
+        model=_title(recipe) if denoiser is None else f"{denoiser.pipeline} ({recipe.model.source})",
         weights=weights,
         versions=versions(),
         backend=backend.name,
@@ -229,6 +232,12 @@ def _assemble(
     )
     bundle.write_manifest(folder, manifest)
     return bundle.read_manifest(folder)
+
+
+def _title(recipe: Recipe) -> str:
+    """What a model is called that is no pipeline's: an ONNX file by its name."""
+    section = recipe.model
+    return section.weights.name if section.source == ONNX and section.weights is not None else section.source
 
 
 def copied_images(name: str, paths: Path | list[Path], folder: Path) -> Path | list[Path]:

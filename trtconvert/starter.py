@@ -90,7 +90,17 @@ PUBLISHED: dict[str, Published] = {
         | {"denoiser": ("transformer", "of high noise; a second bundle has transformer_2")},
         notes=("Two denoisers take turns: build this once for each, with its name in model.options.denoiser.",),
     ),
-    "qwen-image": Published("Qwen-Image", "QwenImagePipeline", "Qwen-Image", _square(1328)),
+    "qwen-image": Published(
+        "Qwen-Image",
+        "QwenImagePipeline",
+        "Qwen-Image",
+        {
+            "height": (1328, "pixels; one size, which its model is told as a number"),
+            "width": (1328, ""),
+            "batch": (1, "images per call: its model is told the shape of each"),
+            "tokens": ([4, 64, 512], "min, opt, max of a prompt's: they are not padded"),
+        },
+    ),
     "ltx": Published("LTX-Video", "LTXPipeline", "LTX-Video", _video(512, 704, 97, "8·n + 1")),
     "cogvideox": Published("CogVideoX, 2B", "CogVideoXPipeline", "CogVideoX-2b", _video(480, 720, 49, ""), "float16"),
     "hunyuanvideo": Published("HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo", _video(544, 960, 61, "4·n + 1")),
@@ -236,7 +246,8 @@ def _options(known: Published | None) -> list[str]:
     lines = ["  options:"]
     for name, (value, meaning) in known.options.items():
         lines.append(f"    {name}: {value}" + (f" # {meaning}" if meaning else ""))
-    lines.append("    batch: [1, 1, 2] # images per call; guidance calls the denoiser with twice as many")
+    if "batch" not in known.options:
+        lines.append("    batch: [1, 1, 2] # images per call; guidance calls the denoiser with twice as many")
     return lines
 
 

@@ -688,7 +688,7 @@ REFUSED = {
             "transformer_omnigen.py",
             _OWN,
         ),
-        SIZE,
+        SIZE | {"tokens": None},
     ),
     "hunyuan_video_15": Refused(
         hunyuan_video_15,

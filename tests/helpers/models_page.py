@@ -26,6 +26,24 @@ Labels of classes are drawn by the seed of each sample, or are those of `model.o
 that are saved without text encoders get embeddings that are noise, seeded by the sample. Images come from the recipe's
 `model.images`.
 
+## Prompts of any length
+
+`model.options.tokens: [min, opt, max]` gives the denoiser, and text encoders that are converted, a range of tokens:
+
+- Pipelines with an argument `max_sequence_length` that pad prompts to it (Flux, SD 3, PixArt, Wan, LTX) are called with any
+  length in the range, also with embeddings of one.
+- Those that pad to a length of their own (77 of CLIP) draw prompts as they are, and take embeddings (`prompt_embeds`) of any
+  length in the range, as tools for long prompts make them: `tokens: [77, 77, 231]`.
+- Those that do not pad (Qwen-Image) need a range. Its prompts are checked against it before anything is calibrated.
+
+A number instead of a range is the length that prompts are padded to. A prompt or embeddings outside of the range are refused,
+with what to change.
+
+## Sizes
+
+Where a pipeline rounds sizes, or draws at the nearest of its own (`use_resolution_binning`), a build says so before it
+calibrates: "draws height 1000 as 992". Ranges of height and width need `call: {use_resolution_binning: false}`.
+
 ## Refused
 
 Before anything is calibrated, with what stands in the way:

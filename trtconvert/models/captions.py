@@ -120,9 +120,21 @@ class _Conditioned:
         name, x = next(iter(self.conditions.items()))
         blocks = [slice(start, start + len(x)) for start in range(0, len(named[name]), len(x))]
         prompted = [rows for rows in blocks if all(_same(named[name][rows], x) for name, x in self.own.items())]
-        given = {name: named[name].clone() for name in self.conditions}
-        for rows in prompted:
-            for name, x in self.conditions.items():
+        given = {name: named[name].clone() for name in self.conditions} if prompted else {}
+        for name, x in self.conditions.items() if prompted else ():
+            if x.shape[1:] != given[name].shape[1:] and prompted == blocks:
+                given[name] = torch.cat(
+                    [x.to(named[name])] * len(blocks)
+                )  # prompts of another length, in a call of their own
+                continue
+            if x.shape[1:] != given[name].shape[1:]:
+                raise UserError(
+                    "a caption has another number of tokens than what guidance leads away from, in the same call",
+                    expected=f"{given[name].shape[1]} tokens, as the pipeline makes of prompts of one length",
+                    got=f"{x.shape[1]} of '{name}'",
+                    remedy="give the captions as model.options.prompts, and calibrate on denoise",
+                )
+            for rows in prompted:
                 given[name][rows] = x.to(named[name])
         return self.denoiser(**named | given)
 

@@ -17,6 +17,9 @@ from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import InputSpec, ModelComponent
 from trtconvert.errors import UserError
 from trtconvert.models.pipelines import (
+    BINNING,
+    LENGTH,
+    TOKENS,
     Observe,
     Observed,
     PipelineCaller,
@@ -27,6 +30,7 @@ from trtconvert.models.pipelines import (
     shapes_of,
 )
 from trtconvert.models.probes import no_noise
+from trtconvert.models.prompt_lengths import PromptLengths
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
 from trtconvert.runtime.unused import looks_into
@@ -44,8 +48,10 @@ class PipelineComponents:
     """The models beside the denoiser, see `DiffusionModel.components`.
 
     Args:
-        caller: calls the pipeline; ranges: of the sizes that may vary.
+        caller: calls the pipeline; ranges: of the sizes that may vary, but for the number of a prompt's tokens.
         record, timestep_input, prediction: of the denoiser, see `DiffusersDenoiser`, and the shape of what it gives.
+        lengths: (min, opt, max) of tokens that the pipeline pads prompts to, or those that prompts come to; None where all of
+            them have one length.
     """
 
     caller: PipelineCaller
@@ -53,6 +59,7 @@ class PipelineComponents:
     record: DiffusersRecord
     timestep_input: str
     prediction: tuple[int | str, ...]
+    lengths: PromptLengths | tuple[int, int, int] | None = None
     _decoding: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict, init=False)
 
     @property
@@ -89,8 +96,13 @@ class PipelineComponents:
         if name == ENCODER:
             return self._component(name, self.caller.pipe.vae, "encode", self._observe_rows(self._encoded))
         model = getattr(self.caller.pipe, name)
-        batch = {"batch": self.ranges["batch"]}
-        return self._component(name, model, "forward", observe_sizes(lambda sizes: self._text(model, sizes), batch))
+        ranges = {"batch": self.ranges["batch"]}
+        lengths = self.lengths
+        if isinstance(lengths, PromptLengths):
+            lengths = lengths.of_encoder(self.caller, self._opt_but({}), model)
+        if lengths is not None:
+            ranges[TOKENS] = lengths
+        return self._component(name, model, "forward", observe_sizes(lambda sizes: self._text(model, sizes), ranges))
 
     def _component(
         self, name: str, model: nn.Module, method: Literal["forward", "decode", "encode"], inputs: Observed
@@ -124,12 +136,15 @@ class PipelineComponents:
                 arguments=inputs.structure,
                 results=results,
                 attributes=_attributes(model),
+                padded_by=LENGTH if self.caller.pads and method == "forward" else "",
             ),
         )
 
     def _text(self, model: nn.Module, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-        arguments = self.caller.first_call(range(sizes["batch"]), self._opt_but(sizes) | dict(sizes), model)
-        return take_apart(_without(arguments))
+        named = self._opt_but(sizes) | dict(sizes)
+        length = None if self.caller.pads else named.pop(TOKENS, None)
+        structure, tensors = take_apart(_without(self.caller.first_call(range(sizes["batch"]), named, model)))
+        return structure, tensors if length is None else _of_length(tensors, length)
 
     def _decoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
         vae, asked = self.caller.pipe.vae, tuple(sizes.values())
@@ -147,6 +162,29 @@ class PipelineComponents:
         decoded = _tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))["sample"]
         images = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         return take_apart({name: images})
+
+    def drawn(self) -> tuple[str, ...]:
+        """Sizes of the recipe that the pipeline makes others of, at the ends of its ranges and between, in words."""
+        asked = [name for name in ("height", "width", "frames") if name in self.ranges]
+        if DECODER not in self.names or not asked:
+            return ()
+        opt, said = self._opt_but({}), dict[str, None]()
+        for index in (1, 0, 2):
+            wanted = {name: size[index] for name, size in self.ranges.items()} | {"batch": opt["batch"]}
+            structure, latents = self._decoded(wanted)
+            image = next(
+                iter(_tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents)).values())
+            )
+            sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
+            if image.dim() == 5:
+                sizes["frames"] = image.shape[2]
+            if others := [name for name in asked if name in sizes and sizes[name] != wanted[name]]:
+                given = " × ".join(f"{name} {wanted[name]}" for name in others)
+                said[
+                    f"{type(self.caller.pipe).__name__} draws {given} as " + " × ".join(str(sizes[n]) for n in others)
+                ] = None
+        binned = f" ({BINNING})" if self.caller.bins else ""
+        return tuple(text + binned for text in said)
 
     def _observe_rows(self, observe: Observe) -> Observed:
         """What a half of the VAE takes, as rows that do not depend on one another.
@@ -260,6 +298,13 @@ class _Watch(TorchFunctionMode):
         if not self._paused and looks_into(func):
             self.look((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _of_length(tensors: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+    """What a text encoder is given, [B, tokens] each, for another number of tokens."""
+    own = next(x.shape[1] for x in tensors.values() if x.dim() == 2)
+    places = torch.arange(length) % own
+    return {name: x[:, places] if x.dim() == 2 and x.shape[1] == own else x for name, x in tensors.items()}
 
 
 def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:

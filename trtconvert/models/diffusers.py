@@ -24,7 +24,9 @@ from trtconvert.models.exportable import make_exportable
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.pipelines import (
     BATCH,
+    LENGTH,
     PROMPTS,
+    TOKENS,
     Observed,
     PipelineCaller,
     Sizes,
@@ -36,6 +38,7 @@ from trtconvert.models.pipelines import (
     size_range,
 )
 from trtconvert.models.probes import first_inputs, first_timesteps
+from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
 from trtconvert.runtime.arguments import parameters_of, put_together
@@ -50,7 +53,7 @@ def diffusers_model(
     width: Sizes = None,
     frames: Sizes = None,
     batch: Sizes = None,
-    tokens: int = 77,
+    tokens: Sizes = None,
     prompts: Sequence[str] = PROMPTS,
     call: Mapping[str, Any] | None = None,
     denoiser: str | None = None,
@@ -67,7 +70,9 @@ def diffusers_model(
         height, width: of the images in pixels; frames: of videos. A size, or [min, opt, max] for an engine that takes a range.
         batch: images per call of the pipeline, [1, 2, 8] by default. Pipelines with guidance call the denoiser with twice
             as many.
-        tokens: of seeded prompt embeddings.
+        tokens: of prompts: a number that the pipeline pads them to, or [min, opt, max], in which embeddings that are given to the
+            pipeline, or prompts that it does not pad, may have any length. By default as many as the pipeline gives each prompt,
+            and 77 in embeddings that are noise.
         prompts: what samples show, by turns.
         call: further arguments of the pipeline's call, such as guidance_scale.
         denoiser: which of the pipeline's components it is, where there are several: `transformer_2` of Wan 2.2.
@@ -82,11 +87,17 @@ def diffusers_model(
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
     component = _denoiser(pipe, DENOISERS if denoiser is None else (denoiser,))
-    caller = PipelineCaller(pipe, component, tokens, tuple(prompts), dict(call or {}), _pictures(images or {}))
+    length = None if tokens is None else size_range(TOKENS, tokens)
+    caller = PipelineCaller(
+        pipe, component, length and length[1], tuple(prompts), dict(call or {}), _pictures(images or {})
+    )
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
     ranges = {name: size_range(name, size) for name, size in wanted.items() if size is not None}
     refuse_unknown(caller, ranges)
-    inputs, schedule = observe_sizes(caller.denoiser_arguments, ranges), _schedule(pipe)
+    sizes = {name: opt for name, (_, opt, _) in ranges.items()}
+    varied = settled_lengths(caller, length, sizes)
+    lengthened = ranges if varied is None else ranges | {TOKENS: varied}
+    inputs, schedule = observe_sizes(caller.denoiser_arguments, lengthened), _schedule(pipe)
     timestep, timestep_sizes = _timestep(inputs)
     first, *others = (name for name in inputs.example if name != timestep)
     model: nn.Module = getattr(pipe, component)
@@ -102,6 +113,7 @@ def diffusers_model(
         timestep_factor=1.0,
         timestep_sizes=timestep_sizes,
         attributes=plain_attributes(model),
+        padded_by=LENGTH if caller.pads else "",
     )
     flat = FlatDenoiser(model, record, timestep).eval().requires_grad_(False)
     batch = inputs.example[first].shape[0]
@@ -113,14 +125,17 @@ def diffusers_model(
     }
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     steps = _steps(flat, inputs.dims, specs, named, shape)
-    refuse_between_steps(steps, inputs.dims, ranges, flat.record.model)
-    sizes = {name: opt for name, (_, opt, _) in ranges.items()}
+    refuse_between_steps(steps, inputs.dims, lengthened, flat.record.model)
     seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
     if max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
         flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
     schedule = schedule.followed(rising=seen[-1] > seen[0])
     # A pipeline that changes its model while it draws is refused now, rather than by the first samples of what was built.
     first_inputs(caller, flat.record, timestep, range(sizes["batch"]), sizes)
+    lengths = varied
+    if varied is not None and caller.takes_prompts and not caller.pads:
+        lengths = prompt_lengths(caller, inputs, flat.record, timestep, varied, sizes, shape)
+    components = PipelineComponents(caller, ranges, flat.record, timestep, shape, lengths)
     sampler = PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2])
     return DiffusionModel(
         name=f"{type(pipe).__name__} {component}",
@@ -137,7 +152,8 @@ def diffusers_model(
         condition=sampler.captions if caller.takes_prompts else None,
         signal=schedule.signal,
         diffusers=flat.record,
-        components=PipelineComponents(caller, ranges, flat.record, timestep, shape),
+        components=components,
+        notices=components.drawn(),
         as_passed={
             name: x for name, x in inputs.example.items() if name not in (first, timestep) and _is_set(name, inputs)
         },
@@ -161,11 +177,12 @@ def pipeline_sampler(
     caller = PipelineCaller(
         pipe,
         component.diffusers.component,
-        options.get("tokens", 77),
+        None if options.get(TOKENS) is None else size_range(TOKENS, options[TOKENS])[1],
         tuple(prompts or options.get("prompts", PROMPTS)),
         dict(options.get("call") or {}),
         _pictures(images or {}),
     )
+    caller.pads = bool(component.diffusers.padded_by)
     sizes = {
         name: size_range(name, options[name])[1]
         for name in ("height", "width", "frames")

@@ -69,6 +69,15 @@ _EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
 """Embeddings that pipelines take in the place of prompts, by argument: what models call their width in their configuration, of
 which the first that is there is it, and their number of tokens, where it is the model's own; None for one vector a sample."""
 
+TOKENS = "tokens"
+"""The size of calls that says how many tokens prompts have, and the dimension that follows it."""
+
+LENGTH = "max_sequence_length"
+"""What pipelines call the number of tokens that they pad prompts to, or cut them at."""
+
+BINNING = "use_resolution_binning"
+"""What pipelines call that they draw at the nearest of sizes of their own, and resize the result."""
+
 _CLASSES = ("num_class_embeds", "num_embeds_ada_norm")
 """What models call the number of their classes in their configuration; the first that is there is it."""
 
@@ -121,6 +130,14 @@ def refuse_unknown(caller: PipelineCaller, ranges: Mapping[str, tuple[int, int, 
                 got=name,
                 remedy=f"remove model.options.{name}",
             )
+    varied = [name for name in ("height", "width") if name in ranges and ranges[name][0] < ranges[name][2]]
+    if varied and caller.bins:
+        raise UserError(
+            f"{type(caller.pipe).__name__} draws at the nearest of sizes of its own ({BINNING})",
+            expected="one height and width, or a call that takes every size",
+            got=", ".join(f"{name} {list(ranges[name])}" for name in varied),
+            remedy=f"give model.options.call as {{{BINNING}: false}}, or height and width as one number each",
+        )
 
 
 def refuse_unfit(prompts: Sequence[str], call: Mapping[str, Any]) -> None:
@@ -150,18 +167,20 @@ class PipelineCaller:
 
     Attributes:
         component: the denoiser's name in it.
-        tokens, prompts, arguments: see `diffusers_model`.
+        tokens, prompts, arguments: see `diffusers_model`; one number of tokens, and none for the pipeline's own.
         images: of the call, by argument; a list where the pipeline takes one, as for several ControlNets.
+        pads: whether the pipeline is told a length, by the argument `LENGTH`, that it pads its prompts to.
     """
 
     pipe: Any
     component: str
-    tokens: int
+    tokens: int | None
     prompts: tuple[str, ...]
     arguments: dict[str, Any]
     images: Mapping[str, Image | list[Image]] = field(default_factory=dict)
     signature: Mapping[str, inspect.Parameter] = field(init=False)
     parameters: frozenset[str] = field(init=False)
+    pads: bool = field(default=False, init=False)
     _image_each: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -215,9 +234,19 @@ class PipelineCaller:
         return steps if share <= 0 else max(steps, math.ceil(least / share + 1e-9))
 
     @property
+    def bins(self) -> bool:
+        """Whether it draws at the nearest of sizes of its own."""
+        return BINNING in self.parameters and bool(self.arguments.get(BINNING, self.signature[BINNING].default))
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether a call may have embeddings in the place of prompts."""
+        return bool(self.parameters & _EMBEDDINGS.keys())
+
+    @property
     def takes_prompts(self) -> bool:
         """Whether samples are of prompts: there is a text encoder, or the pipeline takes nothing in their place."""
-        return "prompt" in self.parameters and (self.has_text_encoder or not self.parameters & _EMBEDDINGS.keys())
+        return "prompt" in self.parameters and (self.has_text_encoder or not self.takes_embeddings)
 
     def _refuse_lacking(self) -> None:
         """
@@ -256,7 +285,8 @@ class PipelineCaller:
         """Run the pipeline for these seeds; a sample depends on its own seed alone.
 
         Args:
-            sizes: height, width and frames where they are not the pipeline's own.
+            sizes: height, width and frames where they are not the pipeline's own; and tokens, which prompts are padded to where
+                the pipeline pads them, and which embeddings have that otherwise stand in the place of prompts.
             captions: one per seed, instead of the prompts.
         Returns:
             What the pipeline gives: images in [0, 1], or latents where it has no decoder.
@@ -265,9 +295,14 @@ class PipelineCaller:
         """
         named = {"height": "height", "width": "width", "frames": "num_frames"}
         arguments: dict[str, Any] = {named[name]: size for name, size in sizes.items() if name in named}
-        arguments |= self._subjects(seeds, captions)
+        tokens = sizes.get(TOKENS, self.tokens)
+        embedded = not self.takes_prompts or (TOKENS in sizes and not self.pads)
+        arguments |= self._stand_ins(seeds, tokens or 77) if embedded else self._prompts(seeds, captions)
         arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
-        arguments |= {name: value for name, value in self._further(seeds).items() if name != "class_labels"}
+        left = {"class_labels", *(name for name in self.arguments if embedded and _TEXT.fullmatch(name))}
+        arguments |= {name: value for name, value in self._further(seeds).items() if name not in left}
+        if tokens is not None and (self.pads or (TOKENS in sizes and LENGTH in self.parameters)):
+            arguments[LENGTH] = tokens  # what does not pad prompts to it cuts them, and embeddings
         try:
             with _forgetting(self.pipe):
                 output = self.pipe(
@@ -296,16 +331,18 @@ class PipelineCaller:
         drawn = output[0]  # the oldest pipelines know no "pt", and give arrays [N, H, W, C]
         return drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
 
-    def _subjects(self, seeds: Sequence[int], captions: Sequence[str] | None) -> dict[str, Any]:
-        """What the samples are of: prompts, classes, embeddings; or how many there are, of pipelines that draw one thing only."""
-        if self.takes_prompts:
-            return {"prompt": list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])}
+    def _prompts(self, seeds: Sequence[int], captions: Sequence[str] | None) -> dict[str, Any]:
+        return {"prompt": list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])}
+
+    def _stand_ins(self, seeds: Sequence[int], tokens: int) -> dict[str, Any]:
+        """What the samples are of without prompts: classes, embeddings; or how many there are, of pipelines that draw one thing
+        only."""
         given: dict[str, Any] = {}
         if "batch_size" in self.parameters:
             given["batch_size"] = len(seeds)
         if "class_labels" in self.parameters and (labels := self._labels(seeds)):
             given["class_labels"] = labels
-        return given | (self._embeddings(seeds) if self.parameters & _EMBEDDINGS.keys() else {})
+        return given | (self._embeddings(seeds, tokens) if self.takes_embeddings else {})
 
     def _labels(self, seeds: Sequence[int]) -> list[int]:
         """A class for each sample: of the recipe's by turns, else seeded by the sample; none where the model knows no classes.
@@ -328,12 +365,12 @@ class PipelineCaller:
             return [named[seed % len(named)] for seed in seeds]
         return [int(torch.randint(classes, (), generator=_apart(seed))) for seed in seeds] if classes else []
 
-    def _embeddings(self, seeds: Sequence[int]) -> dict[str, Any]:
-        """Embeddings of N(0, 1), seeded by the sample, and zeros for no prompt, for a pipeline without text encoders."""
+    def _embeddings(self, seeds: Sequence[int], tokens: int) -> dict[str, Any]:
+        """Embeddings of N(0, 1), seeded by the sample, and zeros for no prompt, in the place of what text encoders give."""
         config = getattr(self.pipe, self.component).config
         made: dict[str, Any] = {}
         for name in _EMBEDDINGS:
-            if name in self.parameters and (shape := self._embedding_shape(name, config)):
+            if name in self.parameters and (shape := self._embedding_shape(name, config, tokens)):
                 drawn = [torch.randn(shape, dtype=torch.float32, generator=_apart(seed)) for seed in seeds]
                 made[name] = embeddings = torch.stack(drawn)
                 if f"negative_{name}" in self.parameters:
@@ -343,9 +380,11 @@ class PipelineCaller:
             made["negative_prompt"] = None  # some pipelines have a default, and take one of the two
         return {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
 
-    def _embedding_shape(self, name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    def _embedding_shape(self, name: str, config: Mapping[str, Any], number: int) -> tuple[int, ...]:
         """Of one sample's embeddings, (tokens, width) or (width,); none where the model takes no such ones.
 
+        Args:
+            number: of tokens, where it is not the model's own.
         Raises:
             UserError: the model takes them, and does not say how wide they are.
         """
@@ -358,13 +397,17 @@ class PipelineCaller:
         if width is None and name == "pooled_prompt_embeds":
             return ()
         if width is None:
+            lacking = not self.has_text_encoder
             raise UserError(
-                f"{type(self.pipe).__name__} has no text encoder, and its denoiser does not say how wide {name} are",
+                f"{type(self.pipe).__name__} {'has no text encoder' if lacking else 'is given embeddings of other lengths'}, "
+                f"and its denoiser does not say how wide {name} are",
                 expected="one of " + ", ".join(widths) + " in the denoiser's configuration",
                 got="none",
-                remedy="save the pipeline with its text encoder",
+                remedy="save the pipeline with its text encoder"
+                if lacking
+                else "take model.options.tokens out of the recipe",
             )
-        return (width,) if tokens is None else (config.get(tokens) or self.tokens, width)
+        return (width,) if tokens is None else (config.get(tokens) or number, width)
 
     def _masks(self, name: str, samples: int, tokens: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
         """That all tokens of some embeddings are of the prompt, in the ways in which pipelines are told."""
@@ -421,12 +464,17 @@ class PipelineCaller:
             )
 
     def first_call(
-        self, seeds: Sequence[int], sizes: Mapping[str, int], model: nn.Module | None = None, method: str = "forward"
+        self,
+        seeds: Sequence[int],
+        sizes: Mapping[str, int],
+        model: nn.Module | None = None,
+        method: str = "forward",
+        captions: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """The arguments of the pipeline's first call of a model, by parameter; the pipeline ends there.
 
         Args:
-            model: one of the pipeline's, its denoiser by default; method: of it.
+            model: one of the pipeline's, its denoiser by default; method: of it; captions: see `__call__`.
         """
         model = model or getattr(self.pipe, self.component)
         assert isinstance(model, nn.Module)
@@ -436,7 +484,7 @@ class PipelineCaller:
             raise Called(flat_arguments(signature.bind(*args, **kwargs)))
 
         with replaced(model, method, stop):
-            arguments = self.until_called(seeds, sizes)
+            arguments = self.until_called(seeds, sizes, captions)
         arguments.pop("return_dict", None)
         return arguments
 
@@ -593,7 +641,8 @@ class Observed:
 def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) -> Observed:
     """Find a model's inputs and their symbolic dimensions, from calls of different sizes.
 
-    A dimension that follows one size is named after it, one that follows several is called "tokens".
+    A dimension that follows one size is named after it, one that follows several is called "tokens", or "positions" where the
+    number of a prompt's tokens is one of the sizes.
 
     Raises:
         UserError: the pipeline passes a number that follows a size, so that an engine for a range cannot be, or as many tokens
@@ -630,11 +679,12 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
                 f"the pipeline passes '{name}' with as many tokens as its longest prompt has",
                 expected="a number of tokens that prompts are padded to",
                 got=f"{', '.join(map(str, sizes))} for {', '.join(map(str, batches))} prompts",
-                remedy="pad them, with a parameter of the pipeline in model.options.call where it has one",
+                remedy="give model.options.tokens as [min, opt, max]; or pad them, with a parameter of the pipeline in "
+                "model.options.call where it has one",
             )
         if (known := next((other for other, of in symbols.items() if of == sizes), None)) is not None:
             return known
-        stem = follows[0] if len(follows) == 1 else "tokens"
+        stem = follows[0] if len(follows) == 1 else "positions" if TOKENS in ranges else "tokens"
         number = sum(other.partition("_")[0] == stem for other in dims)
         title = f"{stem}_{number + 1}" if number else stem
         *_, low, high = sizes

@@ -30,7 +30,7 @@ def first_inputs(
     def stop(**named: Tensor) -> Tensor:
         raise Called(named)
 
-    with caller.denoising_with(_stand_in(stop, record, timestep)):
+    with caller.denoising_with(stand_in(stop, record, timestep)):
         return caller.until_called(seeds, sizes, captions)
 
 
@@ -58,7 +58,7 @@ def first_timesteps(
         seen[:] = [at]
         return zeros(**named)
 
-    with caller.denoising_with(_stand_in(seeing, record, timestep)):
+    with caller.denoising_with(stand_in(seeing, record, timestep)):
         try:
             second = caller.until_called([0], sizes)["timestep"]
         except UserError:
@@ -83,5 +83,6 @@ def no_noise(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Te
     return zeros
 
 
-def _stand_in(denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep: str) -> DiffusersDenoiser:
+def stand_in(denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep: str) -> DiffusersDenoiser:
+    """A function of named tensors in the place of the denoiser."""
     return DiffusersDenoiser(denoiser, record, timestep, dtype=torch.float32, device=torch.device("cpu"))

@@ -28,8 +28,7 @@ class Signature:
         self.component = component
         self.names = [spec.name for spec in component.inputs]
         # Of diffusers' models, engine.shapes can only narrow what model.options gave.
-        of_options = component.diffusers is not None or not component.is_denoiser
-        self._sizes = "the sizes in model.options" if of_options else "engine.shapes"
+        self._of_options = component.diffusers is not None or not component.is_denoiser
         # A profile may leave out dimensions that it takes as the component does.
         self.profiles = [dict(component.dims) | dict(profile) for profile in profiles] or [dict(component.dims)]
 
@@ -132,11 +131,14 @@ class Signature:
             ranges = [f"{d} {self._described(d)}" if isinstance(d, str) else str(d) for d in spec.shape]
             stepped = any(d in self.component.steps for d in spec.shape)
             between = "; between its steps a model computes otherwise, and takes a bundle of its own" if stepped else ""
+            remedy = (
+                self._widening(spec, x) if self._of_options else "widen engine.shapes in the recipe and build again"
+            )
             raise UserError(
                 f"the shape of '{spec.name}' is outside what the bundle was built for",
                 expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
                 got=str(list(x.shape)),
-                remedy=f"widen {self._sizes} in the recipe and build again{between}",
+                remedy=f"{remedy}{between}",
             )
         wanted = dtype_of(spec)
         if x.dtype != wanted and not (x.is_floating_point() and wanted.is_floating_point):
@@ -146,6 +148,33 @@ class Signature:
                 got=str(x.dtype).removeprefix("torch."),
                 remedy=f"convert it with .to(torch.{spec.dtype})",
             )
+
+    def _widening(self, spec: TensorRecord, x: Tensor) -> str:
+        """Which of a pipeline's options holds the shape of an input."""
+        if x.dim() != len(spec.shape):
+            return "call the model as its pipeline does"
+        sample, named = self.component.inputs[0], set[str]()
+        of_images = self.component.is_denoiser or getattr(self.component.diffusers, "method", "") != "forward"
+        for axis, (size, dim) in enumerate(zip(x.shape, spec.shape, strict=True)):
+            low, high = self._range(dim) if isinstance(dim, str) else (dim, dim)
+            if low <= size <= high and (size - low) % self.component.steps.get(str(dim), 1) == 0:
+                continue
+            stem = dim.partition("_")[0] if isinstance(dim, str) else "batch" if axis == 0 else ""
+            of_tokens = axis == 1 and x.dim() == (3 if x.is_floating_point() else 2)
+            at_places = axis > 1 or isinstance(dim, str) or (axis == 1 and x.dim() == 3)  # not the channels of images
+            if of_images and at_places and (spec is sample or (isinstance(dim, str) and dim in sample.shape)):
+                named.add(stem if stem in ("batch", "height", "width", "frames") else "height, width or frames")
+            elif stem in ("batch", "height", "width", "frames", "tokens"):
+                named.add(stem)
+            elif of_tokens:
+                named.add("tokens")
+        if "tokens" in named:
+            length = self.component.diffusers.padded_by if self.component.diffusers else ""
+            shorter = f", or call the pipeline with {length} within it" if length else ""
+            return f"give model.options.tokens in the recipe as [min, opt, max] that holds it and build again{shorter}"
+        if named:
+            return f"widen model.options.{sorted(named)[0]} in the recipe and build again"
+        return "give what the pipeline gives its model: this size is the model's own"
 
     def _described(self, dim: str) -> str:
         return in_steps(*self._range(dim), self.component.steps.get(dim))
