@@ -28,6 +28,9 @@ from trtconvert.documents import YAML_CHARACTERS, YamlError, parse_yaml
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import read_limited
 
+ONNX, ONNX_SUFFIX = "onnx", ".onnx"
+"""What model.source is called where it is a file of this suffix, which model.weights names then."""
+
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
 LayerModeName = Literal["weight_only", "dynamic", "static"]
 EntryPoint = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -70,7 +73,8 @@ class ModelSection(_Section):
 
     source: str = Field(
         description="`digits-dit`, the model that ships with the project; `diffusers`, the denoiser of a pipeline that "
-        "`save_pretrained` wrote; or `package.module:function`, a function that returns a trtconvert.models.DiffusionModel."
+        "`save_pretrained` wrote; an ONNX file, relative to the recipe; or `package.module:function`, a function that returns a "
+        "trtconvert.models.DiffusionModel."
     )
     weights: Path | None = Field(
         default=None,
@@ -90,7 +94,8 @@ class ModelSection(_Section):
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Keyword arguments for a `package.module:function`, or of "
-        "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …",
+        "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …; or, of an ONNX file, of "
+        "trtconvert.models.onnx.model.onnx_model: `sizes`, `conditions`, `schedule`, …",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
@@ -98,6 +103,17 @@ class ModelSection(_Section):
         "float32 for other models. bfloat16 has the range of float32, which many models of today need, "
         "and an eighth of float16's precision; ONNX Runtime computes it in float32.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_onnx(cls, section: Any) -> Any:
+        """An ONNX file that stands for a source: it is where the weights are."""
+        source = section.get("source") if isinstance(section, dict) else None
+        if not isinstance(source, str) or not source.endswith(ONNX_SUFFIX):
+            return section
+        if section.get("weights") is not None:
+            raise ValueError("an ONNX file holds its weights: remove model.weights")
+        return {**section, "source": ONNX, "weights": source}
 
     @field_validator("images")
     @classmethod

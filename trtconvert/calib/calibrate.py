@@ -111,7 +111,7 @@ def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
     if isinstance(batch, str) and sizes[batch] == 1 < model.dims[batch][2] and any(site.folds > 1 for site in found):
         sizes[batch] = 2  # of one sample it cannot be told which elements of an attention's batch belong to a sample
         found = find()
-    return found
+    return [*found, *model.left_sites]
 
 
 def calibrate(

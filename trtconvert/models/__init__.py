@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, did_you_mean
+from trtconvert.recipe import ONNX
 from trtconvert.weights.lora_names import DENOISER
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["DiffusionModel", "load", "load_sampler"]
 
 DIGITS = "digits-dit"
-DIFFUSERS, _DIFFUSERS_FUNCTION = "diffusers", "trtconvert.models.diffusers:diffusers_model"
+DIFFUSERS = "diffusers"
+_FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "trtconvert.models.onnx.model:onnx_model"}
+"""Of sources that have a name of their own."""
 
 
 def __getattr__(name: str) -> Any:
@@ -72,8 +75,8 @@ def _load(section: ModelSection) -> DiffusionModel:
                     remedy=f"remove model.{field} from the recipe",
                 )
         return digits_model(section.weights)
-    if section.source == DIFFUSERS:
-        section = section.model_copy(update={"source": _DIFFUSERS_FUNCTION})
+    if section.source in _FUNCTIONS:
+        section = section.model_copy(update={"source": _FUNCTIONS[section.source]})
     return _from_function(section)
 
 
@@ -133,7 +136,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     if not section.source.partition(":")[2]:
         raise UserError(
             f"unknown model source '{section.source}'",
-            expected=f"'{DIGITS}', '{DIFFUSERS}' or 'package.module:function'",
+            expected=f"'{DIGITS}', '{DIFFUSERS}', an ONNX file or 'package.module:function'",
             got=f"'{section.source}'",
             remedy="correct model.source in the recipe",
         )
@@ -183,7 +186,7 @@ def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, a
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        title = DIFFUSERS if section.source == _DIFFUSERS_FUNCTION else section.source
+        title = next((name for name, function in _FUNCTIONS.items() if function == section.source), section.source)
         fields = ("weights", "images", "config")
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         unknown = [] if anything else [name for name in arguments if name not in signature.parameters]

@@ -12,8 +12,9 @@ from typing import Any
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
+from trtconvert.models.onnx.files import external_files
 from trtconvert.models.saved import INDEX, pipeline_folder
-from trtconvert.recipe import LoraSection, ModelSection
+from trtconvert.recipe import ONNX, LoraSection, ModelSection
 from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
 
 
@@ -35,7 +36,9 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = ()) -> str:
                 got=error.strerror or type(error).__name__,
                 remedy="correct model.weights in the recipe",
             ) from error
-        if not section.weights.is_dir() and (folder := pipeline_folder(section.weights, section.config)):
+        if section.source == ONNX:
+            parts["beside"] = {path.name: sha256(path) for path in _beside(section)}
+        elif not section.weights.is_dir() and (folder := pipeline_folder(section.weights, section.config)):
             parts["config"] = _configurations(folder)
     if section.images:
         expected = "an image; the path is relative to the recipe"
@@ -54,6 +57,14 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = ()) -> str:
     if loras:
         parts["loras"] = [_lora(lora) for lora in loras]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _beside(section: ModelSection) -> list[Path]:
+    """Files of weights beside an ONNX model, and that of conditions which its options name."""
+    assert section.weights is not None
+    conditions = section.options.get("conditions")
+    named = section.weights.parent / conditions if isinstance(conditions, str) else None
+    return [*external_files(section.weights), *([named] if named is not None and named.is_file() else [])]
 
 
 def _lora(section: LoraSection) -> dict[str, Any]:

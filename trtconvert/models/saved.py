@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from trtconvert.documents import parse_json, safetensors_header
-from trtconvert.recipe import ModelSection
+from trtconvert.models.onnx.files import TYPES, read_graph, stored_type
+from trtconvert.recipe import ONNX, ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
@@ -36,10 +37,16 @@ def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
 
 
 def with_dtype(section: ModelSection) -> ModelSection:
-    """The section with a type in place of `auto`: that of most bytes of a diffusers denoiser's weights, as far as their headers
-    tell, and float32 for other models and types."""
+    """The section with a type in place of `auto`: that of most bytes of an ONNX model's weights, or of a diffusers denoiser's as
+    far as their headers tell, and float32 for other models and types.
+
+    Raises:
+        UserError: the ONNX model cannot be read.
+    """
     if section.dtype != "auto":
         return section
+    if section.source == ONNX and section.weights is not None:
+        return section.model_copy(update={"dtype": TYPES[stored_type(read_graph(section.weights))]})
     sizes = Counter[str]()
     if section.source == "diffusers" and section.weights is not None:
         for file in _denoiser_files(section):

@@ -1,0 +1,154 @@
+"""ONNX files: the graph, its weights beside it, and what is refused of either. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+from onnx_ir.passes.common import InlinePass
+
+from trtconvert.errors import UserError, first_line
+from trtconvert.files import open_regular
+
+OPSETS = range(11, 27)
+"""Of ONNX's own operators, whose meanings are known here."""
+
+_CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
+
+TYPES = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+}
+"""Types that a denoiser's weights may have."""
+
+_AGAIN = "export or download the model again, whole"
+
+
+def read_graph(path: Path) -> ir.Model:
+    """A graph without local functions. Weights beside it are read when they are used.
+
+    Raises:
+        UserError: no ONNX model, or a damaged one, or weights that are missing or lie elsewhere, or an opset that is not known.
+    """
+    model = _read(path)
+    for tensor in external_tensors(model):
+        _refuse_unfit_place(path, tensor)
+    if model.functions:
+        InlinePass()(model)
+    opset = model.graph.opset_imports.get("", model.opset_imports.get("", 0))
+    if opset not in OPSETS:
+        raise UserError(
+            f"{path} is of an opset that is not known",
+            expected=f"operators of ONNX's opset {OPSETS[0]} to {OPSETS[-1]}",
+            got=f"opset {opset}",
+            remedy=f"export the model with opset_version={min(max(opset, 17), 23)}, or convert it with onnx.version_converter",
+        )
+    return model
+
+
+def refuse_control_flow(path: Path, model: ir.Model) -> None:
+    """
+    Raises:
+        UserError: a node decides what is computed.
+    """
+    branches = [node for node in model.graph if node.op_type in _CONTROL_FLOW]
+    if branches:
+        raise UserError(
+            f"{path} decides while it runs what it computes, which engines cannot follow",
+            expected="a graph without " + ", ".join(_CONTROL_FLOW),
+            got=", ".join(f"{node.op_type} {node.name or node.outputs[0].name}" for node in branches[:4]),
+            remedy="export the model by tracing it, not scripted, for one case; onnxsim and onnxruntime's offline optimisation "
+            "remove an If whose condition is constant",
+        )
+
+
+def _read(path: Path) -> ir.Model:
+    try:
+        open_regular(path).close()
+        model = ir.load(path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the model {path}",
+            expected="an ONNX file; the path is relative to the recipe",
+            got=error.strerror or type(error).__name__,
+            remedy="correct model.source in the recipe",
+        ) from error
+    except (DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:  # of bytes that are no graph
+        raise UserError(
+            f"{path} is no ONNX model, or damaged",
+            expected="a whole ONNX file",
+            got=f"{first_line(error)} ({path.stat().st_size} bytes)",
+            remedy=_AGAIN,
+        ) from error
+    if not model.graph.outputs or not len(model.graph):
+        raise UserError(
+            f"{path} is no ONNX model, or damaged",
+            expected="a graph with nodes and outputs",
+            got=f"{len(model.graph)} nodes and {len(model.graph.outputs)} outputs in {path.stat().st_size} bytes",
+            remedy=_AGAIN,
+        )
+    return model
+
+
+def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """Weights that lie in other files, of all graphs and of constants in nodes."""
+    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value.const_value
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                    yield attribute.value
+
+
+def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
+    """
+    Raises:
+        UserError: weights lie outside of the model's folder, or are not there, or fewer than the graph says.
+    """
+    folder, location = path.parent, os.path.normpath(tensor.location)
+    file = folder / location
+    # Caches keep files under other names, to which links in the folder lead: those of the model's own file.
+    homes = (folder.resolve(), path.resolve().parent)
+    outside = os.path.isabs(location) or location.split(os.sep)[0] == os.pardir
+    if outside or not any(file.resolve().is_relative_to(home) for home in homes):
+        raise UserError(
+            f"{path}: weight '{tensor.name}' lies outside the model's folder",
+            expected=f"a file in {folder.resolve()}",
+            got=str(tensor.location),
+            remedy="save the model with its weights in one folder: onnx.save(model, path, save_as_external_data=True)",
+        )
+    end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+    size = file.stat().st_size if file.is_file() else None
+    if size is None or size < end:
+        raise UserError(
+            f"{path}: the weights beside it are not whole",
+            expected=f"{file.name} with at least {end:,} bytes, for '{tensor.name}'",
+            got="no such file" if size is None else f"{size:,} bytes",
+            remedy=f"put {file.name} beside {path.name} as it was exported, or download it again",
+        )
+
+
+def external_files(path: Path) -> list[Path]:
+    """The files of weights beside a model, in the order of their names."""
+    return sorted({path.parent / os.path.normpath(tensor.location) for tensor in external_tensors(read_graph(path))})
+
+
+def stored_type(model: ir.Model) -> ir.DataType:
+    """The type of most bytes of a graph's floating-point weights."""
+    sizes = Counter[ir.DataType]()
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None and value.const_value.dtype in TYPES:
+                sizes[value.const_value.dtype] += value.const_value.nbytes
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in TYPES:
+                    sizes[attribute.value.dtype] += attribute.value.nbytes
+    return max(sizes, key=lambda kind: sizes[kind], default=ir.DataType.FLOAT)

@@ -1,0 +1,269 @@
+"""Which input of a graph is what, and of which sizes: as the recipe says, or as names and shapes tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from trtconvert.diffusion_model import InputSpec
+from trtconvert.errors import UserError, did_you_mean
+
+BATCH = (1, 2, 4)
+"""Samples of a call where the recipe does not say: guidance takes twice as many as there are images."""
+
+_TIMESTEPS = re.compile(r"t|ts|times?|timesteps?|(\w+[._])?timesteps?([._]\w+)?|sigmas?|t_?emb", re.IGNORECASE)
+_SAMPLES = (
+    "sample",
+    "x",
+    "latents",
+    "latent",
+    "noisy_latents",
+    "latent_model_input",
+    "hidden_states",
+    "img",
+    "images",
+    "z",
+)
+_OUTPUTS = ("out_sample", "sample_out", "output", "out", "prediction", "noise_pred", "latent", "velocity")
+
+_OF_BATCH = re.compile(r"batch|^\d*b(s|sz)?$|^bs|samples?$|^n$|steps?$", re.IGNORECASE)
+"""Names of dimensions that are samples, and of those of a timestep."""
+
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
+_INTEGERS = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a graph takes and gives.
+
+    Attributes:
+        sample, timestep, output: names.
+        specs: the sample, the timestep and the others, in this order. The timestep is [batch] whatever the graph takes.
+        own: shapes in the graph, by name; truths: inputs that are truth values there.
+        dims: see `DiffusionModel`.
+    """
+
+    sample: str
+    timestep: str
+    output: str
+    specs: tuple[InputSpec, ...]
+    own: Mapping[str, tuple[int | str, ...]]
+    truths: frozenset[str]
+    dims: Mapping[str, tuple[int, int, int]]
+
+    @property
+    def conditions(self) -> tuple[InputSpec, ...]:
+        return self.specs[2:]
+
+
+def read_inputs(
+    path: Path,
+    model: ir.Model,
+    *,
+    sample: str | None,
+    timestep: str | None,
+    output: str | None,
+    sizes: Mapping[str, Any],
+) -> Inputs:
+    """
+    Args:
+        sample, timestep, output: names that the recipe gives; sizes: of symbolic dimensions, a number or [min, opt, max].
+    Raises:
+        UserError: what is what cannot be told, or a size is missing.
+    """
+    graph = model.graph
+    values = {value.name or "": value for value in graph.inputs if value.name not in graph.initializers}
+    _refuse_unfit(path, values, graph)
+    timestep = _timestep(path, values, timestep)
+    outputs = {value.name or "": value for value in graph.outputs}
+    output = _output(path, outputs, output)
+    sample = _sample(path, values, timestep, outputs[output], sample)
+    shapes = {name: _shape(value) for name, value in values.items()}
+    batch = shapes[sample][0]
+    shapes = {name: _of_batch(shape, batch) if name != timestep else shape for name, shape in shapes.items()}
+    if len(own := shapes[timestep]) > 1 or (own and isinstance(own[0], int) and own[0] not in (1, batch)):
+        raise UserError(
+            f"{path} takes a timestep of the shape {list(own)}",
+            expected="one timestep, or one for each sample",
+            got=f"'{timestep}' of {len(own)} dimensions" if len(own) > 1 else f"{own[0]} timesteps",
+            remedy="export the model with one timestep for each sample, or name another input in model.options.timestep",
+        )
+    kinds = {name: "float32" if value.dtype in _FLOATS else "int64" for name, value in values.items()}
+    order = [sample, timestep, *(name for name in values if name not in (sample, timestep))]
+    specs = tuple(InputSpec(name, kinds[name], (batch,) if name == timestep else shapes[name]) for name in order)
+    return Inputs(
+        sample,
+        timestep,
+        output,
+        specs,
+        shapes,
+        frozenset(name for name, value in values.items() if value.dtype == ir.DataType.BOOL),
+        _dims(path, specs, sizes, batch, guessed_sizes(model, sample)),
+    )
+
+
+def _refuse_unfit(path: Path, values: Mapping[str, ir.Value], graph: ir.Graph) -> None:
+    """
+    Raises:
+        UserError: an input has no shape, or a type that denoisers do not take, or is a weight.
+    """
+    for name, value in values.items():
+        weighs = [node for node, place in value.uses() if (node.op_type, place) in _WEIGHT_PLACES]
+        static = value.shape is not None and all(isinstance(size, int) for size in value.shape) and len(value.shape) > 1
+        if weighs and static and len(value.uses()) == len(weighs) and len(values) > 2:
+            raise UserError(
+                f"{path} takes its weights as inputs",
+                expected="weights that the file holds",
+                got=f"'{name}' {list(value.shape or ())}, which {weighs[0].op_type} {weighs[0].name} multiplies with",
+                remedy="export the model with its parameters (export_params=True, no keep_initializers_as_inputs)",
+            )
+        if value.shape is None or value.dtype not in _FLOATS | _INTEGERS:
+            raise UserError(
+                f"the input '{name}' of {path} cannot be used",
+                expected="an input with a shape, of floating-point, whole or truth values",
+                got="no shape" if value.shape is None else str(value.dtype),
+                remedy="export the model again with torch.onnx.export, or set the input's shape and type with onnx",
+            )
+
+
+_WEIGHT_PLACES = {("Conv", 1), ("Gemm", 1), ("MatMul", 1)}
+
+
+def _shape(value: ir.Value) -> tuple[int | str, ...]:
+    """Numbers and names; what has neither is called after its place."""
+    assert value.shape is not None
+    return tuple(
+        size if isinstance(size, int) else size.value or f"{value.name}_{axis}" for axis, size in enumerate(value.shape)
+    )
+
+
+def _of_batch(shape: tuple[int | str, ...], batch: int | str) -> tuple[int | str, ...]:
+    """A shape that begins with the samples under the name that the denoised input has for them."""
+    if shape and isinstance(shape[0], str) and isinstance(batch, str) and _OF_BATCH.search(shape[0]):
+        return (batch, *shape[1:])
+    return shape
+
+
+def _named(path: Path, what: str, given: str, values: Mapping[str, Any]) -> str:
+    if given not in values:
+        raise UserError(
+            f"{path} has no {'output' if what == 'output' else 'input'} '{given}'",
+            expected=", ".join(values),
+            got=f"model.options.{what}: {given}",
+            remedy=did_you_mean(given, values, f"correct model.options.{what}"),
+        )
+    return given
+
+
+def _unclear(path: Path, what: str, found: Sequence[str], values: Mapping[str, ir.Value]) -> UserError:
+    described = ", ".join(
+        f"{name} {list(_shape(value)) if value.shape is not None else ''}" for name, value in values.items()
+    )
+    return UserError(
+        f"which {'output' if what == 'output' else 'input'} of {path} is the {what} cannot be told",
+        expected=f"model.options.{what} in the recipe, with one of: {described}",
+        got=", ".join(found) or "none that is called so",
+        remedy=f"add `{what}: {(found or list(values))[0]}` under model.options, with the name that is right",
+    )
+
+
+def _timestep(path: Path, values: Mapping[str, ir.Value], given: str | None) -> str:
+    if given is not None:
+        return _named(path, "timestep", given, values)
+    found = [name for name in values if _TIMESTEPS.fullmatch(name)]
+    exact = [name for name in found if name.lower() in ("timestep", "timesteps", "t")]
+    found = exact if len(exact) == 1 and len(found) > 1 and exact[0].lower() == "t" else found
+    if len(found) != 1:
+        raise _unclear(path, "timestep", found, values)
+    return found[0]
+
+
+def _output(path: Path, outputs: Mapping[str, ir.Value], given: str | None) -> str:
+    if given is not None:
+        return _named(path, "output", given, outputs)
+    found = [name for name in outputs if name in _OUTPUTS] if len(outputs) > 1 else list(outputs)
+    if len(found) != 1:
+        raise _unclear(path, "output", list(outputs), outputs)
+    return found[0]
+
+
+def _sample(path: Path, values: Mapping[str, ir.Value], timestep: str, output: ir.Value, given: str | None) -> str:
+    if given is not None:
+        return _named(path, "sample", given, values)
+    floats = {
+        name: value
+        for name, value in values.items()
+        if name != timestep and value.dtype in _FLOATS and len(value.shape or ()) >= 3
+    }
+    named = [name for name in floats if name.lower() in _SAMPLES]
+    if len(named) == 1:
+        return named[0]
+    alike = [name for name, value in floats.items() if output.shape is not None and _shape(value) == _shape(output)]
+    images = [name for name, value in floats.items() if len(value.shape or ()) >= 4]
+    for found in (alike, images, list(floats)):
+        if len(found) == 1:
+            return found[0]
+    raise _unclear(path, "sample", named or list(floats), values)
+
+
+def _dims(
+    path: Path,
+    specs: Sequence[InputSpec],
+    sizes: Mapping[str, Any],
+    batch: int | str,
+    guessed: Mapping[str, Any],
+) -> dict[str, tuple[int, int, int]]:
+    symbols = dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str))
+    if unknown := [name for name in sizes if name not in symbols]:
+        raise UserError(
+            f"{path} has no dimension '{unknown[0]}'",
+            expected=", ".join(symbols) or "no sizes: all of them are numbers in the graph",
+            got=", ".join(unknown),
+            remedy=did_you_mean(unknown[0], symbols, "take it out of model.options.sizes"),
+        )
+    known = ({batch: list(BATCH)} if isinstance(batch, str) else {}) | dict(sizes)
+    if missing := [name for name in symbols if name not in known]:
+        proposed = ", ".join(f"{name}: {guessed.get(name, 77)}" for name in missing)
+        raise UserError(
+            f"sizes of {path} are not known",
+            expected="a number, or [min, opt, max], for " + ", ".join(missing) + " in model.options.sizes",
+            got=", ".join(sizes) or "none",
+            remedy=f"add `sizes: {{{proposed}}}` under model.options, with the sizes that you need",
+        )
+    return {name: _range(name, known[name]) for name in symbols}
+
+
+def _range(name: str, given: Any) -> tuple[int, int, int]:
+    listed = [given] * 3 if isinstance(given, int) else given
+    whole = isinstance(listed, list) and len(listed) == 3 and all(type(size) is int for size in listed)
+    if not whole or not 1 <= listed[0] <= listed[1] <= listed[2]:
+        raise UserError(
+            f"model.options.sizes.{name} is no size",
+            expected="a whole number, or [min, opt, max]",
+            got=repr(given),
+            remedy="correct it in the recipe",
+        )
+    return listed[0], listed[1], listed[2]
+
+
+def guessed_sizes(model: ir.Model, sample: str) -> dict[str, int]:
+    """Sizes to begin with, by the names of dimensions: channels as a first convolution has them, images of 64, prompts of 77."""
+    guessed: dict[str, int] = {}
+    for value in model.graph.inputs:
+        shape: Sequence[int | str] = _shape(value) if value.shape is not None else ()
+        image = value.name == sample and len(shape) > 3
+        for axis, size in enumerate(shape):
+            if isinstance(size, str):
+                guessed.setdefault(size, 2 if axis == 0 else 64 if image else 77)
+        if image and isinstance(shape[1], str):
+            weights = [node.inputs[1] for node, place in value.uses() if node.op_type == "Conv" and place == 0]
+            known = next((w.shape for w in weights if w is not None and w.shape is not None), None)
+            channels = known[1] if known is not None else None
+            guessed[shape[1]] = channels if isinstance(channels, int) else 4
+    return guessed

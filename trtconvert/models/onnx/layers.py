@@ -1,0 +1,107 @@
+"""Layers that are written out: products with constant weights and their biases, and group norms by way of instance norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from trtconvert.models.onnx.attention import Shapes
+from trtconvert.models.onnx.operators import Value
+from trtconvert.models.onnx.steps import Graph, Step
+
+
+def fuse_linear(graph: Graph, constants: dict[str, Value]) -> None:
+    """Make `trtconvert::linear` steps of products with constant matrices and the biases that are added, in place.
+
+    Weights become [N, K], as torch's layers have them; of one that several steps read in one way there is one.
+    """
+    read = graph.readers()
+    changes = dict[Step, Sequence[Step]]()
+    turned = dict[str, str]()
+
+    def weight(name: str, is_turned: bool) -> str:
+        if is_turned:
+            return name
+        if name not in turned:
+            turned[name] = f"{name}.T"
+            constants[turned[name]] = constants[name].T.contiguous()  # type: ignore[union-attr]
+        return turned[name]
+
+    for step in graph.steps:
+        matrix = constants.get(step.input(1))
+        if not isinstance(matrix, Tensor) or matrix.dim() != 2 or step.input(0) in constants:
+            continue
+        attributes = step.attributes
+        if step.op == "MatMul":
+            inputs, last = [step.inputs[0], weight(step.inputs[1], False)], step
+            added = read[step.outputs[0]]
+            if len(added) == 1 and added[0].op == "Add":
+                others = [name for name in added[0].inputs if name != step.outputs[0]]
+                bias = constants.get(others[0]) if others else None
+                if isinstance(bias, Tensor) and bias.shape == (matrix.shape[1],):
+                    inputs, last = [*inputs, others[0]], added[0]
+                    changes[step] = ()
+            changes[last] = [Step("trtconvert::linear", tuple(inputs), last.outputs, {}, step.scope, step.title)]
+        elif step.op == "Gemm" and not attributes.get("transA", 0) and attributes.get("alpha", 1.0) == 1:
+            bias = constants.get(step.input(2))
+            outputs = matrix.shape[0 if attributes.get("transB", 0) else 1]
+            fits = isinstance(bias, Tensor) and bias.numel() == outputs and attributes.get("beta", 1.0) == 1
+            if step.input(2) and not fits:
+                continue
+            inputs = [step.inputs[0], weight(step.inputs[1], bool(attributes.get("transB", 0))), *step.inputs[2:]]
+            if isinstance(bias, Tensor) and bias.dim() != 1:
+                constants[step.inputs[2]] = bias.reshape(-1)
+            changes[step] = [Step("trtconvert::linear", tuple(inputs), step.outputs, {}, step.scope, step.title)]
+    graph.replace(changes)
+
+
+def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) -> None:
+    """Make group norms of instance norms of [B, groups, …], with the weights that follow, in place."""
+    made, read = graph.producers(), graph.readers()
+    changes = dict[Step, Sequence[Step]]()
+    for step in graph.steps:
+        if step.op != "InstanceNormalization" or not _is_plain(step, constants):
+            continue
+        before, after = made.get(step.inputs[0]), read[step.outputs[0]]
+        if before is None or before.op != "Reshape" or len(after) != 1 or after[0].op != "Reshape":
+            continue
+        source, last = before.inputs[0], after[0]
+        shape, groups = shapes.get(source, ()), shapes.get(step.inputs[0], (0, 0))[1]
+        if len(shape) < 3 or shapes.get(last.outputs[0]) != shape or not groups or shape[1] % groups:
+            continue
+        inputs = [source]
+        for op in ("Mul", "Add"):
+            follows = read[last.outputs[0]]
+            found = follows[0] if len(follows) == 1 and follows[0].op == op else None
+            name = next((x for x in found.inputs if x != last.outputs[0]), "") if found is not None else ""
+            weight = constants.get(name)
+            if found is None or not isinstance(weight, Tensor) or not _is_of_channels(weight, shape):
+                break
+            constants[f"{name}:channels"] = weight.reshape(-1)
+            inputs.append(f"{name}:channels")
+            last = found
+        if len(inputs) == 2:  # a factor without a shift: what is added is nothing
+            constants[f"{inputs[1]}:none"] = 0 * constants[inputs[1]]  # type: ignore[operator]
+            inputs.append(f"{inputs[1]}:none")
+        attributes = {"num_groups": groups, "epsilon": step.attributes.get("epsilon", 1e-5)}
+        changes[last] = [
+            Step("trtconvert::group_norm", tuple(inputs), last.outputs, attributes, step.scope, step.title, 21)
+        ]
+    graph.replace(changes)
+
+
+def _is_plain(step: Step, constants: Mapping[str, Value]) -> bool:
+    """Whether a norm's own factors are ones and shifts zeros."""
+    for name, number in zip(step.inputs[1:], (1, 0), strict=False):
+        value = constants.get(name)
+        if value is None or not np.all(np.asarray(value, dtype=np.float32) == number):
+            return False
+    return len(step.inputs) == 3
+
+
+def _is_of_channels(weight: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a weight has a number for each channel of images of a shape, and nothing else."""
+    rank = len(shape) - 2
+    return weight.numel() == shape[1] and tuple(weight.shape)[-rank - 1 :] == (shape[1], *[1] * rank)

@@ -1,0 +1,296 @@
+"""An ONNX graph as a `DiffusionModel`, checked against ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trtconvert.attention.sites import Site
+from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec
+from trtconvert.errors import UserError, did_you_mean, first_line
+from trtconvert.export.float32 import in_float32
+from trtconvert.models.onnx.attention import Left
+from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed
+from trtconvert.models.onnx.files import read_graph, refuse_control_flow, stored_type
+from trtconvert.models.onnx.inputs import Inputs, read_inputs
+from trtconvert.models.onnx.operators import OPERATORS, Types
+from trtconvert.models.onnx.sampling import GraphSampler, noise_of, read_conditions
+from trtconvert.models.onnx.steps import Graph, Step, graph_of
+from trtconvert.runtime.signature import shape_of
+
+LARGEST_ERROR = 1e-3
+"""Relative L2 distance of the module's output from ONNX Runtime's of the file, both in FP32: orders of summation differ, and
+nothing else. Two implementations of one graph come to 1e-6, through a hundred layers to 1e-4."""
+
+
+def onnx_model(
+    weights: Path,
+    *,
+    sample: str | None = None,
+    timestep: str | None = None,
+    output: str | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    schedule: str = "scaled_linear",
+    prediction: str | None = None,
+    timesteps: int = 1000,
+    timestep_factor: float = 1.0,
+    shift: float = 1.0,
+    conditions: str | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> DiffusionModel:
+    """The denoiser in an ONNX file.
+
+    Args:
+        weights: the file; weights beside it are found as it names them.
+        sample, timestep, output: names of what is denoised, of the timestep and of the prediction, where they cannot be told.
+        sizes: of symbolic dimensions of the inputs, by name: a number, or [min, opt, max].
+        schedule, prediction, timesteps: what the model was trained with: linear, scaled_linear, cosine or flow; epsilon,
+            v_prediction, sample or flow; and how many timesteps.
+        timestep_factor: what timesteps are multiplied by before the graph gets them: 0.001 for one that takes shares.
+        shift: of flow matching's steps.
+        conditions: what the other inputs hold in samples: a file with a row for each of some, or "random".
+        values: inputs that hold one number everywhere.
+    Raises:
+        UserError: the file is none, or damaged, or the graph cannot be converted, or an option does not fit.
+    """
+    noise = noise_of(schedule, timesteps, prediction, shift)
+    model = read_graph(weights)
+    refuse_control_flow(weights, model)
+    inputs = read_inputs(weights, model, sample=sample, timestep=timestep, output=output, sizes=dict(sizes or {}))
+    opt = {name: size for name, (_, size, _) in inputs.dims.items()}
+    first = inputs.specs[0]
+    batch = first.shape[0]
+    given = read_conditions(weights, inputs.conditions, opt, batch, conditions, dict(values or {}))
+    denoiser, shape, left = _denoiser(weights, model, inputs, float(timestep_factor), opt)
+    low, _, high = inputs.dims[batch] if isinstance(batch, str) else (batch, batch, batch)
+    of_sample = shape_of(first.shape[1:], opt)
+    pixels = len(of_sample) == 3 and of_sample[0] in (1, 3)
+    found = DiffusionModel(
+        name=weights.name,
+        denoiser=denoiser,
+        inputs=inputs.specs,
+        output=InputSpec(
+            "prediction" if inputs.output in (s.name for s in inputs.specs) else inputs.output, "float32", shape
+        ),
+        timestep_input=inputs.timestep,
+        timestep_max=float(noise.timesteps),
+        sigmas=noise.sigmas,
+        signal=noise.signal,
+        dims=inputs.dims,
+        sample=GraphSampler(noise, inputs.sample, inputs.timestep, tuple(of_sample), high, low == high, given),
+        encoder=ImageEncoder((of_sample[0], of_sample[1], of_sample[2]), lambda x: x * 2 - 1) if pixels else None,
+        as_passed=given.as_passed(),
+        left_sites=tuple(_as_site(part) for part in left),
+    )
+    _check_sizes(weights, found)
+    _check_numbers(weights, model, inputs, found, opt)
+    return found
+
+
+def _denoiser(
+    path: Path, model: ir.Model, inputs: Inputs, factor: float, opt: Mapping[str, int]
+) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Left]]:
+    """The graph as a module, the shape of its prediction, and what looks like attention and is none."""
+    graph, stored = graph_of(model), stored_type(model)
+    graph.outputs = (inputs.output,)
+    _with_timesteps(graph, inputs)
+    graph.replace({})
+    _refuse_unknown(path, graph)
+    with torch.no_grad():
+        values = folded(graph, stored)
+    types = Types(int(stored), torch.float32, torch.device("cpu"))
+    example = {spec.name: _empty(spec, inputs, opt) for spec in inputs.specs}
+    shapes, _ = observed(graph, values, types, example)
+    left = fused(graph, values, types, example)
+    if not any(step.op in _ATTENTION for step in graph.steps):
+        raise UserError(
+            f"no attention was found in {path}",
+            expected="a MatMul, a Softmax and a MatMul that make attention, or Attention of opset 23",
+            got="; ".join(f"Softmax at {part.name}: {part.reason}" for part in left) or "no Softmax in the graph",
+            remedy="export the model without fusions of other runtimes, with torch's scaled_dot_product_attention in it",
+        )
+    keep = kept_constants(graph, values, stored, inputs.timestep)
+    shape, channels = _prediction(path, inputs, shapes[inputs.output], opt)
+    denoiser = GraphDenoiser(
+        graph,
+        values,
+        stored,
+        timestep=inputs.timestep,
+        factor=factor,
+        keep=keep,
+        channels=channels,
+        truths=inputs.truths,
+    )
+    return denoiser.eval().requires_grad_(False), shape, left
+
+
+_ATTENTION = {"Attention", "com.microsoft::Attention", "com.microsoft::MultiHeadAttention", "trtconvert::attention"}
+
+
+def _empty(spec: InputSpec, inputs: Inputs, sizes: Mapping[str, int]) -> Tensor:
+    kind = torch.bool if spec.name in inputs.truths else getattr(torch, spec.dtype)
+    return torch.zeros(shape_of(spec.shape, sizes), dtype=kind)
+
+
+def _with_timesteps(graph: Graph, inputs: Inputs) -> None:
+    """Let a graph that takes one timestep, a number, take [batch]: what makes an axis of the number is left out, in place."""
+    if inputs.own[inputs.timestep]:
+        return
+    scalars, changes = {inputs.timestep}, dict[Step, Sequence[Step]]()
+    for step in graph.steps:
+        if step.input(0) in scalars and step.op in ("Cast", "Identity"):
+            scalars.update(step.outputs)
+        elif step.input(0) in scalars and step.op in ("Unsqueeze", "Reshape", "Flatten"):
+            changes[step] = [Step("Identity", step.inputs[:1], step.outputs, {}, step.scope, step.title)]
+    graph.replace(changes)
+
+
+def _refuse_unknown(path: Path, graph: Graph) -> None:
+    """
+    Raises:
+        UserError: the graph has operators that are not known.
+    """
+    unknown = {step.op: step for step in graph.steps if step.op not in OPERATORS}
+    if not unknown:
+        return
+    quantised = any("Quantize" in op for op in unknown)
+    op = next(iter(unknown))
+    raise UserError(
+        f"{path} has operators that are not converted",
+        expected="a model that is not quantised yet"
+        if quantised
+        else "ONNX's own operators that denoisers are made of",
+        got=", ".join(f"{op} (at {step.title.partition(' ')[2]})" for op, step in list(unknown.items())[:6]),
+        remedy="give the model before it was quantised: INT8 is what is made here"
+        if quantised
+        else did_you_mean(op, (), "export the model from torch without fusions or plugins of other runtimes"),
+    )
+
+
+def _prediction(
+    path: Path, inputs: Inputs, found: tuple[int, ...], opt: Mapping[str, int]
+) -> tuple[tuple[int | str, ...], int | None]:
+    """The prediction's shape, and how many of the output's channels it is, None for all.
+
+    Raises:
+        UserError: it is not of the shape of what is denoised.
+    """
+    spec = inputs.specs[0]
+    wanted = tuple(shape_of(spec.shape, opt))
+    if found == wanted:
+        return spec.shape, None
+    if len(found) == len(wanted) > 3 and found == (wanted[0], 2 * wanted[1], *wanted[2:]):
+        return spec.shape, wanted[1]  # the others are the variance, as of DiT
+    raise UserError(
+        f"the output of {path} is no prediction of what it denoises",
+        expected=f"'{inputs.output}' of the shape of '{inputs.sample}', {list(wanted)}, or with twice as many channels",
+        got=str(list(found)),
+        remedy="name the right ones in model.options.sample and model.options.output",
+    )
+
+
+def _as_site(left: Left) -> Site:
+    """What is listed of a softmax that stays as it is."""
+    heads, tokens = (left.shape[1] if len(left.shape) == 4 else 1), left.shape[-2:] if len(left.shape) > 1 else (1, 1)
+    return Site(left.name, heads, heads, 1, 1.0, False, tokens[0], tokens[-1], f"Softmax: {left.reason}")
+
+
+def _check_sizes(path: Path, model: DiffusionModel) -> None:
+    """Run the module on tensors without numbers, of the smallest and of the largest sizes.
+
+    Raises:
+        UserError: the graph takes one size only, whatever its inputs say.
+    """
+    for place in (0, 2):
+        sizes = {name: size[place] for name, size in model.dims.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            empty = {
+                spec.name: torch.empty(shape_of(spec.shape, sizes), dtype=getattr(torch, spec.dtype))
+                for spec in model.inputs
+            }
+            try:
+                got = model.denoiser(**empty)
+                failed = (
+                    ""
+                    if list(got.shape) == list(shape_of(model.output.shape, sizes))
+                    else f"an output {list(got.shape)}"
+                )
+            except Exception as error:  # whatever torch raises for shapes that do not fit
+                failed = "; ".join([first_line(error), *getattr(error, "__notes__", [])])
+        if failed:
+            raise UserError(
+                f"{path} does not take the sizes that are asked for",
+                expected="a graph that takes " + ", ".join(f"{name} {size}" for name, size in sizes.items()),
+                got=failed,
+                remedy="give one number for each in model.options.sizes, that which the graph was exported with, or export it "
+                "with dynamic axes",
+            )
+
+
+def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: DiffusionModel, opt: Mapping[str, int]) -> None:
+    """Hold the module to ONNX Runtime's output of the file, in FP32.
+
+    Raises:
+        UserError: they differ: an operator means something else here than there.
+    """
+    import onnxruntime
+
+    example = found.example(0, opt)
+    own = inputs.own[inputs.timestep]
+    alone = not own or own[0] == 1
+    if alone:  # one timestep for all samples
+        example[inputs.timestep] = example[inputs.timestep][:1].expand_as(example[inputs.timestep]).contiguous()
+    denoiser = found.denoiser
+    assert isinstance(denoiser, GraphDenoiser)
+    feeds = {name: _array(x, name in inputs.truths) for name, x in example.items()}
+    timestep = feeds[inputs.timestep]
+    if timestep.dtype.kind == "f":
+        timestep = timestep * np.float32(denoiser.factor)
+    feeds[inputs.timestep] = timestep[0] if not own else timestep[:1] if alone else timestep
+    types = {value.name: value.dtype for value in model.graph.inputs}
+    feeds = {name: x.astype(np.int32) if types[name] == ir.DataType.INT32 else x for name, x in feeds.items()}
+    in_16_bits = any(value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) for value in _values(model))
+    copy: AbstractContextManager[Path] = in_float32(path) if in_16_bits else nullcontext(path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        with copy as file:
+            session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            names = {value.name for value in session.get_inputs()}
+            feeds = {name: x for name, x in feeds.items() if name in names}
+            (expected,) = session.run([inputs.output], feeds)
+    except Exception as error:  # ONNX Runtime's own kinds
+        raise UserError(
+            f"ONNX Runtime does not run {path}",
+            expected="a model that it runs on the CPU with "
+            + ", ".join(f"{n} {list(x.shape)}" for n, x in feeds.items()),
+            got=first_line(error),
+            remedy="correct model.options.sizes, or export the model again; onnx.checker.check_model tells more",
+        ) from error
+    with torch.no_grad():
+        got = denoiser(**example).double()
+    exact = torch.from_numpy(np.asarray(expected, dtype=np.float64))[:, : got.shape[1]]
+    error = float((got - exact).norm() / exact.norm().clamp_min(1e-30)) if got.shape == exact.shape else float("inf")
+    if not error <= LARGEST_ERROR:
+        raise UserError(
+            f"{path} computes something else in ONNX Runtime than what was made of it",
+            expected=f"outputs that differ by {LARGEST_ERROR:g} at most, relative to them",
+            got=f"{error:.3g}",
+            remedy="please report it with the model; or convert the torch model that it came from",
+        )
+
+
+def _array(x: Tensor, is_truth: bool) -> np.ndarray:
+    return (x.bool() if is_truth else x).numpy()
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    return [*model.graph.inputs, *model.graph.initializers.values(), *(v for node in model.graph for v in node.outputs)]

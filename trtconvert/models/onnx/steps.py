@@ -1,0 +1,158 @@
+"""A graph as a list of steps, which patterns rewrite and a module runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+"""Metadata of torch's exporter: paths of the modules that a node lies in, from the outermost, and its own name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A node.
+
+    Attributes:
+        op: operator; of other domains than ONNX's own with the domain before it, "com.microsoft::Gelu".
+        inputs, outputs: names of values; empty where one is left out.
+        attributes: Python values; tensors as numpy arrays, 16-bit ones as float32.
+        scope: path of the module that it comes from, as far as is known.
+        title: for people.
+        opset: of its operator's domain.
+    """
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    scope: str = ""
+    title: str = ""
+    opset: int = 20
+
+    def input(self, place: int) -> str:
+        """The name of an input; empty where there is none."""
+        return self.inputs[place] if place < len(self.inputs) else ""
+
+
+@dataclass
+class Graph:
+    """Steps in the order of their computation.
+
+    Attributes:
+        constants: values that no step computes and no caller gives.
+        inputs, outputs: names.
+    """
+
+    steps: list[Step]
+    constants: dict[str, ir.TensorProtocol]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def producers(self) -> dict[str, Step]:
+        return {name: step for step in self.steps for name in step.outputs}
+
+    def readers(self) -> dict[str, list[Step]]:
+        """Who reads a value; the graph itself, of its outputs, as a step without a name."""
+        found = defaultdict[str, list[Step]](list)
+        for step in (*self.steps, Step("", self.outputs, ())):
+            for name in step.inputs:
+                found[name].append(step)
+        return found
+
+    def replace(self, changes: Mapping[Step, Sequence[Step]]) -> None:
+        """Put other steps into the places of some, and drop those whose results are not read."""
+        changed = [new for step in self.steps for new in changes.get(step, (step,))]
+        needed, kept = set(self.outputs), list[Step]()
+        for step in reversed(changed):
+            if needed.intersection(step.outputs):
+                needed.update(step.inputs)
+                kept.append(step)
+        self.steps = kept[::-1]
+
+
+def graph_of(model: ir.Model) -> Graph:
+    """The main graph of a model that has no local functions.
+
+    Steps whose inputs are all constants are steps still.
+    """
+    graph = model.graph
+    constants: dict[str, ir.TensorProtocol] = {
+        name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None
+    }
+    names = _Scopes(constants)
+    steps = list[Step]()
+    for node in graph:
+        opset = graph.opset_imports.get(node.domain, model.opset_imports.get(node.domain, 1))
+        op = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+        inputs = tuple(value.name or "" if value is not None else "" for value in node.inputs)
+        while inputs and not inputs[-1]:
+            inputs = inputs[:-1]
+        outputs = tuple(value.name or "" for value in node.outputs)
+        attributes = {name: _value(attribute) for name, attribute in node.attributes.items()}
+        title = f"{node.op_type} {node.name or outputs[0]}"
+        if op == "Constant" and (tensor := _tensor(node)) is not None:
+            constants[outputs[0]] = tensor
+        else:
+            steps.append(Step(op, inputs, outputs, attributes, names.of(node, inputs), title, opset))
+    given = tuple(value.name or "" for value in graph.inputs if value.name not in constants)
+    return Graph(steps, constants, given, tuple(value.name or "" for value in graph.outputs))
+
+
+def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
+    """What a Constant holds, in any of its forms."""
+    ((name, attribute),) = node.attributes.items()
+    value = attribute.value
+    if name == "value":
+        return value
+    kinds = {
+        "value_int": ir.DataType.INT64,
+        "value_ints": ir.DataType.INT64,
+        "value_float": ir.DataType.FLOAT,
+        "value_floats": ir.DataType.FLOAT,
+    }
+    return ir.tensor(value, dtype=kinds[name]) if name in kinds else None
+
+
+def _value(attribute: ir.Attr) -> Any:
+    if attribute.type == ir.AttributeType.TENSOR:
+        return attribute.value.numpy()
+    return list(attribute.value) if isinstance(attribute.value, tuple) else attribute.value
+
+
+class _Scopes:
+    """Paths of the modules that nodes come from: as torch's exporters say, or as their weights are called."""
+
+    def __init__(self, constants: Mapping[str, ir.TensorProtocol]) -> None:
+        self._constants = constants
+
+    def of(self, node: ir.Node, inputs: Sequence[str]) -> str:
+        scopes = node.metadata_props.get(_SCOPES, "")
+        if scopes.startswith("["):
+            path = [*ast.literal_eval(scopes)][:-1]
+            if path and path[-1] and path[-1] != "_empty_nn_module_stack_from_metadata_hook":
+                return _valid(path[-1])
+        if (node.name or "").startswith("/"):  # torch's older exporter
+            return _valid(_joined((node.name or "").split("/")[1:-1]))
+        for name in inputs[1:]:
+            if name in self._constants and name.endswith(".weight"):
+                return _valid(name.removesuffix(".weight"))
+        return ""
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """A path of parts, some of which begin with the part before: "mlp", "mlp.0"."""
+    kept = [part for part, after in zip(parts, [*parts[1:], ""], strict=False) if not after.startswith(f"{part}.")]
+    return ".".join(kept)
+
+
+def _valid(path: str) -> str:
+    """A path whose parts can be names of modules, without what torch puts before them."""
+    parts = [re.sub(r"[^\w-]", "_", part) for part in path.split(".") if part]
+    return ".".join(parts)
