@@ -13,7 +13,7 @@ from trtconvert.calib.layer_observer import LayerObserver, LayerRows
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.linear.modes import LayerMode
-from trtconvert.linear.reference import LEVELS, conv, linear, short_scale
+from trtconvert.linear.reference import LEVELS, conv, linear, quantise_weight, short_scale
 from trtconvert.linear.sites import LayerCall, model_tensors
 
 MAX = 1000.0
@@ -73,6 +73,16 @@ def test_channels_of_outliers_are_equalised():
     plain = chosen(layer, model, rows, equalise=False)
     assert torch.equal(plain.x_factor, torch.ones(64))
     assert static_error(layer, model, scales, unseen) < static_error(layer, model, plain, unseen) / 2
+
+
+def test_weights_that_are_stored_in_int8_are_taken_as_they_are():
+    stored, scale = quantise_weight(random(64, 64, seed=7))
+    layer, model = layer_and_model(weight=stored * scale[:, None])
+    scales = chosen(layer, model, rows_of(*calls(outliers)))
+    assert torch.equal(scales.x_factor, torch.ones(64))
+    modes = {layer.name: torch.tensor([int(LayerMode.STATIC)])}
+    tables = layer_tables(model, [layer], {layer.source: scales}, modes)[layer.name]
+    assert torch.equal(tables.weight, stored) and torch.equal(tables.weight_scale, scale)
 
 
 def test_factors_are_exact_in_half_precision_and_keep_the_size_of_channels():

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
-from trtconvert.linear.reference import LEVELS, LayerTables, conv, linear, quantise_weight, short_scale
+from trtconvert.linear.reference import LEVELS, LayerTables, conv, is_quantised, linear, quantise_weight, short_scale
+from trtconvert.weights import blocks
 
 INT8_MODES = [mode for mode in LayerMode if mode != LayerMode.EXACT]
 OF_CONVS = [LayerMode.WEIGHT_ONLY, LayerMode.STATIC]
@@ -285,3 +286,20 @@ def test_a_layer_in_other_modes_is_the_same_layer():
     other = tables.with_modes(torch.tensor([1, 2, 3]))
     assert other.modes.tolist() == [1, 2, 3] and tables.with_modes(LayerMode.DYNAMIC).modes.tolist() == [2] * 3
     assert all(getattr(other, name) is value for name, value in vars(tables).items() if name != "modes")
+
+
+@pytest.mark.parametrize("size", [30.0, 1.0, 1e-3, 2e-5, 1e-6])
+@pytest.mark.parametrize("shape", [(300, 64), (300, 4, 3, 3)], ids=["linear", "conv"])
+def test_weights_that_were_quantised_come_back_number_by_number(size, shape):
+    """As `trtconvert quantize --granularity channel` stores them, also where the largest is not 127."""
+    weight = random(*shape) * size
+    weight[5] = 0
+    found = blocks.measure(blocks.as_matrix(weight))
+    scale = blocks.scales(found, "channel")
+    stored, _ = blocks.quantise(blocks.as_matrix(weight), scale)
+    assert len(stored.abs().amax(1).unique()) > 2
+    restored = blocks.dequantise(stored, scale, torch.float32).view(shape)
+    again, scale_again = quantise_weight(restored)
+    assert torch.equal(again, stored.view(shape)) and torch.equal(scale_again, scale)
+    assert is_quantised(restored) and not is_quantised(weight) and not is_quantised(torch.zeros(shape))
+    assert not is_quantised(restored + weight * 1e-3)

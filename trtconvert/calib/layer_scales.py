@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.calib.layer_observer import LayerRows
-from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight, short_scale
+from trtconvert.linear.reference import LEVELS, LayerTables, is_quantised, quantise_weight, short_scale
 from trtconvert.linear.sites import Layer, model_tensors
 
 EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)
@@ -119,6 +119,8 @@ def choose_scales(
     """
     in_16bit = all(layer.weight_only for layer in layers)
     equalise, offsets = equalise and not in_16bit, offsets and not in_16bit
+    # Weights that `trtconvert quantize` stored by channel are taken as they are: factors would make others of them.
+    equalise = equalise and not any(is_quantised(layer.weight.of(tensors)) for layer in layers)
     weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
     seen = _Points(rows)
     halves = seen.halves()

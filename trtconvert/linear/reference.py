@@ -24,6 +24,12 @@ from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 LEVELS = 127
 """INT8 steps on either side of zero."""
 
+_FEWEST_STEPS = 119
+"""Of the largest number of a channel: its scale is rounded up by a sixteenth at most, unless it is the smallest there is."""
+
+_FEW_ROWS = 8
+"""Of a weight, which tell whether it is worth looking at all of it."""
+
 TINY_SCALE = 2.0**-100
 """Scale of a token of zeros, which quantises to zeros whatever the scale is."""
 
@@ -65,16 +71,47 @@ class LayerTables:
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight in INT8 with a scale per output channel; a channel of zeros has the smallest scale.
 
-    Scales are rounded up to eight significant bits, so that FP16 and BF16 hold them too and all lowerings have the same.
+    Scales are rounded up to eight significant bits, so that FP16 and BF16 hold them too and all lowerings have the same. What was
+    quantised so before and multiplied with its scales in FP32 comes back as it was, number by number.
 
     Args:
         weight: [N, …], finite.
     Returns:
         INT8 [N, …] and FP32 [N].
     """
-    scale = short_scale(weight.float().flatten(1).abs().amax(1) / LEVELS)
+    scale = _channel_scale(weight.float().flatten(1))
     stored = (weight.float() / _per_output(scale, weight)).round().clamp(-LEVELS, LEVELS)
     return stored.to(torch.int8), scale
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight [N, …] is exactly what `quantise_weight` makes of it, and not all zeros."""
+
+    def is_so(rows: Tensor) -> bool:
+        stored, scale = quantise_weight(rows)
+        return torch.equal(stored.float() * _per_output(scale, rows), rows.float())
+
+    return is_so(weight[:_FEW_ROWS]) and bool(weight.any()) and is_so(weight)
+
+
+def _channel_scale(rows: Tensor) -> Tensor:
+    """[N] scales of [N, K] FP32 rows.
+
+    A scale that was rounded up leaves the largest number below 127 steps: from it alone the next smaller scale would follow. So
+    rows are looked at that are whole numbers of a scale of so many bits, which others are only by chance in 2¹⁶, and all of its
+    numbers never.
+    """
+    largest = rows.abs().amax(1)
+    scale = short_scale(largest / LEVELS)
+    found = torch.zeros_like(scale, dtype=torch.bool)
+    for steps in range(LEVELS, _FEWEST_STEPS - 1, -1):
+        candidate = largest / steps
+        (open_rows,) = torch.nonzero(~found & (candidate == short_scale(candidate)), as_tuple=True)
+        if len(open_rows):
+            whole = rows[open_rows] / candidate[open_rows, None]
+            fits = open_rows[(whole == whole.round()).all(1)]
+            scale[fits], found[fits] = candidate[fits], True
+    return scale
 
 
 def short_scale(scale: Tensor) -> Tensor:
