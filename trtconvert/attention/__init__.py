@@ -1,1 +1,47 @@
-"""The attention op: its reference in torch, the op over the C API, timestep schedules, and where sites are intercepted."""
+"""The attention op: its reference in torch, the op over the C API, timestep schedules, and where sites are intercepted.
+
+What users of torch take is here by name: `Int8Attention`, `fused_cfg`, `replace_attention_with_int8` and what belongs to them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtconvert.attention.masks import neighbourhood_mask, window_mask
+    from trtconvert.attention.module import Int8Attention, fused_cfg
+    from trtconvert.attention.replace import attention_report, replace_attention_with_int8, restore_attention
+    from trtconvert.attention.schedules import compute_adaptive_scales, compute_sigma_schedule
+    from trtconvert.attention.sequence_parallel import SequenceParallelAttention
+
+__all__ = [
+    "Int8Attention",
+    "SequenceParallelAttention",
+    "attention_report",
+    "compute_adaptive_scales",
+    "compute_sigma_schedule",
+    "fused_cfg",
+    "neighbourhood_mask",
+    "replace_attention_with_int8",
+    "restore_attention",
+    "window_mask",
+]
+
+_PLACES = {
+    "masks": ("neighbourhood_mask", "window_mask"),
+    "module": ("Int8Attention", "fused_cfg"),
+    "replace": ("attention_report", "replace_attention_with_int8", "restore_attention"),
+    "schedules": ("compute_adaptive_scales", "compute_sigma_schedule"),
+    "sequence_parallel": ("SequenceParallelAttention",),
+}
+"""Module: what it has of these. Imported when it is asked for: the command line does without torch."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

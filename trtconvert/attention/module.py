@@ -1,0 +1,618 @@
+"""`Int8Attention`: the operator as a module of torch, with its scales, its precision and what it may leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert.attention import kernel, measured
+from trtconvert.attention.masks import (
+    check_block_mask,
+    check_block_size,
+    neighbourhood_mask,
+    window_mask,
+)
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.pruning import check_ratio, kept_keys, kept_mask, key_importance, most_important
+from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, seen_bins, tables_of_ranges
+from trtconvert.attention.reference import AttentionTables, timestep_bin
+from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_modes
+from trtconvert.attention.sites import HEAD_DIMS, SiteCall
+from trtconvert.attention.tables import NAMES
+from trtconvert.errors import UserError
+
+PRECISION_MODES = ("auto", *(mode.name.lower() for mode in Mode))
+ATTENTION_TYPES = ("dense", "block_sparse")
+
+Timestep = int | float | Tensor
+
+Sample = tuple[Tensor, Tensor, Tensor, Timestep]
+"""Q, K, V and their timestep."""
+
+
+class GuidedOutputs(tuple[Tensor, Tensor]):
+    """The conditional and the unconditional output of `fused_cfg`, to be unpacked.
+
+    Attributes:
+        guidance_scale: what was given; None without one.
+    """
+
+    guidance_scale: float | None
+
+    def __new__(cls, cond: Tensor, uncond: Tensor, guidance_scale: float | None) -> GuidedOutputs:
+        made = super().__new__(cls, (cond, uncond))
+        made.guidance_scale = guidance_scale
+        return made
+
+    @property
+    def guided(self) -> Tensor:
+        """uncond + scale · (cond - uncond) (Ho and Salimans 2022, arXiv 2207.12598).
+
+        Raises:
+            UserError: no guidance_scale was given.
+        """
+        if self.guidance_scale is None:
+            raise UserError(
+                "the outputs cannot be guided",
+                expected="a guidance_scale in the call of fused_cfg",
+                got="none",
+                remedy="fused_cfg(Q_cond, Q_uncond, K, V, timestep, guidance_scale=7.5)",
+            )
+        cond, uncond = self
+        return torch.lerp(uncond, cond, self.guidance_scale)
+
+
+class Int8Attention(nn.Module):
+    """Multi-head attention with INT8 products, whose precision and scales follow the denoising timestep.
+
+    On a GPU it runs the CUDA kernels, on a CPU their specification (for checking, slow). It needs no calibration: scales are
+    then measured on each call's tensors, on the device. `calibrate` fixes them to those of data, which saves these passes.
+    Timesteps count as diffusers counts them, from low noise (0) up. Nothing waits for the device, so that CUDA graphs and
+    torch.compile take it whole. Gradients are straight through, see `trtconvert.attention.kernel.int8_attention`.
+
+    Tables stay FP32 in whatever type the module is cast to.
+
+    Args:
+        num_heads: H, of the queries.
+        head_dim: D, 32 to 256 in steps of 8. Where it is left out, that of the first calibration, or of each call.
+        num_timesteps: the schedule's length; timesteps lie in [0, num_timesteps].
+        use_adaptive_scaling: follow the timestep: `timestep_bins` sets of scales, and modes by the noise with `precision_mode`
+            "auto". False: one set of scales for all timesteps, and "auto" is "balanced".
+        timestep_scales: [num_timesteps] factors by which scales follow the noise, as `compute_adaptive_scales` gives them. They
+            carry what `calibrate` saw at some timesteps to the others; without a calibration there is nothing to carry, as scales
+            are measured at each call's own timestep.
+        num_kv_heads: Hkv, of keys and values; divides H, which it is by default.
+        precision_mode: "fp16", "precision", "balanced", "aggressive", "fp8", see `Mode`, or "auto": by the noise of each timestep
+            bin (`sigma_rule_modes`), aggressive at high noise, precision at low.
+        sigmas: [num_timesteps] noise of each timestep for "auto"; the Karras schedule by default.
+        timestep_bins: equal parts of the schedule, each with its own scales and mode.
+        block_q: how far apart queries lie that tell which keys pruning may drop, see `key_importance`.
+        block_k: accepted for code that was written for other kernels: neither numbers nor speed depend on it. Tiles are 128 × 128
+            for `block_q` too, since keys are quantised tile by tile; memory does not grow with them.
+        softmax_eps: ε of exp(z) / (Σ exp(z) + ε), over scaled logits z. Nothing needs it here, as sums are taken relative to each
+            row's largest term: 0 leaves it out, and costs nothing.
+        softmax_scale: factor of the logits; 1/√D by default.
+        enable_pruning: drop the keys that least attention goes to.
+        pruning_ratio: which share of them; or one share for each of as many equal parts of the schedule, from low noise up, as
+            (0, 0, 0.1, 0.3) to prune in early steps only.
+        attention_type: "dense", or "block_sparse": within `window_size`.
+        block_size: of block-sparse windows, see `check_block_size`; the kernels' 128 by default.
+        window_size: tokens around each query that it sees, in block-sparse attention; for a `grid` one number for each direction.
+        grid: (height, width) or (frames, height, width) of the tokens in raster order; a plain sequence without.
+        sink_tokens, text_tokens, text: tokens that all see, in block-sparse attention, see `neighbourhood_mask`.
+        enable_cfg_fusion: allow `fused_cfg`, and calls whose queries have twice the batch of keys and values.
+
+    Raises:
+        UserError: an option that has no such value, or that the others leave without effect.
+    """
+
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_offset: Tensor | None
+    v_offset: Tensor | None
+    modes: Tensor
+    block_mask: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int | None = None,
+        num_timesteps: int = 1000,
+        use_adaptive_scaling: bool = True,
+        timestep_scales: Tensor | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        precision_mode: str = "auto",
+        sigmas: Tensor | None = None,
+        timestep_bins: int = 10,
+        block_q: int = 64,
+        block_k: int = 64,
+        softmax_eps: float = 0.0,
+        softmax_scale: float | None = None,
+        enable_pruning: bool = False,
+        pruning_ratio: float | Sequence[float] = 0.2,
+        attention_type: str = "dense",
+        block_size: int | None = None,
+        window_size: int | Sequence[int] | None = None,
+        grid: Sequence[int] | None = None,
+        sink_tokens: int = 0,
+        text_tokens: int = 0,
+        text: Literal["first", "last"] = "last",
+        enable_cfg_fusion: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _require(num_heads >= 1, "num_heads", "at least 1", num_heads)
+        _require(kv_heads >= 1 and num_heads % kv_heads == 0, "num_kv_heads", f"a divisor of {num_heads}", kv_heads)
+        _require(head_dim is None or head_dim in HEAD_DIMS, "head_dim", "32, 40, 48, …, 256", head_dim)
+        _require(num_timesteps >= 1, "num_timesteps", "at least 1", num_timesteps)
+        _require(precision_mode in PRECISION_MODES, "precision_mode", " or ".join(PRECISION_MODES), precision_mode)
+        _require(timestep_bins >= 1, "timestep_bins", "at least 1", timestep_bins)
+        for name, block in (("block_q", block_q), ("block_k", block_k)):
+            _require(block in (16, 32, 64, 128, 256), name, "16, 32, 64, 128 or 256", block)
+        _require(0 <= softmax_eps < math.inf, "softmax_eps", "0 or a small positive number", softmax_eps)
+        _require(attention_type in ATTENTION_TYPES, "attention_type", " or ".join(ATTENTION_TYPES), attention_type)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
+        self.num_timesteps, self.use_adaptive_scaling = num_timesteps, use_adaptive_scaling
+        self.block_q, self.block_k = block_q, block_k
+        self.softmax_eps, self.softmax_scale = softmax_eps, softmax_scale
+        self.enable_pruning, self.enable_cfg_fusion = enable_pruning, enable_cfg_fusion
+        self.pruning_ratio = _checked_ratios(pruning_ratio)
+        self.precision_mode, self.attention_type = precision_mode, attention_type
+        self.bins = min(timestep_bins, num_timesteps) if use_adaptive_scaling else 1
+        self._lut = self._checked_lut(timestep_scales)
+
+        modes = self._modes(sigmas)
+        self.present = frozenset(Mode(mode) for mode in modes.tolist())
+        self.register_buffer("modes", modes, persistent=False)
+        for name in NAMES:
+            self.register_buffer(name, None)
+
+        sparse = attention_type == "block_sparse"
+        self.block_size = 128 if block_size is None else block_size
+        self.window_size, self.sink_tokens = window_size, sink_tokens
+        if not sparse:
+            given = {"block_size": block_size, "window_size": window_size, "grid": grid}
+            given |= {"sink_tokens": sink_tokens or None, "text_tokens": text_tokens or None}
+            for name, value in given.items():
+                _require(value is None, name, "none in dense attention", value, 'attention_type="block_sparse"')
+        elif window_size is None:
+            raise _misfit("window_size", "a number of tokens for block-sparse attention", None, "window_size=512")
+        check_block_size(self.block_size)
+        _require(not (sparse and enable_pruning), "enable_pruning", "dense attention", "block_sparse", "leave one out")
+        mask = None
+        if sparse and grid is not None:
+            assert window_size is not None
+            size = window_size if isinstance(window_size, int) else tuple(window_size)
+            mask = neighbourhood_mask(
+                grid, size, block_size=self.block_size, text_tokens=text_tokens, text=text, sink_tokens=sink_tokens
+            )  # type: ignore[arg-type]
+        elif sparse:
+            _require(isinstance(window_size, int), "window_size", "one number without a grid", window_size)
+            _require(text_tokens == 0, "text_tokens", "none without a grid", text_tokens, "grid=(height, width)")
+        self._grid_tokens = 0 if mask is None else math.prod(grid or ()) + text_tokens
+        self.register_buffer("block_mask", mask, persistent=False)
+
+    def extra_repr(self) -> str:
+        sparse = f", window_size={self.window_size}" if self.attention_type == "block_sparse" else ""
+        pruned = f", pruning_ratio={self.pruning_ratio}" if self.enable_pruning else ""
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, precision_mode={self.precision_mode!r}, "
+            f"calibrated={self.calibrated}{sparse}{pruned}"
+        )
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether scales are those of data, by `calibrate` or `load_state_dict`."""
+        return self.q_scale is not None
+
+    @property
+    def tables(self) -> AttentionTables | None:
+        """What `calibrate` has found, by timestep bin; None before it."""
+        found = {name: getattr(self, name) for name in NAMES}
+        return AttentionTables(**found, modes=self.modes) if self.calibrated else None
+
+    # Calling ----------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        Q: Tensor,
+        K: Tensor,
+        V: Tensor,
+        timestep: Timestep,
+        *,
+        mask: Tensor | None = None,
+        return_mask: bool | None = None,
+        enable_pruning: bool | None = None,
+        pruning_ratio: float | Sequence[float] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            Q: [B, H, Nq, D] FP16 or BF16; on a CPU FP32 too. K, V: [B, Hkv, Nk, D], in Q's type and on its device.
+            timestep: in [0, num_timesteps], one for all samples or [B]. A tensor on a GPU is not looked at by the host: values
+                beyond the schedule's ends count as the ends.
+            mask: broadcastable to [B, H, Nq, Nk], boolean (true attends) or additive.
+            return_mask: also return which keys were kept, with pruning; by default where `enable_pruning` is given here.
+            enable_pruning, pruning_ratio: for this call, in place of the module's own.
+        Returns:
+            [B, H, Nq, D] in Q's type; and kept_mask [B, H, Nk] boolean, true for keys that were kept.
+        Raises:
+            UserError: tensors, a timestep or options that do not fit the module, or each other.
+        """
+        prune = self.enable_pruning if enable_pruning is None else enable_pruning
+        if return_mask is None:
+            return_mask = bool(enable_pruning)
+        if return_mask and not prune:
+            raise _misfit("return_mask", "pruning, which alone drops keys", "none", "enable_pruning=True")
+        if pruning_ratio is not None and not prune:
+            raise _misfit("pruning_ratio", "none without pruning", pruning_ratio, "enable_pruning=True")
+        ratios = self.pruning_ratio if pruning_ratio is None else _checked_ratios(pruning_ratio)
+        if self.enable_cfg_fusion and Q.dim() == 4 and K.dim() == 4 and Q.shape[0] == 2 * K.shape[0]:
+            self.check(Q[: K.shape[0]], K, V)
+            if mask is not None:
+                raise _misfit("mask", "none where two halves of a batch share keys", list(mask.shape))
+            first, second = Q.chunk(2)
+            out, kept = self._fused(first, second, K, V, timestep, ratios if prune else None)
+            out = torch.cat(out.chunk(2, 2))
+            kept = None if kept is None else torch.cat([kept, kept])
+        else:
+            out, kept = self._attend(Q, K, V, timestep, ratios if prune else None, mask)
+        if not return_mask:
+            return out
+        assert kept is not None
+        return out, kept
+
+    def fused_cfg(
+        self,
+        Q_cond: Tensor,
+        Q_uncond: Tensor,
+        K: Tensor,
+        V: Tensor,
+        timestep: Timestep,
+        guidance_scale: float | None = None,
+    ) -> GuidedOutputs:
+        """Attention of conditional and unconditional queries to the same keys, which are read and quantised once.
+
+        Args:
+            Q_cond, Q_uncond: [B, H, N, D] each; K, V, timestep: as in `forward`.
+            guidance_scale: for the `guided` of what is returned.
+        Returns:
+            (output_cond, output_uncond), [B, H, N, D] each, and `guided`.
+        Raises:
+            UserError: see `forward`; or the module was not made for it.
+        """
+        if not self.enable_cfg_fusion:
+            raise _misfit("fused_cfg", "a module with enable_cfg_fusion", "one without", "enable_cfg_fusion=True")
+        if Q_cond.shape != Q_uncond.shape or Q_cond.dtype != Q_uncond.dtype or Q_cond.device != Q_uncond.device:
+            raise UserError(
+                "conditional and unconditional queries do not fit each other",
+                expected=f"{list(Q_cond.shape)} {Q_cond.dtype} on {Q_cond.device} both",
+                got=f"{list(Q_uncond.shape)} {Q_uncond.dtype} on {Q_uncond.device}",
+                remedy="pass the queries of the two halves of a guided batch",
+            )
+        self.check(Q_cond, K, V)
+        out, _ = self._fused(Q_cond, Q_uncond, K, V, timestep, self.pruning_ratio if self.enable_pruning else None)
+        cond, uncond = out.chunk(2, 2)
+        return GuidedOutputs(cond, uncond, guidance_scale)
+
+    def _fused(
+        self,
+        first: Tensor,
+        second: Tensor,
+        K: Tensor,
+        V: Tensor,
+        timestep: Timestep,
+        ratios: Sequence[float] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        blocks = None
+        if self.attention_type == "block_sparse":
+            queries = first.shape[2]
+            if queries % 128:
+                raise _misfit("fused_cfg", "a multiple of 128 queries in block-sparse attention", queries)
+            blocks = self._blocks(first, K)
+            assert blocks is not None
+            blocks = blocks.repeat(1, 1, 2, 1)
+        return self._attend(torch.cat([first, second], 2), K, V, timestep, ratios, None, blocks)
+
+    def _attend(
+        self,
+        Q: Tensor,
+        K: Tensor,
+        V: Tensor,
+        timestep: Timestep,
+        ratios: Sequence[float] | None,
+        mask: Tensor | None,
+        blocks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        self.check(Q, K, V)
+        steps, present = self.timesteps(timestep, Q)
+        options: dict[str, Any] = {} if mask is None else {"mask": mask}
+        if self.attention_type == "block_sparse":
+            options["block_mask"] = self._blocks(Q, K) if blocks is None else blocks
+        kept = None
+        if ratios is not None:
+            if mask is not None or "block_mask" in options:
+                raise _misfit("pruning", "no mask, which speaks of keys by their places", "one")
+            pruned, kept = self._pruned(Q, K, timestep, steps, ratios)
+            options |= pruned
+        return self.attend(Q, K, V, steps, present, **options), kept
+
+    def attend(
+        self,
+        Q: Tensor,
+        K: Tensor,
+        V: Tensor,
+        timestep: Tensor,
+        present: frozenset[Mode] | None = None,
+        *,
+        part: tuple[int, int] = (0, 1),
+        **options: Any,
+    ) -> Any:
+        """The operator with this module's tables and modes, or measured ones; nothing is checked.
+
+        Args:
+            timestep: [B] FP32; present: the modes that it may have.
+            part: (i, n) where Q, K and V have the i-th of n equal parts of the heads.
+            options: of `kernel.attention`; `softmax_scale` is the module's.
+        """
+        with_lse = bool(options.pop("return_lse", False))
+        options |= {"timestep_max": float(self.num_timesteps), "softmax_scale": self.softmax_scale}
+        if with_lse or self.softmax_eps:
+            options["return_lse"] = True
+        if (tables := self.tables) is not None:
+            index, count = part
+            if count > 1:
+                of_part = {name: getattr(tables, name).chunk(count, 1)[index] for name in NAMES}
+                tables = AttentionTables(**of_part, modes=tables.modes)
+            got = kernel.attention(Q, K, V, timestep, tables, **options)
+        else:
+            modes = self.present if present is None else present
+            got = measured.attention(Q, K, V, timestep, self.modes, modes, **options)
+        if isinstance(got, Tensor):
+            return got
+        out, lse = got
+        if self.softmax_eps:
+            log_eps = math.log(self.softmax_eps)
+            out = out * torch.sigmoid(lse - log_eps)[..., None].to(out.dtype)
+            lse = torch.logaddexp(lse, torch.full_like(lse, log_eps))
+        return (out, lse) if with_lse else out
+
+    def _blocks(self, Q: Tensor, K: Tensor) -> Tensor | None:
+        queries, keys = Q.shape[2], K.shape[2]
+        if self.block_mask is None:
+            assert isinstance(self.window_size, int)
+            return window_mask(
+                queries,
+                keys,
+                self.window_size,
+                block_size=self.block_size,
+                sink_tokens=self.sink_tokens,
+                device=Q.device,
+            )
+        if queries != self._grid_tokens or keys != self._grid_tokens:
+            raise _misfit("grid", f"{self._grid_tokens} queries and keys", f"{queries} and {keys}")
+        check_block_mask(self.block_mask, queries, keys, Q.shape[0], Q.shape[1])
+        return self.block_mask
+
+    def _pruned(
+        self, Q: Tensor, K: Tensor, timestep: Timestep, steps: Tensor, ratios: Sequence[float]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """What the operator is told of the keys that are kept, and the mask of them."""
+        batch, heads, keys = Q.shape[0], Q.shape[1], K.shape[2]
+        counts = [kept_keys(keys, ratio) for ratio in ratios]
+        if len(counts) > 1 and not isinstance(timestep, Tensor):
+            place = timestep_bin(torch.tensor([float(timestep)]), float(self.num_timesteps), len(counts))
+            counts = [counts[int(place)]]
+        if max(counts) == keys and len(counts) == 1:
+            return {}, torch.ones(batch, heads, keys, dtype=torch.bool, device=Q.device)
+        importance = key_importance(Q, K, stride=self.block_q, softmax_scale=self.softmax_scale)
+        if len(counts) == 1:
+            index = most_important(importance, counts[0])
+            return {"key_index": index}, kept_mask(index, heads, keys)
+        # Only the device knows the timestep: keys come by their importance, and each sample's number of them ends the list.
+        index = importance.topk(max(counts), dim=-1).indices.int()
+        lengths = _on_device(counts, Q.device)[timestep_bin(steps, float(self.num_timesteps), len(counts))]
+        rank = torch.arange(index.shape[2], device=Q.device)
+        within = (rank < lengths[:, None])[:, None].expand_as(index)
+        mask = torch.zeros(batch, index.shape[1], keys, dtype=torch.bool, device=Q.device)
+        mask = mask.scatter(2, index.long(), within).repeat_interleave(heads // index.shape[1], 1)
+        return {"key_index": index, "key_lengths": lengths}, mask
+
+    def timesteps(self, timestep: Timestep, Q: Tensor) -> tuple[Tensor, frozenset[Mode]]:
+        """[B] FP32 on Q's device, and the modes that they may have."""
+        batch, top = Q.shape[0], self.num_timesteps
+        if not isinstance(timestep, Tensor):
+            if not 0 <= timestep <= top:  # written so that NaN fails
+                raise _misfit("timestep", f"0 to {top}, from low noise up", timestep, "num_timesteps=… of the schedule")
+            # The bin is found in FP32 on the device: near an edge it may be either.
+            near = (int(timestep * self.bins / top + nudge) for nudge in (-1e-3, 1e-3))
+            modes = frozenset(self._mode_list[min(place, self.bins - 1)] for place in near)
+            return torch.full((batch,), float(timestep), device=Q.device), modes
+        if timestep.numel() not in (1, batch) or timestep.dim() > 1:
+            raise _misfit("timestep", f"one, or one for each of {batch} samples", f"shape {list(timestep.shape)}")
+        if timestep.device.type == "cpu" and not torch.compiler.is_compiling():
+            outside = timestep[~((timestep >= 0) & (timestep <= top))]
+            if len(outside.reshape(-1)):
+                found = outside.reshape(-1)[0].item()
+                raise _misfit("timestep", f"0 to {top}, from low noise up", found, "num_timesteps=… of the schedule")
+        steps = timestep.detach().to(Q.device, torch.float32).reshape(-1).expand(batch)
+        return steps, self.present
+
+    def check(self, Q: Tensor, K: Tensor, V: Tensor) -> None:
+        """
+        Raises:
+            UserError: tensors that the module does not take.
+        """
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        dim = self.head_dim if self.head_dim is not None else (Q.shape[-1] if Q.dim() == 4 else 0)
+        for name, x, count in (("Q", Q, heads), ("K", K, kv_heads), ("V", V, kv_heads)):
+            if x.dim() != 4 or x.shape[1] != count or x.shape[3] != dim:
+                raise _misfit(name, f"[batch, {count}, tokens, {dim or 'head_dim'}]", list(x.shape))
+        if dim not in HEAD_DIMS:
+            raise _misfit("head_dim", "32, 40, 48, …, 256", dim)
+        if K.shape != V.shape or K.shape[0] != Q.shape[0]:
+            raise _misfit("K and V", f"batch {Q.shape[0]}, and one shape", f"{list(K.shape)} and {list(V.shape)}")
+        if Q.shape[2] == 0 or K.shape[2] == 0:
+            raise _misfit("Q and K", "at least one token", f"{Q.shape[2]} and {K.shape[2]}")
+        types = (torch.float16, torch.bfloat16) if Q.is_cuda else (torch.float16, torch.bfloat16, torch.float32)
+        if Q.dtype not in types or K.dtype != Q.dtype or V.dtype != Q.dtype:
+            wanted = "float16 or bfloat16" if Q.is_cuda else "float16, bfloat16 or float32"
+            raise _misfit(
+                "Q, K and V", f"{wanted}, all alike", f"{Q.dtype}, {K.dtype}, {V.dtype}", "cast them with .to()"
+            )
+        if K.device != Q.device or V.device != Q.device or self.modes.device != Q.device:
+            got = f"{Q.device}, {K.device}, {V.device}, the module on {self.modes.device}"
+            raise _misfit("Q, K, V and the module", "one device", got, "move them with .to()")
+
+    # Calibration ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def calibrate(self, data: Iterable[Sample], *, percentile: float = 100.0) -> Int8Attention:
+        """Fix the scales to those of data, which replaces an earlier calibration.
+
+        Args:
+            data: (Q, K, V, timestep) of calls as in `forward`, spread over the schedule. Bins without any take the nearest's
+                scales, times the ratio of their `timestep_scales` where these were given.
+            percentile: of the calls' largest magnitudes in each bin; less than 100 lets the largest saturate.
+        Returns:
+            The module itself.
+        Raises:
+            UserError: no data, tensors that do not fit, or NaN or Inf among them; the module then stays as it was.
+        """
+        _require(0 < percentile <= 100, "percentile", "more than 0, at most 100", percentile)
+        observer = RangeObserver(["attention"], float(self.num_timesteps), self.bins)
+        for Q, K, V, timestep in data:
+            self.check(Q, K, V)
+            steps, _ = self.timesteps(timestep, Q)
+            scale = Q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+            observer(SiteCall("attention", Q, K, V, None, scale, steps, "", lambda Q=Q: Q))
+        rows = observer.finish()
+        if not rows:
+            raise UserError(
+                "there is nothing to calibrate on",
+                expected="(Q, K, V, timestep) of one call or more",
+                got="none",
+                remedy="collect the tensors that the model passes to attention at several timesteps",
+            )
+        seen = rows["attention"]
+        means = offsets(rows, self.bins)["attention"]
+        tables = tables_of_ranges(ranges_of_maxima(seen, means, percentile / 100, self.bins), means)
+        factors = self._carried(seen_bins(seen))
+        for name, x in tables.items():
+            factor = factors.view(-1, *[1] * (x.dim() - 1))
+            self.register_buffer(name, (x * factor).float().to(self.modes.device))
+        self.head_dim = tables["v_scale"].shape[2]
+        return self
+
+    def _carried(self, seen: Sequence[int]) -> Tensor:
+        """[T] factor of each bin's scales and offsets, relative to the bin that it takes them from."""
+        if self._lut is None:
+            return torch.ones(self.bins)
+        nearest = [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(self.bins)]
+        return self._lut / self._lut[nearest]
+
+    def _checked_lut(self, scales: Tensor | None) -> Tensor | None:
+        """[T] largest factor of each bin, FP32."""
+        if scales is None:
+            return None
+        _require(self.use_adaptive_scaling, "timestep_scales", "none without use_adaptive_scaling", list(scales.shape))
+        if tuple(scales.shape) != (self.num_timesteps,):
+            raise _misfit("timestep_scales", f"[{self.num_timesteps}], one for each timestep", list(scales.shape))
+        scales = scales.detach().cpu().float()
+        _require(bool((scales.isfinite() & (scales > 0)).all()), "timestep_scales", "finite positive factors", "others")
+        index = timestep_bin(torch.arange(self.num_timesteps), float(self.num_timesteps), self.bins)
+        return torch.zeros(self.bins).scatter_reduce(0, index, scales, "amax")
+
+    def _modes(self, sigmas: Tensor | None) -> Tensor:
+        if sigmas is not None:
+            used = self.precision_mode == "auto" and self.use_adaptive_scaling
+            _require(used, "sigmas", 'none but for precision_mode="auto" with use_adaptive_scaling', "a schedule")
+            _require(
+                tuple(sigmas.shape) == (self.num_timesteps,), "sigmas", f"[{self.num_timesteps}]", list(sigmas.shape)
+            )
+        if self.precision_mode != "auto":
+            modes = torch.full((self.bins,), int(Mode[self.precision_mode.upper()]), dtype=torch.int32)
+        elif not self.use_adaptive_scaling:
+            modes = torch.full((1,), int(Mode.BALANCED), dtype=torch.int32)
+        else:
+            noise = compute_sigma_schedule(self.num_timesteps) if sigmas is None else sigmas.detach().cpu().double()
+            modes = sigma_rule_modes(noise, self.bins)
+        self._mode_list = [Mode(mode) for mode in modes.tolist()]
+        return modes
+
+    # What torch does with modules -------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Int8Attention:
+        """Moves the tables, and keeps them FP32: half precision has neither their range nor their bits."""
+        kept = {name: table for name in NAMES if (table := getattr(self, name)) is not None}
+        super()._apply(fn, recurse)
+        for name, table in kept.items():
+            moved = getattr(self, name)
+            if moved.dtype != torch.float32:
+                setattr(self, name, table.to(moved.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in NAMES:
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                shape = (self.bins, self.num_heads if name == "q_scale" else self.num_kv_heads)
+                if name not in ("q_scale", "k_scale"):
+                    shape = (*shape, self.head_dim or saved.shape[-1])
+                if tuple(saved.shape) == shape or getattr(self, name) is None:  # torch tells of other shapes
+                    setattr(self, name, torch.empty(shape, device=self.modes.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self.v_scale is not None:
+            self.head_dim = self.v_scale.shape[-1]
+
+
+def fused_cfg(
+    Q_cond: Tensor,
+    Q_uncond: Tensor,
+    K: Tensor,
+    V: Tensor,
+    timestep: Timestep,
+    guidance_scale: float | None = None,
+    **options: Any,
+) -> GuidedOutputs:
+    """`Int8Attention.fused_cfg` without a module, with scales that are measured.
+
+    Args:
+        options: of `Int8Attention`, as num_timesteps and precision_mode.
+    """
+    for name, x in (("Q_cond", Q_cond), ("K", K)):
+        if x.dim() != 4:
+            raise _misfit(name, "[batch, heads, tokens, head_dim]", list(x.shape))
+    made = Int8Attention(
+        Q_cond.shape[1], Q_cond.shape[3], num_kv_heads=K.shape[1], enable_cfg_fusion=True, **options
+    ).to(Q_cond.device)
+    return made.fused_cfg(Q_cond, Q_uncond, K, V, timestep, guidance_scale)
+
+
+def _checked_ratios(ratio: float | Sequence[float]) -> tuple[float, ...]:
+    ratios = (float(ratio),) if isinstance(ratio, (int, float)) else tuple(float(each) for each in ratio)
+    _require(len(ratios) > 0, "pruning_ratio", "one share, or one for each part of the schedule", "none")
+    for each in ratios:
+        check_ratio(each)
+    return ratios
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[len] INT32, made on the device: a copy from the host may not be recorded in a CUDA graph."""
+    return torch.stack([torch.full((), number, dtype=torch.int32, device=device) for number in numbers])
+
+
+def _require(holds: bool, what: str, expected: str, got: object, remedy: str = "") -> None:
+    if not holds:
+        raise _misfit(what, expected, got, remedy)
+
+
+def _misfit(what: str, expected: str, got: object, remedy: str = "") -> UserError:
+    return UserError(
+        f"Int8Attention: {what} does not fit", expected=expected, got=str(got), remedy=remedy or f"correct {what}"
+    )

@@ -1,0 +1,161 @@
+"""Attention of one long sequence on several GPUs: each process holds a part of the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trtconvert.attention.module import Int8Attention, Timestep
+from trtconvert.errors import UserError
+
+METHODS = ("ulysses", "ring")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class SequenceParallelAttention(nn.Module):
+    """`Int8Attention` over the processes of a group, whose tokens lie side by side in the order of their ranks.
+
+    Two ways to exchange:
+    - "ulysses": all-to-all, so that each process has all tokens of some heads, and back (Jacobs et al., arXiv 2309.14509). Needs
+      heads in a multiple of the processes, and computes exactly what one process would.
+    - "ring": keys and values go round while each process attends with its own queries; results are merged by their
+      log-sum-exp (Liu et al., arXiv 2310.01889). Takes any number of heads, and sends while it computes.
+
+    For inference: exchanges carry no gradient.
+
+    Args:
+        attention: dense and without pruning; calibrated or not, alike in every process. Moved with this module.
+        method: "ulysses" or "ring".
+        group: the processes; all by default.
+        check_shapes: compare the shapes of all processes in each call, which waits for the device. A difference that nobody
+            looks for hangs, or mixes tokens.
+    Raises:
+        UserError: no process group, or an attention or a method that cannot be taken.
+    """
+
+    def __init__(
+        self, attention: Int8Attention, method: str = "ulysses", group: Any = None, *, check_shapes: bool = True
+    ) -> None:
+        super().__init__()
+        if method not in METHODS:
+            raise _misfit("method", " or ".join(METHODS), repr(method), 'method="ulysses"')
+        if not dist.is_initialized():
+            raise _misfit(
+                "the process group",
+                "an initialised one",
+                "none",
+                'call torch.distributed.init_process_group("nccl") first, under torchrun',
+            )
+        if attention.attention_type != "dense" or attention.enable_pruning:
+            raise _misfit(
+                "attention", "dense attention without pruning", attention.extra_repr(), "leave these options out"
+            )
+        if method == "ring" and attention.softmax_eps:
+            raise _misfit("softmax_eps", "0 in a ring", str(attention.softmax_eps), 'method="ulysses" takes it')
+        self.processes, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        shared = [attention.num_heads, attention.num_kv_heads]
+        if method == "ulysses" and any(count % self.processes for count in shared):
+            raise _misfit(
+                "the number of heads",
+                f"a multiple of {self.processes} processes",
+                f"{shared[0]} heads of queries, {shared[1]} of keys",
+                'method="ring" takes any number',
+            )
+        self.attention, self.method, self.group, self.check_shapes = attention, method, group, check_shapes
+
+    def forward(self, Q: Tensor, K: Tensor, V: Tensor, timestep: Timestep) -> Tensor:
+        """
+        Args:
+            Q: [B, H, n, D], this process's part of the queries; K, V: [B, Hkv, m, D]. Of the same shapes in every process.
+            timestep: as in `Int8Attention.forward`, the same in every process.
+        Returns:
+            [B, H, n, D], attention of these queries to the keys of all processes.
+        Raises:
+            UserError: tensors that do not fit the attention, those of other processes, or that ask for gradients.
+        """
+        self.attention.check(Q, K, V)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (Q, K, V)):
+            raise _misfit("Q, K and V", "tensors without gradients", "requires_grad", "call it within torch.no_grad()")
+        if self.check_shapes:
+            self._compare(Q, K)
+        steps, present = self.attention.timesteps(timestep, Q)
+        if self.method == "ring":
+            return self._ring(Q, K, V, steps, present)
+        q, k, v = (self._heads_of_all(x) for x in (Q, K, V))
+        out = self.attention.attend(q, k, v, steps, present, part=(self.rank, self.processes))
+        return self._tokens_of_all(out)
+
+    def _heads_of_all(self, x: Tensor) -> Tensor:
+        """[B, H, n, D] → [B, H / P, P · n, D]."""
+        parts = torch.stack(x.chunk(self.processes, 1))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return torch.cat(received.unbind(), 2)
+
+    def _tokens_of_all(self, x: Tensor) -> Tensor:
+        """[B, H / P, P · n, D] → [B, H, n, D]."""
+        parts = torch.stack(x.chunk(self.processes, 2))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return torch.cat(received.unbind(), 1)
+
+    def _ring(self, Q: Tensor, K: Tensor, V: Tensor, steps: Tensor, present: Any) -> Tensor:
+        here = torch.stack([K, V])
+        ahead, behind = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.processes) if self.group is not None
+            else (self.rank + step) % self.processes
+            for step in (1, -1)
+        )  # fmt: skip
+        out, lse = torch.zeros_like(Q, dtype=torch.float32), None
+        for turn in range(self.processes):
+            moving, coming = [], torch.empty_like(here)
+            if turn + 1 < self.processes:
+                operations = [
+                    dist.P2POp(dist.isend, here, ahead, self.group),
+                    dist.P2POp(dist.irecv, coming, behind, self.group),
+                ]
+                moving = dist.batch_isend_irecv(operations)
+            part, part_lse = self.attention.attend(Q, here[0], here[1], steps, present, return_lse=True)
+            out, lse = merged(out, lse, part, part_lse)
+            for work in moving:
+                work.wait()
+            here = coming
+        return out.to(Q.dtype)
+
+    def _compare(self, Q: Tensor, K: Tensor) -> None:
+        """
+        Raises:
+            UserError: in every process, where the shapes of any differ.
+        """
+        own = torch.tensor([*Q.shape, *K.shape, _DTYPES.index(Q.dtype)], dtype=torch.int64).to(Q.device)
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        dist.all_gather(found, own, group=self.group)
+        rows = torch.stack(found).tolist()
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                raise _misfit(
+                    "the tokens of the processes",
+                    f"the shapes of rank 0, Q {rows[0][:4]} and K {rows[0][4:8]} in {_DTYPES[rows[0][8]]}",
+                    f"Q {row[:4]} and K {row[4:8]} in {_DTYPES[row[8]]} on rank {rank}",
+                    "give each process as many tokens; pad the sequence, or shorten it",
+                )
+
+
+def merged(out: Tensor, lse: Tensor | None, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two disjoint sets of keys from attention to each.
+
+    Args:
+        out: [B, H, N, D] FP32; lse: [B, H, N] FP32 natural logarithm of its weights' sum; None for no keys yet.
+        part, part_lse: those of the other keys.
+    """
+    if lse is None:
+        return part.float(), part_lse
+    both = torch.logaddexp(lse, part_lse)
+    return torch.lerp(out, part.float(), (part_lse - both).exp()[..., None]), both
+
+
+def _misfit(what: str, expected: str, got: str, remedy: str) -> UserError:
+    return UserError(f"sequence-parallel attention cannot take {what}", expected=expected, got=got, remedy=remedy)
