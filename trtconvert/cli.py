@@ -154,18 +154,28 @@ def main(debug: bool) -> None:
 @click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
 def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool, skip_bad: bool) -> None:
-    """Convert the model of RECIPE and leave a bundle."""
+    """Convert the model of RECIPE and leave a bundle. RECIPE may be an ONNX file, and stands for what `init` writes for it."""
     from rich.console import Console
 
     from trtconvert import pipeline, summary
     from trtconvert.progress import Reporter
-    from trtconvert.recipe import load_recipe
 
     report = Reporter(Console(highlight=False), main.was_stopped)
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
-        outcome = pipeline.build(load_recipe(recipe), output, cache, report, skip_bad=skip_bad)
+        outcome = pipeline.build(_recipe(recipe), output, cache, report, skip_bad=skip_bad)
     summary.print_build(outcome, report)
+
+
+def _recipe(path: Path) -> Recipe:
+    """A recipe; of an ONNX file that with which it begins."""
+    from trtconvert.recipe import ONNX_SUFFIX, load_recipe
+    from trtconvert.starter import recipe_of
+
+    if path.suffix != ONNX_SUFFIX:
+        return load_recipe(path)
+    with recipe_of(path) as file:
+        return load_recipe(file)
 
 
 @contextlib.contextmanager
@@ -365,9 +375,9 @@ def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
     """The recipe, with the calibration data of the command line."""
     from pydantic import ValidationError
 
-    from trtconvert.recipe import CalibrationSection, load_recipe
+    from trtconvert.recipe import CalibrationSection
 
-    recipe = load_recipe(path)
+    recipe = _recipe(path)
     given = {"data": data, "samples": samples}
     changed = recipe.calibration.model_dump() | {name: value for name, value in given.items() if value is not None}
     try:
@@ -503,8 +513,8 @@ def doctor() -> None:
 def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...], force: bool) -> None:
     """Write a commented recipe for MODEL.
 
-    That is the folder of a diffusers pipeline, a file of weights, or a published model by its short name, as sdxl or flux1;
-    another name lists them.
+    That is the folder of a diffusers pipeline, a file of weights, an ONNX file, or a published model by its short name, as sdxl
+    or flux1; another name lists them.
     """
     from trtconvert.files import whole_file
     from trtconvert.starter import recipe_text

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtconvert.errors import UserError, did_you_mean
+from trtconvert.files import temporary_folder
 from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, with_dtype
-from trtconvert.recipe import ModelSection
+from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ PUBLISHED: dict[str, Published] = {
 }
 """By short names."""
 
+_LARGE = 1_000_000_000
+"""Bytes of a file whose denoiser takes minutes for each step on a CPU."""
+
 _HEADER = "`trtconvert schema` prints every field with its meaning. Next: trtconvert build {name}"
 
 
@@ -125,7 +130,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     """A commented recipe.
 
     Args:
-        model: a short name of `PUBLISHED`, a pipeline's folder, or a file of weights.
+        model: a short name of `PUBLISHED`, a pipeline's folder, a file of weights, or an ONNX file.
         at: where it will lie; paths in it are relative to its folder.
         prompts: a text file, one prompt a line, to calibrate on; loras: files to merge.
     Raises:
@@ -139,6 +144,8 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
                 got="no such file",
                 remedy="check the path; it is relative to the current folder",
             )
+    if model.endswith(ONNX_SUFFIX) and Path(model).is_file():
+        return _of_onnx(Path(model), at, prompts, loras)
     found = _published(model) if model in PUBLISHED and not Path(model).exists() else _looked_at(Path(model), at)
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
@@ -175,13 +182,6 @@ def _looked_at(place: Path, at: Path) -> _Found:
     """What lies in a folder or a file."""
     if place.is_dir() and is_saved_pipeline(place):
         return _of_pipeline(place, place, at)
-    if place.is_file() and place.suffix == ".onnx":
-        raise UserError(
-            f"{place} is an ONNX model, which recipes do not start from",
-            expected="a folder that a pipeline's save_pretrained wrote, or a file of weights",
-            got="an ONNX model",
-            remedy="give the pipeline or the weights that it was exported from",
-        )
     if place.is_file():
         folder = pipeline_folder(place)
         if folder is not None:
@@ -222,6 +222,45 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
     known = next((known for known in alike if known.folder == name), alike[0] if alike else None)
     dtype = with_dtype(ModelSection(source="diffusers", weights=weights)).dtype
     return _Found(f"{kind} of {weights.name}", _relative(weights, at), known, dtype=dtype)
+
+
+def _of_onnx(place: Path, at: Path, prompts: Path | None, loras: Sequence[Path]) -> str:
+    """
+    Raises:
+        UserError: the file cannot be used, or there are prompts, which it does not read.
+    """
+    from trtconvert.models.onnx.files import external_files, read_graph
+    from trtconvert.models.onnx.inputs import proposed_options
+
+    if prompts is not None:
+        raise UserError(
+            f"{place} does not read prompts",
+            expected="a denoiser alone, with what a text encoder makes of prompts as an input",
+            got=f"--prompts {prompts}",
+            remedy="leave --prompts out, and put rows of those inputs into a file that model.options.conditions names",
+        )
+    section = with_dtype(ModelSection(source=ONNX, weights=place))
+    lines = [f"# {place.name}. {_HEADER.format(name=at.name)}", "model:", f"  source: {_quoted(_relative(place, at))}"]
+    lines += [f"  dtype: {section.dtype} # in which it is saved; float32, float16 or bfloat16", "  options:"]
+    for name, (value, meaning) in proposed_options(place, read_graph(place)).items():
+        if isinstance(value, dict):
+            lines.append(f"    {name}: # {meaning}")
+            lines += [f"      {_quoted(key)}: {size}" for key, size in value.items()]
+        else:
+            lines.append(f"    {name}: {_quoted(str(value))} # {meaning}")
+    if loras:
+        lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
+    stored = sum(path.stat().st_size for path in (place, *external_files(place)))
+    return "\n".join([*lines, *_quality(stored > _LARGE, None, at)]) + "\n"
+
+
+@contextmanager
+def recipe_of(place: Path) -> Iterator[Path]:
+    """A temporary file with the first recipe of an ONNX file."""
+    with temporary_folder() as folder:
+        file = folder / "recipe.yaml"
+        file.write_text(_of_onnx(place, file, None, ()), encoding="utf-8")
+        yield file
 
 
 def _relative(path: Path, at: Path) -> str:

@@ -1,7 +1,7 @@
 """ONNX models as sources: a graph becomes a torch module that computes the same, with attention and layers that are found in it.
 
-From there on it is a model as any other: what is exported of it is made anew, by torch's exporter, whatever wrote the file that it
-came from, in the operators, the type and the sizes that engines are for.
+From there on it is a model as any other: what is exported of it is made anew, by torch's exporter, whatever wrote the file that
+it came from, in the operators, the type and the sizes that engines are for.
 
 | module | what it does |
 | --- | --- |

@@ -131,6 +131,10 @@ def folded(graph: Graph, stored: ir.DataType) -> dict[str, Value]:
         outputs = list(found) if isinstance(found, (list, tuple)) else [found]
         values.update(zip(step.outputs, outputs, strict=False))
     graph.steps = left
+    for step in left:
+        for name in step.inputs[1:] if step.op in ("Resize", "Upsample") else ():
+            if isinstance(scales := values.get(name), Tensor):
+                values[name] = numbers(scales.tolist())
     used = {name for step in left for name in step.inputs} | set(graph.outputs)
     return {name: value for name, value in values.items() if name in used}
 
@@ -192,6 +196,13 @@ class Scope(nn.Module):
         return compute_step(step, types, inputs)
 
 
+class _Kept(dict[str, Tensor]):
+    """Constants that nothing changes: copies of a module share them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept(self)
+
+
 class GraphDenoiser(nn.Module):
     """A graph as a module that takes its inputs by name and gives one of its outputs.
 
@@ -222,7 +233,7 @@ class GraphDenoiser(nn.Module):
         self._output, self._stored = graph.outputs[0], int(stored)
         self._timestep, self.factor, self._channels, self._truths = timestep, factor, channels, truths
         self._numbers = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
-        self._kept: dict[str, Tensor] = {}
+        self._kept = _Kept()
         self._places: dict[str, str] = {}
         """Names of parameters, by those of constants."""
         self._scopes = {step.scope: self._scope(step.scope) for step in self._steps if step.op in _NAMED and step.scope}
@@ -252,7 +263,7 @@ class GraphDenoiser(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphDenoiser:
         super()._apply(fn, recurse)
         # To another device; their type is theirs.
-        self._kept = {name: fn(x).to(x.dtype) for name, x in self._kept.items()}
+        self._kept = _Kept({name: fn(x).to(x.dtype) for name, x in self._kept.items()})
         return self
 
     def forward(self, **named: Tensor) -> Tensor:

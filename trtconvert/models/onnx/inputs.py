@@ -77,11 +77,10 @@ def read_inputs(
     Raises:
         UserError: what is what cannot be told, or a size is missing.
     """
-    graph = model.graph
-    values = {value.name or "": value for value in graph.inputs if value.name not in graph.initializers}
-    _refuse_unfit(path, values, graph)
+    values = _given(model)
+    _refuse_unfit(path, values)
     timestep = _timestep(path, values, timestep)
-    outputs = {value.name or "": value for value in graph.outputs}
+    outputs = {value.name or "": value for value in model.graph.outputs}
     output = _output(path, outputs, output)
     sample = _sample(path, values, timestep, outputs[output], sample)
     shapes = {name: _shape(value) for name, value in values.items()}
@@ -108,7 +107,61 @@ def read_inputs(
     )
 
 
-def _refuse_unfit(path: Path, values: Mapping[str, ir.Value], graph: ir.Graph) -> None:
+def _given(model: ir.Model) -> dict[str, ir.Value]:
+    """The inputs that are no weights."""
+    return {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
+
+
+def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
+    """Options of a first recipe for a graph: values, and what they mean. Those that cannot be told are to be filled in, and say
+    what with."""
+    options: dict[str, tuple[Any, str]] = {}
+    values, outputs = _given(model), {value.name or "": value for value in model.graph.outputs}
+    found: dict[str, str] = {}
+    for what, tell in (
+        ("timestep", lambda: _timestep(path, values, None)),
+        ("output", lambda: _output(path, outputs, None)),
+        ("sample", lambda: _sample(path, values, found["timestep"], outputs[found["output"]], None)),
+    ):
+        among = outputs if what == "output" else values
+        try:
+            found[what] = tell()
+        except (UserError, KeyError):  # of names that do not tell, or did not before
+            options[what] = (next(iter(among)), "could not be told; one of " + ", ".join(among))
+            found[what] = str(options[what][0])
+    symbols = dict.fromkeys(
+        size for value in values.values() for size in _shape_or_none(value) if isinstance(size, str)
+    )
+    batch = next(iter(_shape_or_none(values[found["sample"]])), None)
+    guessed = guessed_sizes(model, found["sample"])
+    sizes = {
+        name: list(BATCH) if name == batch else guessed[name]
+        for name in symbols
+        if name == batch or not (isinstance(batch, str) and _OF_BATCH.search(name) and name not in _inner(values))
+    }
+    if sizes:
+        options["sizes"] = (sizes, "of the inputs' dimensions: a number, or [min, opt, max]")
+    options["schedule"] = ("scaled_linear", "that it was trained with: linear, scaled_linear, cosine or flow")
+    options["prediction"] = ("epsilon", "or v_prediction, sample; flow with the schedule flow")
+    others = [name for name in values if name not in (found["sample"], found["timestep"])]
+    if others:
+        options["conditions"] = (
+            "random",
+            f"seeded noise for {', '.join(others)}; better a .safetensors or .npz file with some samples' rows",
+        )
+    return options
+
+
+def _shape_or_none(value: ir.Value) -> tuple[int | str, ...]:
+    return _shape(value) if value.shape is not None else ()
+
+
+def _inner(values: Mapping[str, ir.Value]) -> set[int | str]:
+    """Dimensions that are not the first of an input."""
+    return {size for value in values.values() for size in _shape_or_none(value)[1:]}
+
+
+def _refuse_unfit(path: Path, values: Mapping[str, ir.Value]) -> None:
     """
     Raises:
         UserError: an input has no shape, or a type that denoisers do not take, or is a weight.
@@ -256,7 +309,7 @@ def guessed_sizes(model: ir.Model, sample: str) -> dict[str, int]:
     """Sizes to begin with, by the names of dimensions: channels as a first convolution has them, images of 64, prompts of 77."""
     guessed: dict[str, int] = {}
     for value in model.graph.inputs:
-        shape: Sequence[int | str] = _shape(value) if value.shape is not None else ()
+        shape = list(_shape_or_none(value))
         image = value.name == sample and len(shape) > 3
         for axis, size in enumerate(shape):
             if isinstance(size, str):

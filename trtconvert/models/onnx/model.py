@@ -254,7 +254,7 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
     timestep = feeds[inputs.timestep]
     if timestep.dtype.kind == "f":
         timestep = timestep * np.float32(denoiser.factor)
-    feeds[inputs.timestep] = timestep[0] if not own else timestep[:1] if alone else timestep
+    feeds[inputs.timestep] = np.asarray(timestep[0]) if not own else timestep[:1] if alone else timestep
     types = {value.name: value.dtype for value in model.graph.inputs}
     feeds = {name: x.astype(np.int32) if types[name] == ir.DataType.INT32 else x for name, x in feeds.items()}
     in_16_bits = any(value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) for value in _values(model))

@@ -86,7 +86,7 @@ def _gather(step: Step, x: Numbers, index: Numbers) -> Numbers:
 
 
 def _slice(_: Step, x: Numbers, *bounds: Numbers | None) -> Numbers | None:
-    start, end, _, stride = (*bounds, None, None)[:4]
+    start, end, _axes, stride = (*bounds, None, None)[:4]
     given = [None if b is None else listed(b)[0] for b in (start, end, stride)]
     if x.ndim != 1 or not all(b is None or isinstance(b, int) for b in given):
         return None
