@@ -8,6 +8,7 @@ from count from high noise down; the library's convention wins. Tables are float
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,6 +169,34 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     index = timestep_bin(torch.arange(len(sigmas)), len(sigmas), bins)
     # Among the three, a smaller value is the more careful mode.
     return torch.full((bins,), int(Mode.AGGRESSIVE), dtype=torch.int32).scatter_reduce(0, index, modes, "amin")
+
+
+class SchedulerNoise(NamedTuple):
+    """Noise of a diffusers scheduler's timesteps.
+
+    Attributes:
+        sigmas: [T], rising; flow: whether x = (1 - s)·x₀ + s·n with s = t / T.
+    """
+
+    sigmas: Tensor
+    flow: bool
+
+
+def scheduler_sigmas(scheduler: Any) -> SchedulerNoise | None:
+    """What a scheduler of diffusers says of the noise of its timesteps; None where it is not known."""
+    timesteps = int(scheduler.config.get("num_train_timesteps", 1000))
+    # TrigFlow's angle comes to the model of Sana Sprint as sin/(cos + sin): the share of noise, as in flow matching.
+    kinds = ("FlowMatch", "FlowMap", "SCM")
+    if any(kind in type(scheduler).__name__ for kind in kinds) or scheduler.config.get("use_flow_sigmas"):
+        # x = (1 - σ)·x₀ + σ·n with σ = t / timesteps (Lipman et al. 2023, arXiv 2210.02747, the path of section 4.1). The ends,
+        # where the ratio is 0 or infinite, move by half a timestep.
+        share = torch.arange(timesteps + 1, dtype=torch.float64).clamp(0.5, timesteps - 0.5) / timesteps
+        return SchedulerNoise(share / (1 - share), True)
+    continuous = scheduler.config.get("timestep_type") == "continuous"  # logarithms of σ, no places in a table
+    if getattr(scheduler, "alphas_cumprod", None) is not None and not continuous:
+        # Schedules with zero terminal SNR end at 0.
+        return SchedulerNoise(ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8)), False)
+    return None
 
 
 class NoiseSchedule:

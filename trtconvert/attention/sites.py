@@ -87,7 +87,7 @@ def _call(
     caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> SiteCall:
     timestep, batch = caller.timestep, caller.timestep.shape[0]
-    folds = _folds(query, key, value, batch)
+    folds = folds_of(query, key, value, batch)
 
     def exact() -> Tensor:
         return scaled_dot_product_attention(
@@ -102,13 +102,13 @@ def _call(
         attn_mask,
         query.shape[-1] ** -0.5 if scale is None else scale,
         timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
-        _obstacle(query, key, value, dropout_p, is_causal, folds),
+        obstacle_to(query, key, value, dropout_p, is_causal, folds),
         exact,
         max(folds, 1),
     )
 
 
-def _folds(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
+def folds_of(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
     """How many elements of the attention's batch each sample has; 0 where samples have no such number, or share keys."""
     elements = q.shape[0]
     if elements == batch == k.shape[0] == v.shape[0]:
@@ -119,7 +119,8 @@ def _folds(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
     return elements // batch
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, folds: int) -> str:
+def obstacle_to(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, folds: int) -> str:
+    """Why a call cannot become INT8 attention; empty when it can. folds: see `folds_of`."""
     if q.dim() != 4:
         return f"its tensors have {q.dim()} dimensions, [batch, heads, tokens, head_dim] is needed"
     if not folds:  # whose scales follow which timestep?
@@ -174,7 +175,7 @@ def find_sites(
             call.mask is not None,
             call.q.shape[-2],
             call.k.shape[-2],
-            call.obstacle or _too_many(call.q.shape[0]),
+            call.obstacle or too_many(call.q.shape[0]),
             call.folds,
         )
         if call.folds > 1 and not call.obstacle:
@@ -207,7 +208,8 @@ def find_sites(
     return list(found.values())
 
 
-def _too_many(elements: int) -> str:
+def too_many(elements: int) -> str:
+    """Why kernels do not take so many elements of a batch; empty where they do."""
     return f"its batch has {elements} elements, kernels take {MAX_BATCH}" if elements > MAX_BATCH else ""
 
 

@@ -12,7 +12,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from trtconvert.attention.schedules import ddpm_sigmas
+from trtconvert.attention.schedules import scheduler_sigmas
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec, resized
 from trtconvert.errors import UserError
@@ -410,18 +410,10 @@ class _Schedule:
 
 def _schedule(pipe: Any) -> _Schedule:
     scheduler = pipe.scheduler
-    timesteps = int(scheduler.config.num_train_timesteps)
-    # TrigFlow's angle comes to the model of Sana Sprint as sin/(cos + sin): the share of noise, as in flow matching.
-    kinds = ("FlowMatch", "FlowMap", "SCM")
-    if any(kind in type(scheduler).__name__ for kind in kinds) or scheduler.config.get("use_flow_sigmas"):
-        # x = (1 - σ)·x₀ + σ·n with σ = t / timesteps (Lipman et al. 2023, arXiv 2210.02747, the path of section 4.1). The ends,
-        # where the ratio is 0 or infinite, move by half a timestep.
-        sigma = torch.arange(timesteps + 1, dtype=torch.float64).clamp(0.5, timesteps - 0.5) / timesteps
-        return _Schedule(timesteps, sigma / (1 - sigma), 1 - sigma)
-    continuous = scheduler.config.get("timestep_type") == "continuous"  # logarithms of σ, no places in a table
-    if getattr(scheduler, "alphas_cumprod", None) is not None and not continuous:
-        # Schedules with zero terminal SNR end at 0.
-        return _Schedule(timesteps, ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8)), None)
+    if (noise := scheduler_sigmas(scheduler)) is not None:
+        signal = 1 / (1 + noise.sigmas) if noise.flow else None
+        return _Schedule(int(scheduler.config.num_train_timesteps), noise.sigmas, signal)
+    continuous = scheduler.config.get("timestep_type") == "continuous"
     raise UserError(
         f"the noise of {type(scheduler).__name__} is not known",
         expected="a scheduler with alphas_cumprod, or of flow matching",

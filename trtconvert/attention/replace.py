@@ -1,0 +1,615 @@
+"""`replace_attention_with_int8`: a pipeline's denoisers with INT8 attention in torch, in place and undone at will.
+
+A denoiser notes the timestep that it is called with. Each of its modules that calls
+`torch.nn.functional.scaled_dot_product_attention` runs under a `TorchFunctionMode` that computes this call. Both by classes of
+their own, whose `__call__` differs: weights, names, hooks, attention processors and compiled parts stay what they are, so that
+LoRAs, IP-Adapters, CPU offload and torch.compile work as before, whether they come before or after.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from trtconvert.attention import kernel, measured
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.schedules import scheduler_sigmas, sigma_rule_modes
+from trtconvert.attention.sites import HEAD_DIMS, folds_of, obstacle_to, too_many
+from trtconvert.attention.tables import read_tables
+from trtconvert.bundle import read_manifest
+from trtconvert.errors import UserError
+
+TIMESTEPS = ("timestep", "timesteps", "t")
+"""What forwards of denoisers call their timestep."""
+
+BINS = 10
+"""Timestep bins of modes, where no calibration says how many."""
+
+_DENOISER, _SITE = "_int8_denoiser", "_int8_site"
+_FUNCTIONS = ("scaled_dot_product_attention", "dispatch_attention_fn")
+"""Names by which a forward's code calls attention, in diffusers too."""
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """What became of a pipeline's attention.
+
+    Attributes:
+        replaced: paths of modules whose attention is INT8.
+        left: path: why this module's attention is what it was.
+        exceptions: path: why a call of a replaced module was computed as before, as far as calls outside of torch.compile told.
+    """
+
+    replaced: tuple[str, ...]
+    left: Mapping[str, str]
+    exceptions: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} attention modules compute in INT8, {len(self.left)} do not"]
+        lines += [f"  {name}: {reason}" for name, reason in self.left.items()]
+        lines += [f"  {name}, some calls: {reason}" for name, reason in self.exceptions.items()]
+        return "\n".join(lines)
+
+
+class _Plan:
+    """How sites compute: what they share.
+
+    Attributes:
+        modes: [T] INT32; present: what is among them.
+        timestep_max: where the last bin ends; factor: by which the denoiser's timesteps are multiplied before.
+        fractions: whether timesteps may be shares of the schedule, as some flow-matching pipelines pass them.
+    """
+
+    def __init__(self, modes: Tensor, timestep_max: float, factor: float, fractions: bool) -> None:
+        self.modes, self.timestep_max, self.factor, self.fractions = modes, timestep_max, factor, fractions
+        self.present = frozenset(Mode(mode) for mode in modes.tolist())
+
+
+class _Denoiser:
+    """One denoiser while its attention is replaced.
+
+    Attributes:
+        name: its component of the pipeline, or "model".
+        plan: see `_Plan`.
+        timestep: [B] FP32 of the call that is running.
+        sites: by path; left: path: reason.
+    """
+
+    def __init__(self, model: nn.Module, name: str, plan: _Plan, left: Mapping[str, str]) -> None:
+        parameters = list(inspect.signature(type(model).forward).parameters)[1:]
+        self.timestep_name = next(name for name in TIMESTEPS if name in parameters)
+        self.timestep_place, self.sample_name = parameters.index(self.timestep_name), parameters[0]
+        self.name, self.plan, self.left = name, plan, dict(left)
+        self.timestep: Tensor | None = None
+        self.sites: dict[str, _Site] = {}
+        self.swapped: list[tuple[nn.Module, type]] = []
+
+    def enter(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Note the timestep of a call."""
+        if self.timestep_name in named:
+            timestep = named[self.timestep_name]
+        elif len(args) > self.timestep_place:
+            timestep = args[self.timestep_place]
+        else:
+            return
+        sample = args[0] if args else named.get(self.sample_name)
+        self.timestep = None if sample is None or timestep is None else self._steps(sample, timestep)
+
+    def _steps(self, sample: Tensor | list[Tensor], timestep: Tensor | float) -> Tensor:
+        batch = len(sample)
+        if not isinstance(timestep, Tensor):
+            device = sample.device if isinstance(sample, Tensor) else sample[0].device
+            timestep = torch.full((1,), float(timestep), device=device)
+        steps = timestep.detach().float()
+        if steps.dim() > 1:  # of each token or frame: the noisiest tells how large activations may be
+            steps = steps.flatten(1).amax(1)
+        steps = steps.reshape(-1) * self.plan.factor
+        if self.plan.fractions:  # on the device, as the host would have to wait for them
+            steps = torch.where(steps.max() <= 1, steps * self.plan.timestep_max, steps)
+        return steps.expand(batch) if len(steps) == 1 else steps
+
+
+class _Site:
+    """One module that calls attention.
+
+    Args:
+        denoiser: that it belongs to.
+        module: that it is.
+        tables: of its calls, by their number from 1, without modes; empty where scales are measured.
+        modes: [T] of each of these calls.
+        scaling, smooth_k: as in `kernel.int8_attention`.
+    """
+
+    def __init__(
+        self,
+        denoiser: _Denoiser,
+        module: nn.Module,
+        tables: Mapping[int, AttentionTables],
+        scaling: str = "calibrated",
+        smooth_k: bool = True,
+    ) -> None:
+        self.denoiser, self.module = denoiser, module
+        self.tables, self.scaling, self.smooth_k = dict(tables), scaling, smooth_k
+        self.exceptions: dict[str, None] = {}
+        self.called = False
+        self._on: dict[torch.device, tuple[Tensor, dict[int, AttentionTables]]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, dict[int, AttentionTables]]:
+        """Modes of the plan and tables on a device; copied there once. The module's own moves and casts do not touch them."""
+        found = self._on.get(device)
+        if found is None:
+            tables = {number: table.to(device) for number, table in self.tables.items()}
+            found = self._on[device] = (self.denoiser.plan.modes.to(device), tables)
+        return found
+
+    def attend(
+        self,
+        number: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """One call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
+        plan, timestep = self.denoiser.plan, self.denoiser.timestep
+        reason, folds = "it was called outside of its denoiser, or without a timestep", 1
+        if timestep is not None:
+            folds = folds_of(query, key, value, len(timestep))
+            reason = obstacle_to(query, key, value, dropout_p, is_causal, folds) or too_many(query.shape[0])
+            if not reason and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+                reason = f"it computes in {query.dtype}: kernels take float16 and bfloat16"
+        if not torch.compiler.is_compiling():
+            self.called = True
+            if reason:
+                self.exceptions[reason] = None
+        if reason or timestep is None:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        steps = timestep.to(query.device)
+        if folds > 1:
+            steps = steps[:, None].expand(-1, folds).reshape(-1)
+        modes, tables = self.on(query.device)
+        options = {"mask": attn_mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
+        table = tables.get(number)
+        if table is None:
+            return measured.attention(query, key, value, steps, modes, plan.present, **options)
+        return kernel.attention(
+            query, key, value, steps, table, scaling=self.scaling, smooth_k=self.smooth_k, **options
+        )
+
+
+class _Mode(TorchFunctionMode):
+    """One call of a module that calls attention."""
+
+    def __init__(self, site: _Site) -> None:
+        super().__init__()
+        self.site, self.calls = site, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = {} if kwargs is None else kwargs
+        if func is scaled_dot_product_attention:
+            self.calls += 1
+            return self.site.attend(self.calls, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _calling_attention(cls: type) -> type:
+    """A class whose instances run under a `_Mode`."""
+    call: Any = cls.__call__
+
+    def __call__(self: nn.Module, *args: Any, **named: Any) -> Any:
+        site = self.__dict__.get(_SITE)
+        if site is None:  # compiled code may keep this function after it was undone
+            return call(self, *args, **named)
+        with _Mode(site):
+            return call(self, *args, **named)
+
+    return _like(cls, __call__)
+
+
+def _denoising(cls: type) -> type:
+    """A class whose instances note their timestep."""
+    call: Any = cls.__call__
+
+    def __call__(self: nn.Module, *args: Any, **named: Any) -> Any:
+        denoiser = getattr(self, _DENOISER, None)
+        if denoiser is None:
+            return call(self, *args, **named)
+        denoiser.enter(args, named)
+        try:
+            return call(self, *args, **named)
+        finally:
+            denoiser.timestep = None
+
+    return _like(cls, __call__)
+
+
+def _like(cls: type, call: Any) -> type:
+    """A subclass under the same name, by which pipelines save their models and find what belongs to them."""
+    names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), names)
+
+
+_CLASSES: dict[tuple[Any, type], type] = {}
+"""What was made of which class by which of the two functions: modules of one class stay of one class, which torch.compile needs
+to compile repeated blocks once."""
+
+
+def replace_attention_with_int8(
+    pipe: Any,
+    *,
+    calibration: str | Path | None = None,
+    precision_mode: str | None = None,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+) -> Any:
+    """Let the attention of a diffusers pipeline compute in INT8, self- and cross-attention of U-Nets and transformers.
+
+    In place: the same pipeline is returned. Text encoders and VAEs stay as they are. Calls that kernels do not take (causal,
+    with dropout, head sizes other than 32, 40, 48, …, 256) are computed as before; `attention_report` names them.
+
+    Args:
+        pipe: a pipeline, or a denoiser alone: a module whose forward has a timestep.
+        calibration: a bundle's folder, which has scales and a plan of modes, or a calibration's file, which has scales. Of the
+            same model. Without one, scales are measured in each call.
+        precision_mode: "precision", "balanced", "aggressive", "fp8" or "fp16" for all, or "auto": by the noise of each timestep.
+            By default that of the bundle, or "precision", the closest to exact.
+        include, exclude: patterns of modules' paths, as "*.attn1"; for a pipeline they begin with the component,
+            "unet.mid_block.*".
+    Returns:
+        `pipe`.
+    Raises:
+        UserError: no denoiser, no attention in it, attention that is replaced already, or a calibration that does not fit.
+            Nothing is replaced then.
+    """
+    denoisers = _denoisers_of(pipe)
+    for name, model in denoisers.items():
+        if getattr(_inner(model), _DENOISER, None) is not None:
+            raise UserError(
+                f"the attention of {name} is INT8 already",
+                expected="a pipeline as it was loaded",
+                got="one whose attention was replaced, perhaps through another pipeline with the same model",
+                remedy="restore_attention(pipe) first, to replace it otherwise",
+            )
+    plan, saved, scaling, smooth_k = _planned(pipe, calibration, precision_mode)
+    prepared = [
+        _prepare(_inner(model), name, plan, saved, (scaling, smooth_k), include, exclude, alone=model is pipe)
+        for name, model in denoisers.items()
+    ]
+    _refuse_patterns(prepared, include, exclude)
+    if saved is not None:
+        _refuse_strangers(prepared, saved, Path(str(calibration)), alone=isinstance(pipe, nn.Module))
+    if not any(found.sites for found in prepared):
+        reasons = [f"{name}: {reason}" for found in prepared for name, reason in found.left.items()]
+        raise UserError(
+            "the pipeline has no attention that can be INT8",
+            expected="modules that call torch.nn.functional.scaled_dot_product_attention",
+            got="; ".join(reasons[:5]) or f"none in {', '.join(denoisers)}",
+            remedy="use diffusers' own attention processors, and include the modules that are meant",
+        )
+    changed: list[tuple[nn.Module, type]] = []
+    try:
+        for model, found in zip(denoisers.values(), prepared, strict=True):
+            first = len(changed)
+            inner = _inner(model)
+            for site in found.sites.values():
+                _swap(site.module, _calling_attention, changed)
+                vars(site.module)[_SITE] = site
+            for outer in {id(model): model, id(inner): inner}.values():
+                _swap(outer, _denoising, changed)
+            vars(inner)[_DENOISER] = found
+            found.swapped = changed[first:]
+    except TypeError as error:
+        _undo(changed)
+        raise UserError(
+            "a module of the pipeline cannot be replaced",
+            expected="modules whose classes are written in Python",
+            got=str(error),
+            remedy="leave it out with exclude=[…]",
+        ) from error
+    _forget_compiled(denoisers.values())
+    for model, found in zip(denoisers.values(), prepared, strict=True):
+        # Before anything is compiled or recorded, which would record the copies too.
+        for device in {x.device for x in _inner(model).parameters()} | {_execution_device(pipe)}:
+            if device is not None and device.type != "meta":
+                for site in found.sites.values():
+                    site.on(device)
+    return pipe
+
+
+def restore_attention(pipe: Any) -> Any:
+    """Undo `replace_attention_with_int8`; what was done to the pipeline since, as loading LoRAs, stays.
+
+    Returns:
+        `pipe`.
+    Raises:
+        UserError: nothing was replaced in it.
+    """
+    denoisers = _denoisers_of(pipe)
+    found = _replaced_in(denoisers)
+    for denoiser in found.values():
+        _undo(denoiser.swapped)
+    _forget_compiled(denoisers.values())
+    return pipe
+
+
+def attention_report(pipe: Any) -> AttentionReport:
+    """What `replace_attention_with_int8` replaced, and what not and why. After a first image it also has what only calls tell.
+
+    Raises:
+        UserError: nothing was replaced in it.
+    """
+    replaced, left, exceptions = [], {}, {}
+    for denoiser in _replaced_in(_denoisers_of(pipe)).values():
+        left |= denoiser.left
+        has_run = any(site.called for site in denoiser.sites.values())
+        for path, site in denoiser.sites.items():
+            if has_run and not site.called:
+                left[path] = "it has made no call of scaled_dot_product_attention"
+                continue
+            replaced.append(path)
+            if site.exceptions:
+                exceptions[path] = "; ".join(site.exceptions)
+    return AttentionReport(tuple(replaced), left, exceptions)
+
+
+# What is in a pipeline ------------------------------------------------------------------------------------------------
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module that torch.compile was given."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
+    """Modules by component whose forward takes a timestep.
+
+    Raises:
+        UserError: there is none.
+    """
+    if isinstance(pipe, nn.Module):
+        parts = {"model": pipe}
+    else:
+        components = getattr(pipe, "components", None)
+        parts = dict(components) if isinstance(components, Mapping) else {}
+    found = {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, nn.Module)
+        and any(name in inspect.signature(type(_inner(part)).forward).parameters for name in TIMESTEPS)
+    }
+    if not found:
+        raise UserError(
+            "this has no attention to replace",
+            expected="a pipeline of diffusers with a unet or a transformer, or such a model, whose forward takes a timestep",
+            got=type(pipe).__name__ + (f" with {', '.join(parts)}" if parts and parts.keys() != {"model"} else ""),
+            remedy="give the pipeline that draws; Int8Attention is for modules of your own",
+        )
+    return found
+
+
+def _replaced_in(denoisers: Mapping[str, nn.Module]) -> dict[str, _Denoiser]:
+    found = {
+        name: made for name, model in denoisers.items() if (made := getattr(_inner(model), _DENOISER, None)) is not None
+    }
+    if not found:
+        raise UserError(
+            "the pipeline's attention was not replaced",
+            expected="one that went through replace_attention_with_int8",
+            got=", ".join(denoisers),
+            remedy="call replace_attention_with_int8(pipe) first",
+        )
+    return found
+
+
+def _execution_device(pipe: Any) -> torch.device | None:
+    """Where a pipeline with offloaded models computes."""
+    device = getattr(pipe, "_execution_device", None)
+    return torch.device(device) if isinstance(device, (str, torch.device)) else None
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    if callable(getattr(module, "processor", None)):
+        return True
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and any(name in code.co_names for name in _FUNCTIONS)
+
+
+def _known_obstacle(module: nn.Module) -> str:
+    """Why a module's attention cannot be INT8, as far as its attributes tell; empty where they do not."""
+    heads, width = getattr(module, "heads", None), getattr(module, "inner_dim", None)
+    if isinstance(heads, int) and isinstance(width, int) and heads > 0 and width // heads not in HEAD_DIMS:
+        return f"head_dim {width // heads} is not one of 32, 40, 48, …, 256"
+    return ""
+
+
+# What is to be computed -----------------------------------------------------------------------------------------------
+
+_Saved = Mapping[str, tuple[Mapping[str, Tensor], Tensor]]
+"""Site: its tables, and [T] modes."""
+
+
+def _planned(
+    pipe: Any, calibration: str | Path | None, precision_mode: str | None
+) -> tuple[_Plan, _Saved | None, str, bool]:
+    """The plan, tables by site, and the operator's `scaling` and `smooth_k`."""
+    choices = ("auto", *(mode.name.lower() for mode in Mode))
+    if precision_mode is not None and precision_mode not in choices:
+        raise UserError(
+            "there is no such precision mode",
+            expected=", ".join(choices),
+            got=repr(precision_mode),
+            remedy='"precision" is the closest to exact, "fp8" the fastest for long sequences on Hopper',
+        )
+    scheduler = getattr(pipe, "scheduler", None)
+    config = getattr(scheduler, "config", None) or {}
+    length = config.get("num_train_timesteps", 1000)
+    noise = None if scheduler is None else scheduler_sigmas(scheduler)
+    flows = noise is not None and noise.flow
+
+    def modes(wanted: str, bins: int) -> Tensor:
+        if wanted != "auto":
+            return torch.full((bins,), int(Mode[wanted.upper()]), dtype=torch.int32)
+        if noise is None:
+            raise UserError(
+                'the noise of the timesteps is not known, which precision_mode="auto" goes by',
+                expected="a pipeline whose scheduler has alphas_cumprod, or is of flow matching",
+                got=type(scheduler).__name__,
+                remedy='name one mode, precision_mode="precision"',
+            )
+        return sigma_rule_modes(noise.sigmas, bins)
+
+    if calibration is None:
+        bins = BINS if precision_mode == "auto" else 1
+        return _Plan(modes(precision_mode or "precision", bins), float(length), 1.0, flows), None, "dynamic", True
+    path = Path(calibration)
+    if not path.is_dir():
+        saved = read_tables(path)
+        common = modes(precision_mode or "precision", saved.bins)
+        plan = _Plan(common, saved.timestep_max, 1.0, flows)
+        return plan, {site: (tables, common) for site, tables in saved.tables.items()}, "calibrated", True
+    manifest = read_manifest(path)
+    saved = read_tables(path / manifest.calibration)
+    component = next(part for part in manifest.components.values() if part.is_denoiser)
+    factor = 1 / component.diffusers.timestep_factor if component.diffusers is not None else 1.0
+    forced = None if precision_mode is None else modes(precision_mode, saved.bins)
+    tables = {
+        site.name: (saved.tables[site.name], torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced)
+        for site in manifest.sites
+        if site.modes and site.name in saved.tables
+    }
+    attention = manifest.recipe.attention
+    common = torch.full((saved.bins,), int(Mode.PRECISION), dtype=torch.int32) if forced is None else forced
+    plan = _Plan(common, component.timestep_max, factor, False)
+    return plan, tables, attention.scaling, attention.smooth_k
+
+
+def _prepare(
+    model: nn.Module,
+    name: str,
+    plan: _Plan,
+    saved: _Saved | None,
+    how: tuple[str, bool],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    alone: bool,
+) -> _Denoiser:
+    """What will be replaced in a denoiser; nothing is changed."""
+    found = _Denoiser(model, name, plan, {})
+    prefix = "" if alone else f"{name}."
+    calls: dict[str, dict[int, AttentionTables]] = {}
+    for site, (tables, modes) in (saved or {}).items():
+        path, _, number = site.partition("#")
+        if alone:  # calibrations name the component first
+            path = path.partition(".")[2]
+        calls.setdefault(path, {})[int(number or 1)] = AttentionTables(**tables, modes=modes)
+    for path, module in model.named_modules():
+        full = (prefix + path) or name
+        if not (_calls_attention(module) or full in calls or isinstance(module, nn.MultiheadAttention)):
+            continue
+        if not any(fnmatchcase(full, p) for p in include) or any(fnmatchcase(full, p) for p in exclude):
+            found.left[full] = "it is not included"
+        elif isinstance(module, nn.MultiheadAttention):
+            found.left[full] = "it is torch's own multi-head attention"
+        elif reason := _known_obstacle(module):
+            found.left[full] = reason
+        elif saved is not None and full not in calls:
+            found.left[full] = "the calibration has no scales for it"
+        else:
+            found.sites[full] = _Site(found, module, calls.get(full, {}), *how)
+    return found
+
+
+def _refuse_patterns(prepared: Sequence[_Denoiser], include: Sequence[str], exclude: Sequence[str]) -> None:
+    names = [name for found in prepared for name in (*found.sites, *found.left)]
+    for pattern in (*include, *exclude):
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"the pattern '{pattern}' matches no attention",
+                expected="a pattern of one of: " + ", ".join(names[:20]),
+                got=f"'{pattern}'",
+                remedy="correct include or exclude",
+            )
+
+
+def _refuse_strangers(prepared: Sequence[_Denoiser], saved: _Saved, file: Path, *, alone: bool) -> None:
+    """
+    Raises:
+        UserError: the calibration has sites that the pipeline has not, or of other heads.
+    """
+    names = {name for found in prepared for name in (*found.sites, *found.left)}
+    strange = ""
+    for site, (tables, _) in saved.items():
+        path = site.partition("#")[0]
+        path = path.partition(".")[2] if alone else path
+        if path not in names:
+            strange = site
+        for found in prepared:
+            if (made := found.sites.get(path)) is not None:
+                strange = strange or _other_heads(made.module, site, tables)
+    if strange or not saved:
+        raise UserError(
+            f"{file} was calibrated on another model",
+            expected="scales of attention that the pipeline has, as " + (", ".join(sorted(names)[:3]) or "none"),
+            got=strange or "no attention",
+            remedy="give the bundle or the calibration that was made of this model",
+        )
+
+
+def _other_heads(module: nn.Module, site: str, tables: Mapping[str, Tensor]) -> str:
+    """What the tables say of heads that a module, as far as its attributes tell, has not; empty where they fit."""
+    heads, width = getattr(module, "heads", None), getattr(module, "inner_dim", None)
+    if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
+        return ""
+    found = (tables["q_scale"].shape[1], tables["v_scale"].shape[2])
+    return (
+        ""
+        if found == (heads, width // heads)
+        else f"{site} with {found[0]} heads of {found[1]}, not {heads} of {width // heads}"
+    )
+
+
+# Classes --------------------------------------------------------------------------------------------------------------
+
+
+def _swap(module: nn.Module, make: Callable[[type], type], changed: list[tuple[nn.Module, type]]) -> None:
+    """Give a module a class that is made of its own.
+
+    Raises:
+        TypeError: its class is of another layout, as of what is not written in Python.
+    """
+    cls = type(module)
+    if (made := _CLASSES.get((make, cls))) is None:
+        made = _CLASSES[make, cls] = make(cls)
+    object.__setattr__(module, "__class__", made)  # a module of torch.compile would set that of what it wraps
+    changed.append((module, cls))
+
+
+def _undo(changed: Sequence[tuple[nn.Module, type]]) -> None:
+    for module, cls in reversed(changed):
+        object.__setattr__(module, "__class__", cls)
+        for name in (_SITE, _DENOISER):
+            vars(module).pop(name, None)
+
+
+def _forget_compiled(models: Iterable[nn.Module]) -> None:
+    """Code that torch.compile made of modules before they changed would go on as before."""
+    parts = (part for model in models for part in (model, *model.modules()))
+    if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts):
+        torch._dynamo.reset()
