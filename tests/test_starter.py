@@ -74,7 +74,7 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
     [
         ("sdxll", ["did you mean 'sdxl'?"]),
         ("nowhere", ["one of sd15, sdxl"]),
-        ("model.onnx", ["is an ONNX model", "that it was exported from"]),
+        ("model.onnx", ["no ONNX model, or damaged", "0 bytes"]),
         ("folder", ["holds no diffusers pipeline", "got: notes.txt"]),
     ],
 )

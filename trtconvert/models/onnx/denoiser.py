@@ -262,8 +262,8 @@ class GraphDenoiser(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphDenoiser:
         super()._apply(fn, recurse)
-        # To another device; their type is theirs.
-        self._kept = _Kept({name: fn(x).to(x.dtype) for name, x in self._kept.items()})
+        # To another device; their type, whose precision another would lose, is theirs.
+        self._kept = _Kept({name: x.to(fn(x.flatten()[:0]).device) for name, x in self._kept.items()})
         return self
 
     def forward(self, **named: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from trtconvert.errors import UserError
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
 """Metadata of torch's exporter: paths of the modules that a node lies in, from the outermost, and its own name."""
 
@@ -101,8 +103,26 @@ def graph_of(model: ir.Model) -> Graph:
             constants[outputs[0]] = tensor
         else:
             steps.append(Step(op, inputs, outputs, attributes, names.of(node, inputs), title, opset))
+    _refuse_unordered(steps, {*constants, *(value.name or "" for value in graph.inputs), ""})
     given = tuple(value.name or "" for value in graph.inputs if value.name not in constants)
     return Graph(steps, constants, given, tuple(value.name or "" for value in graph.outputs))
+
+
+def _refuse_unordered(steps: Sequence[Step], known: set[str]) -> None:
+    """
+    Raises:
+        UserError: a step reads what nothing before it computes.
+    """
+    known = set(known)
+    for step in steps:
+        if missing := [name for name in step.inputs if name not in known]:
+            raise UserError(
+                f"{step.title} reads a value that nothing before it computes",
+                expected="a graph in the order of its computation, with all of its weights",
+                got=missing[0],
+                remedy="export the model again; onnx.checker.check_model tells more",
+            )
+        known.update(step.outputs)
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:

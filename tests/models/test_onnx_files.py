@@ -1,0 +1,207 @@
+"""ONNX files that are damaged, or that no denoiser can be made of, are refused before anything is calibrated."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_graphs
+import onnx_ir as ir
+import pytest
+from onnx_graphs import plain
+
+from trtconvert.errors import UserError
+from trtconvert.models.identity import identity
+from trtconvert.models.onnx.files import read_graph
+from trtconvert.models.onnx.model import onnx_model
+from trtconvert.models.saved import with_dtype
+from trtconvert.recipe import ModelSection
+
+BODY = plain("s = MatMul(q, kt)\np = Softmax<axis = -1>(s)")
+
+
+def refused(path: Path, *parts: str, **options) -> None:
+    with pytest.raises(UserError) as error:
+        onnx_model(path, **options)
+    told = str(error.value)
+    assert all(part in told for part in parts), told
+    assert "remedy: " in told
+
+
+def changed(path: Path, change) -> Path:
+    model = onnx.load(path, load_external_data=False)
+    change(model)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["float", "float16"])
+def test_weights_beside_a_graph_are_read(kind, tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data", kind=kind)
+    assert any(isinstance(v.const_value, ir.ExternalTensor) for v in read_graph(path).graph.initializers.values())
+    onnx_model(path)  # which compares it with ONNX Runtime
+
+
+def test_weights_are_found_behind_the_links_of_a_cache(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "one"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    onnx_graphs.denoiser(blobs / "model.onnx", BODY, external="model.data")
+    for name in ("model.onnx", "model.data"):
+        (blobs / name).rename(blobs / f"hash-of-{name}")
+        (snapshot / name).symlink_to(Path("../../blobs") / f"hash-of-{name}")
+    read_graph(snapshot / "model.onnx")
+
+
+def test_weights_beside_a_graph_that_are_not_whole_are_refused(tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data")
+    data = tmp_path / "model.data"
+    content = data.read_bytes()
+    data.write_bytes(content[:-8])
+    refused(path, "are not whole", f"{len(content) - 8:,} bytes")
+    data.unlink()
+    refused(path, "are not whole", "no such file", "put model.data beside model.onnx")
+
+
+@pytest.mark.parametrize("place", ["../secret", "/etc/passwd", "link"])
+def test_weights_outside_of_the_folder_are_refused(place, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = onnx_graphs.denoiser(folder / "model.onnx", BODY, external="model.data")
+    (folder / "model.data").rename(tmp_path / "secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+
+    def move(model: onnx.ModelProto) -> None:
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = place
+
+    refused(changed(path, move), "lies outside the model's folder", place)
+
+
+@pytest.mark.parametrize("content", ["cut", "text", "nothing"])
+def test_what_is_no_graph_is_refused(content, tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY)
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[: len(whole) // 2], "text": b"no graph at all, " * 8, "nothing": b""}[content])
+    refused(path, "no ONNX model, or damaged", f"{path.stat().st_size} bytes")
+
+
+def test_what_cannot_be_opened_is_refused(tmp_path):
+    refused(tmp_path / "none.onnx", "cannot read the model", "No such file")
+    os.mkfifo(tmp_path / "pipe.onnx")
+    refused(tmp_path / "pipe.onnx", "cannot read the model")
+
+
+@pytest.mark.parametrize("opset", [9, 99])
+def test_unknown_opsets_are_refused(opset, tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY)
+
+    def of_opset(model: onnx.ModelProto) -> None:
+        model.opset_import[0].version = opset
+
+    refused(changed(path, of_opset), "opset that is not known", f"opset {opset}", "opset 11 to 26")
+
+
+def test_an_old_opset_is_read_with_its_own_meanings(tmp_path, monkeypatch):
+    attributes = re.sub(r"Unsqueeze\((\w+), one\)", r"Unsqueeze<axes = [1]>(\1)", onnx_graphs.HEADER)
+    monkeypatch.setattr(onnx_graphs, "HEADER", attributes)
+    body = plain("s = MatMul(q, kt)\np = Softmax<axis = 3>(s)")
+    model = onnx_model(onnx_graphs.denoiser(tmp_path / "model.onnx", body, opset=11))
+    assert model.dims == {"batch": (1, 2, 4)}
+
+
+def test_control_flow_is_refused(tmp_path):
+    body = BODY.replace(
+        "attended = MatMul(p, v)",
+        """zero = Constant<value_float = 0.0> ()
+        most = ReduceMax<keepdims = 0>(s)
+        large = Greater(most, zero)
+        attended = If(large) <
+            then_branch = yes () => (float[batch, 2, 12, 32] a) { a = MatMul(p, v) },
+            else_branch = no () => (float[batch, 2, 12, 32] b) { b = Identity(v) }
+        >""",
+    )
+    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides while it runs", "If attended", "tracing")
+
+
+def test_local_functions_are_part_of_the_graph(tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY.replace("p = Softmax<axis = -1>(s)", "p = Abs(s)"))
+    model = onnx.load(path)
+    function = onnx.parser.parse_function(
+        '<opset_import: ["" : 17], domain: "local"> soft (x) => (y) { y = Softmax<axis = -1>(x) }'
+    )
+    model.functions.append(function)
+    node = next(node for node in model.graph.node if node.op_type == "Abs")
+    node.op_type, node.domain = "soft", "local"
+    model.opset_import.append(onnx.helper.make_opsetid("local", 1))
+    onnx.save(model, path)
+    assert onnx_model(path).left_sites == ()
+
+
+def test_weights_that_are_inputs_are_refused(tmp_path):
+    body = BODY.replace("v_weight", "given")
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", body, inputs=",float[64, 64] given")
+    refused(path, "takes its weights as inputs", "'given' [64, 64], which MatMul", "export_params=True")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("p2 = com.microsoft.Frobnicate(p)", "com.microsoft::Frobnicate"),
+        (
+            "sc = Constant<value_float = 0.1> ()\nqp = QuantizeLinear(p, sc)\np2 = DequantizeLinear(qp, sc)",
+            "a model that is not quantised yet",
+        ),
+    ],
+)
+def test_operators_that_are_not_known_are_named(line, told, tmp_path):
+    body = BODY.replace("p = Softmax<axis = -1>(s)", f"p = Softmax<axis = -1>(s)\n{line}").replace(
+        "MatMul(p, v)", "MatMul(p2, v)"
+    )
+    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "operators that are not converted", told)
+
+
+def test_sizes_that_follow_values_are_refused(tmp_path):
+    body = BODY.replace(
+        "joined = Reshape(back, flat)",
+        "j = Reshape(back, flat)\nm = ReduceMax<keepdims = 0>(j)\nw = Cast<to = 7>(m)\nten = Unsqueeze(w, one)\n"
+        "joined = Expand(j, ten)",
+    )
+    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "its sizes or places follow the values of the inputs")
+
+
+def test_a_graph_out_of_order_is_refused(tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY)
+
+    def swap(model: onnx.ModelProto) -> None:
+        nodes = list(model.graph.node)
+        del model.graph.node[:]
+        model.graph.node.extend(nodes[::-1])
+
+    refused(changed(path, swap), "reads a value that nothing before it computes", "check_model")
+
+
+def test_what_a_model_is_follows_the_weights_beside_it_and_the_conditions(tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data", kind="float16")
+    section = ModelSection.model_validate({"source": str(path), "options": {"conditions": "rows.npz"}})
+    assert (section.source, section.weights) == ("onnx", path)
+    assert with_dtype(section).dtype == "float16"
+    hashes = {identity(section)}
+    np.savez(tmp_path / "rows.npz", text=np.zeros((2, 3)))
+    hashes.add(identity(section))
+    content = (tmp_path / "model.data").read_bytes()
+    (tmp_path / "model.data").write_bytes(content[:-1] + b"\x01")
+    assert len(hashes | {identity(section)}) == 3
+
+
+def test_a_graph_that_means_something_else_here_is_refused(tmp_path, monkeypatch):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY)
+    from trtconvert.models.onnx import operators
+
+    monkeypatch.setitem(operators.OPERATORS, "Sin", operators.OPERATORS["Cos"])
+    refused(path, "computes something else in ONNX Runtime", "differ by 0.001 at most")
