@@ -9,7 +9,7 @@ LoRAs, IP-Adapters, CPU offload and torch.compile work as before, whether they c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,6 +34,9 @@ TIMESTEPS = ("timestep", "timesteps", "t")
 
 BINS = 10
 """Timestep bins of modes, where no calibration says how many."""
+
+_ALONE = "model"
+"""Name of a denoiser that is no pipeline's component."""
 
 _DENOISER, _SITE = "_int8_denoiser", "_int8_site"
 _FUNCTIONS = ("scaled_dot_product_attention", "dispatch_attention_fn")
@@ -79,7 +82,7 @@ class _Denoiser:
     """One denoiser while its attention is replaced.
 
     Attributes:
-        name: its component of the pipeline, or "model".
+        name: its component of the pipeline, or `_ALONE`.
         plan: see `_Plan`.
         timestep: [B] FP32 of the call that is running.
         sites: by path; left: path: reason.
@@ -293,7 +296,7 @@ def replace_attention_with_int8(
     ]
     _refuse_patterns(prepared, include, exclude)
     if saved is not None:
-        _refuse_strangers(prepared, saved, Path(str(calibration)), alone=isinstance(pipe, nn.Module))
+        _refuse_strangers(prepared, saved, Path(str(calibration)))
     if not any(found.sites for found in prepared):
         reasons = [f"{name}: {reason}" for found in prepared for name, reason in found.left.items()]
         raise UserError(
@@ -325,8 +328,8 @@ def replace_attention_with_int8(
     _forget_compiled(denoisers.values())
     for model, found in zip(denoisers.values(), prepared, strict=True):
         # Before anything is compiled or recorded, which would record the copies too.
-        for device in {x.device for x in _inner(model).parameters()} | {_execution_device(pipe)}:
-            if device is not None and device.type != "meta":
+        for device in {x.device for x in _inner(model).parameters()} | _execution_devices(pipe):
+            if device.type != "meta":
                 for site in found.sites.values():
                     site.on(device)
     return pipe
@@ -383,7 +386,7 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
         UserError: there is none.
     """
     if isinstance(pipe, nn.Module):
-        parts = {"model": pipe}
+        parts = {_ALONE: pipe}
     else:
         components = getattr(pipe, "components", None)
         parts = dict(components) if isinstance(components, Mapping) else {}
@@ -397,7 +400,7 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
         raise UserError(
             "this has no attention to replace",
             expected="a pipeline of diffusers with a unet or a transformer, or such a model, whose forward takes a timestep",
-            got=type(pipe).__name__ + (f" with {', '.join(parts)}" if parts and parts.keys() != {"model"} else ""),
+            got=type(pipe).__name__ + (f" with {', '.join(parts)}" if parts and parts.keys() != {_ALONE} else ""),
             remedy="give the pipeline that draws; Int8Attention is for modules of your own",
         )
     return found
@@ -417,10 +420,15 @@ def _replaced_in(denoisers: Mapping[str, nn.Module]) -> dict[str, _Denoiser]:
     return found
 
 
-def _execution_device(pipe: Any) -> torch.device | None:
+def _execution_devices(pipe: Any) -> set[torch.device]:
     """Where a pipeline with offloaded models computes."""
     device = getattr(pipe, "_execution_device", None)
-    return torch.device(device) if isinstance(device, (str, torch.device)) else None
+    if not isinstance(device, (str, torch.device)):
+        return set()
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # tensors say which
+        device = torch.device("cuda", torch.cuda.current_device())
+    return {device}
 
 
 def _calls_attention(module: nn.Module) -> bool:
@@ -513,11 +521,11 @@ def _prepare(
     """What will be replaced in a denoiser; nothing is changed."""
     found = _Denoiser(model, name, plan, {})
     prefix = "" if alone else f"{name}."
+    paths = {(prefix + path) or name for path, _ in model.named_modules()}
     calls: dict[str, dict[int, AttentionTables]] = {}
     for site, (tables, modes) in (saved or {}).items():
         path, _, number = site.partition("#")
-        if alone:  # calibrations name the component first
-            path = path.partition(".")[2]
+        path = _path_of(path, paths)
         calls.setdefault(path, {})[int(number or 1)] = AttentionTables(**tables, modes=modes)
     for path, module in model.named_modules():
         full = (prefix + path) or name
@@ -548,7 +556,15 @@ def _refuse_patterns(prepared: Sequence[_Denoiser], include: Sequence[str], excl
             )
 
 
-def _refuse_strangers(prepared: Sequence[_Denoiser], saved: _Saved, file: Path, *, alone: bool) -> None:
+def _path_of(site: str, paths: Collection[str]) -> str:
+    """A calibrated site among a denoiser's modules: calibrations of pipelines name the component first, which is not there where
+    the denoiser was given alone."""
+    if site == "denoiser" and _ALONE in paths:  # its own forward calls attention
+        return _ALONE
+    return site if site in paths else site.partition(".")[2]
+
+
+def _refuse_strangers(prepared: Sequence[_Denoiser], saved: _Saved, file: Path) -> None:
     """
     Raises:
         UserError: the calibration has sites that the pipeline has not, or of other heads.
@@ -556,8 +572,7 @@ def _refuse_strangers(prepared: Sequence[_Denoiser], saved: _Saved, file: Path, 
     names = {name for found in prepared for name in (*found.sites, *found.left)}
     strange = ""
     for site, (tables, _) in saved.items():
-        path = site.partition("#")[0]
-        path = path.partition(".")[2] if alone else path
+        path = _path_of(site.partition("#")[0], names)
         if path not in names:
             strange = site
         for found in prepared:
