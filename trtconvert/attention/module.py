@@ -227,6 +227,7 @@ class Int8Attention(nn.Module):
         timestep: Timestep,
         *,
         mask: Tensor | None = None,
+        block_mask: Tensor | None = None,
         return_mask: bool | None = None,
         enable_pruning: bool | None = None,
         pruning_ratio: float | Sequence[float] | None = None,
@@ -237,6 +238,7 @@ class Int8Attention(nn.Module):
             timestep: in [0, num_timesteps], one for all samples or [B]. A tensor on a GPU is not looked at by the host: values
                 beyond the schedule's ends count as the ends.
             mask: broadcastable to [B, H, Nq, Nk], boolean (true attends) or additive.
+            block_mask: [1 or B, 1 or H, ⌈Nq/128⌉, ⌈Nk/128⌉] boolean, the blocks to compute, in place of the module's own.
             return_mask: also return which keys were kept, with pruning; by default where `enable_pruning` is given here.
             enable_pruning, pruning_ratio: for this call, in place of the module's own.
         Returns:
@@ -254,14 +256,14 @@ class Int8Attention(nn.Module):
         ratios = self.pruning_ratio if pruning_ratio is None else _checked_ratios(pruning_ratio)
         if self.enable_cfg_fusion and Q.dim() == 4 and K.dim() == 4 and Q.shape[0] == 2 * K.shape[0]:
             self.check(Q[: K.shape[0]], K, V)
-            if mask is not None:
-                raise _misfit("mask", "none where two halves of a batch share keys", list(mask.shape))
+            if mask is not None or block_mask is not None:
+                raise _misfit("mask", "none where two halves of a batch share keys", "one")
             first, second = Q.chunk(2)
             out, kept = self._fused(first, second, K, V, timestep, ratios if prune else None)
             out = torch.cat(out.chunk(2, 2))
             kept = None if kept is None else torch.cat([kept, kept])
         else:
-            out, kept = self._attend(Q, K, V, timestep, ratios if prune else None, mask)
+            out, kept = self._attend(Q, K, V, timestep, ratios if prune else None, mask, block_mask)
         if not return_mask:
             return out
         assert kept is not None
@@ -314,9 +316,7 @@ class Int8Attention(nn.Module):
             queries = first.shape[2]
             if queries % 128:
                 raise _misfit("fused_cfg", "a multiple of 128 queries in block-sparse attention", queries)
-            blocks = self._blocks(first, K)
-            assert blocks is not None
-            blocks = blocks.repeat(1, 1, 2, 1)
+            blocks = self.blocks(first, K).repeat(1, 1, 2, 1)
         return self._attend(torch.cat([first, second], 2), K, V, timestep, ratios, None, blocks)
 
     def _attend(
@@ -332,8 +332,11 @@ class Int8Attention(nn.Module):
         self.check(Q, K, V)
         steps, present = self.timesteps(timestep, Q)
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
-        if self.attention_type == "block_sparse":
-            options["block_mask"] = self._blocks(Q, K) if blocks is None else blocks
+        if blocks is not None:
+            check_block_mask(blocks, Q.shape[2], K.shape[2], Q.shape[0], Q.shape[1])
+            options["block_mask"] = blocks
+        elif self.attention_type == "block_sparse":
+            options["block_mask"] = self.blocks(Q, K)
         kept = None
         if ratios is not None:
             if mask is not None or "block_mask" in options:
@@ -382,7 +385,12 @@ class Int8Attention(nn.Module):
             lse = torch.logaddexp(lse, torch.full_like(lse, log_eps))
         return (out, lse) if with_lse else out
 
-    def _blocks(self, Q: Tensor, K: Tensor) -> Tensor | None:
+    def blocks(self, Q: Tensor, K: Tensor) -> Tensor:
+        """The block mask of a block-sparse call, see `check_block_mask`.
+
+        Raises:
+            UserError: as many queries or keys as its window or its grid has not.
+        """
         queries, keys = Q.shape[2], K.shape[2]
         if self.block_mask is None:
             assert isinstance(self.window_size, int)
@@ -396,7 +404,6 @@ class Int8Attention(nn.Module):
             )
         if queries != self._grid_tokens or keys != self._grid_tokens:
             raise _misfit("grid", f"{self._grid_tokens} queries and keys", f"{queries} and {keys}")
-        check_block_mask(self.block_mask, queries, keys, Q.shape[0], Q.shape[1])
         return self.block_mask
 
     def _pruned(
