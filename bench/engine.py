@@ -3,7 +3,8 @@
     python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
                            [--peers torch torchao-fp8 torchao-int8 plain native group-norms plugin channels-first auto layers
                                     layers-qdq native-layers]
-                           [--dtype float16|bfloat16] [--exports FOLDER] [--kernels FOLDER] [--json FILE]
+                           [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
+                           [--kernels FOLDER] [--json FILE]
 
 diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
 billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What
@@ -120,9 +121,10 @@ def export(
     layers: dict[str, ConvertedLayer],
     path: Path,
     dtype: torch.dtype,
+    scaling: str,
 ) -> None:
-    """Write the ONNX model in 16 bits. The denoiser has to be on the CPU."""
-    options = SiteOptions(TIMESTEP_MAX, "calibrated", True)
+    """Write the ONNX model in 16 bits, with scales that are calibrated or dynamic. The denoiser has to be on the CPU."""
+    options = SiteOptions(TIMESTEP_MAX, scaling, True)
     exported = trace(model, tables, options, layers=layers, dims={}, dtype=dtype)
     unfinished = path.with_suffix(".partial")
     storage.save(exported, unfinished)
@@ -355,10 +357,16 @@ class Bench:
     """One architecture: its figures, as they are measured."""
 
     def __init__(
-        self, name: str, kernels: Path | None = None, with_layers: bool = True, dtype: torch.dtype = torch.float16
+        self,
+        name: str,
+        kernels: Path | None = None,
+        with_layers: bool = True,
+        dtype: torch.dtype = torch.float16,
+        scaling: str = "calibrated",
     ) -> None:
-        """Args: name: of the architecture; kernels: of profiles of engines, where wanted; dtype: FP16 or BF16."""
-        self._dtype = dtype
+        """Args: name: of the architecture; kernels: of profiles of engines, where wanted; dtype: FP16 or BF16; scaling: of
+        queries and keys."""
+        self._dtype, self._scaling = dtype, scaling
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
         self._kernels = kernels
@@ -503,10 +511,11 @@ class Bench:
 
     def export(self, folder: Path, *, layers: bool) -> Path:
         """The ONNX model, with INT8 layers or without, in a folder, made unless it is there."""
-        path = folder / f"{self.model.name}-{_NAMES[self._dtype]}{'-int8' if layers else ''}.onnx"
+        kind = f"{_NAMES[self._dtype]}{'-int8' if layers else ''}{'-dynamic' if self._scaling == 'dynamic' else ''}"
+        path = folder / f"{self.model.name}-{kind}.onnx"
         if not path.exists():
             with Phase(f"{path.stem}: exported"):
-                export(self.model, self.tables, self.converted if layers else {}, path, self._dtype)
+                export(self.model, self.tables, self.converted if layers else {}, path, self._dtype, self._scaling)
         return path
 
     def build_layers(self, path: Path, peers: Collection[str]) -> None:
@@ -672,6 +681,9 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=list(_NAMES.values()), default="float16")
     parser.add_argument(
+        "--scaling", choices=["calibrated", "dynamic"], default="calibrated", help="of queries and keys"
+    )
+    parser.add_argument(
         "--exports",
         type=Path,
         help="keep the exported models here; they are made for `--peers torch`, or no peers, as well",
@@ -687,6 +699,7 @@ def main() -> None:
         "tensorrt": tensorrt.status().detail,
         "torch": torch.__version__,
         "dtype": arguments.dtype,
+        "scaling": arguments.scaling,
     }
     with torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
         exports = arguments.exports or Path(temporary)
@@ -699,6 +712,7 @@ def main() -> None:
                 arguments.kernels,
                 bool(LAYER_PEERS.keys() & set(arguments.peers)),
                 getattr(torch, arguments.dtype),
+                arguments.scaling,
             )
             if "torch" in arguments.peers:
                 bench.torch_rows()
@@ -723,7 +737,8 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
     print(
-        f"\n{made_on['date']}, {made_on['gpu']}, TensorRT {made_on['tensorrt']}, torch {made_on['torch']}, {made_on['dtype']}\n"
+        f"\n{made_on['date']}, {made_on['gpu']}, TensorRT {made_on['tensorrt']}, torch {made_on['torch']}, {made_on['dtype']}, "
+        f"scales {made_on['scaling']}\n"
     )
     print_steps(rows)
     if attention:

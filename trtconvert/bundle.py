@@ -63,6 +63,7 @@ _Inside = Annotated[str, AfterValidator(_require_inside)]
 _Name = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _SiteMode = Annotated[int, Field(ge=0, lt=len(get_args(ModeName)))]
 """`Mode`, which counts as recipes name them."""
@@ -203,12 +204,14 @@ class EngineRecord(_Record):
 
 
 class SiteRecord(_Record):
-    """One attention site. `modes` per timestep bin, from low noise up; empty when the site was left as it is, for `reason`."""
+    """One attention site. `modes` per timestep bin, from low noise up; empty when the site was left as it is, for `reason`.
+    `scaling` of its queries and keys; empty then, and in bundles of before, whose recipe says it for all."""
 
     name: _Name
     heads: _Count
     head_dim: _Count
     modes: list[_SiteMode]
+    scaling: Literal["", "calibrated", "dynamic"] = ""
     reason: str = ""
 
     @property
@@ -296,6 +299,8 @@ class ComponentRecord(_Record):
             denoiser: it has no `Int8Attention` nodes, and its attention stays in its own precision.
         dims: symbolic dimension: [min, opt, max], over all profiles.
         steps: symbolic dimension: the step from its min in which it may vary, where that is not 1; empty in bundles of before.
+        input_ranges: of a denoiser: largest magnitude of each floating-point input in its calibration, by timestep bin; empty
+            where the calibration does not say.
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
         layers: of the model, in the order of their calls; empty where the recipe has them off, and in bundles of before.
         diffusers: how pipelines call it, where it comes from one.
@@ -308,6 +313,7 @@ class ComponentRecord(_Record):
     timestep_max: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     dims: _Ordered
     steps: dict[str, _Count] = Field(default_factory=dict)
+    input_ranges: dict[str, list[_Magnitude]] = Field(default_factory=dict)
     profiles: list[_Ordered] = Field(default_factory=list)
     sites: list[SiteRecord] = Field(default_factory=list)
     layers: list[LayerRecord] = Field(default_factory=list)

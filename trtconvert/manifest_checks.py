@@ -89,6 +89,12 @@ def _of_parts(component: ComponentRecord, bins: int) -> Iterator[str]:
     if component.sites and not component.is_denoiser:
         yield "sites: some, without a timestep"
     length = bins if component.is_denoiser else 1
+    inputs = {tensor.name for tensor in component.inputs} - {component.timestep_input}
+    for name, ranges in component.input_ranges.items():
+        if name not in inputs or not component.is_denoiser:
+            yield f"input_ranges: of {name}, which is no input of a denoiser beside the timestep"
+        if len(ranges) != length:
+            yield f"input_ranges.{name}: {len(ranges)}, where there are {length} timestep bins"
     fields: dict[str, Sequence[SiteRecord | LayerRecord]] = {"sites": component.sites, "layers": component.layers}
     for field, parts in fields.items():
         yield from _twins(field, (part.name for part in parts))
@@ -97,6 +103,9 @@ def _of_parts(component: ComponentRecord, bins: int) -> Iterator[str]:
                 yield f"{field}.{index}.modes: {len(part.modes)}, where there are {length} timestep bins"
             if part.modes and part.reason:
                 yield f"{field}.{index}: modes, and a reason why it has none"
+    for index, site in enumerate(component.sites):
+        if site.scaling and not site.modes:
+            yield f"sites.{index}.scaling: {site.scaling}, of a site without modes"
     for index, layer in enumerate(component.layers):
         if bool(layer.kernel) != (layer.kind == "conv"):
             yield f"layers.{index}.kernel: {layer.kernel} of a layer of the kind {layer.kind}"

@@ -149,10 +149,12 @@ class AttentionSection(_Section):
         "where σ/σ_mid > 5, precision where σ/σ_mid < 0.1, balanced between. `auto`: the fastest modes per site and bin "
         "that keep the budget of the plan section. `fp8`: as precision, but the second product in FP8 on Hopper.",
     )
-    scaling: Literal["calibrated", "dynamic"] = Field(
-        default="calibrated",
+    scaling: Literal["auto", "calibrated", "dynamic"] = Field(
+        default="auto",
         description="`calibrated`: static per-head scales. `dynamic`: modes precision, balanced and fp8 measure the scales "
-        "of queries (per token) and keys (per 128) while they run.",
+        "of queries (per token) and keys (per 128) while they run, which is closer on inputs unlike the calibration's. `auto`: "
+        "dynamic at each site where plan.kernel_cost, or the times that come with the program, show it no slower, or do not "
+        "tell.",
     )
     smooth_k: bool = Field(
         default=True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
@@ -287,7 +289,8 @@ class PlanSection(_Section):
     kernel_cost: Path | None = Field(
         default=None,
         description="Times of the attention kernels on the GPU that the plan is for, as `trtconvert measure` writes them "
-        "there; relative to the recipe. The times that come with the program, of an H100, by default.",
+        "there; relative to the recipe. attention.scaling: auto reads them too. The "
+        "times that come with the program, of an H100, by default.",
     )
     candidates: list[ModeName] = Field(
         default=["precision", "balanced", "aggressive"],

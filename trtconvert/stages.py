@@ -22,7 +22,7 @@ from trtconvert.bundle import (
 )
 from trtconvert.cache import Cache, Stage
 from trtconvert.calib.frontier import read_frontier
-from trtconvert.calib.identity import calibration_reads, observations_folder, search_reads
+from trtconvert.calib.identity import calibration_reads, kernel_cost_hash, observations_folder, search_reads
 from trtconvert.engine import BackendStatus
 from trtconvert.errors import UserError
 from trtconvert.files import free_space, one_at_a_time, sha256
@@ -41,7 +41,7 @@ COMPONENT = "denoiser"
 CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
 ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
 NAMES, ERROR = "names.json", "error.json"
-PLAN, FRONTIER = "plan.json", "frontier.json"
+PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
 
@@ -206,6 +206,8 @@ def plan_stage(
     searched = search_stage(recipe, calibration, model, cache, report) if attention.modes == "auto" else None
     if searched is not None:
         reads |= {"search": searched.key, "point": section.point}
+    elif attention.scaling == "auto":
+        reads |= {"kernel_cost": kernel_cost_hash(section), "shapes": _ranges(recipe)}
 
     def make(folder: Path, bar: Bar) -> None:
         if searched is not None:
@@ -214,18 +216,20 @@ def plan_stage(
             chosen = frontier.model_copy(update={"chosen": point.name})
             (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
             modes, layers = point.modes, point.layers
+            scalings = json.loads((searched.folder / SCALINGS).read_text())
         else:
-            from trtconvert.calib.plan import layer_modes, make_plan
+            from trtconvert.calib.plan import layer_modes, make_plan, site_scalings
 
-            sites = [site.name for site in _sites(calibration) if not site.obstacle]
+            source, sites = model(), [site for site in _sites(calibration) if not site.obstacle]
             bins = recipe.calibration.bins
-            plan = make_plan(attention, sites, model().sigmas, bins)
+            scalings = site_scalings(attention, section, sites, _opt_batch(recipe, source))
+            plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
             modes = {site: row.tolist() for site, row in plan.items()}
             layers = {
                 name: row.tolist()
                 for name, row in layer_modes(recipe.layers, _chosen_layers(calibration), bins).items()
             }
-        (folder / PLAN).write_text(json.dumps({"sites": modes, "layers": layers}, indent=1))
+        (folder / PLAN).write_text(json.dumps({"sites": modes, "layers": layers, "scalings": scalings}, indent=1))
 
     return _run("plan", reads, make, cache, report)
 
@@ -244,15 +248,15 @@ def search_stage(
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibration import Calibration
-        from trtconvert.calib.plan import search
+        from trtconvert.calib.plan import search, site_scalings
         from trtconvert.evaluate.budget import load_budget
-        from trtconvert.runtime.signature import shape_of
 
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
         made = Calibration.load(calibration.folder / CALIBRATION)
-        opt = {name: size for name, (_, size, _) in _profiles(recipe, source)[0].items()}
-        batch = shape_of(source.inputs[0].shape, opt)[0]
+        batch = _opt_batch(recipe, source)
+        scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
+        (folder / SCALINGS).write_text(json.dumps(scalings, indent=1))
         budget = load_budget(recipe.plan)
         frontier = search(
             source,
@@ -260,6 +264,7 @@ def search_stage(
             _chosen_layers(calibration),
             made,
             recipe.attention,
+            scalings,
             recipe.layers,
             recipe.plan,
             budget,
@@ -292,7 +297,7 @@ def export_stage(
         source = model()
         profiles = _profiles(recipe, source)
         dims = covering(profiles)
-        options = SiteOptions(source.timestep_max, recipe.attention.scaling, recipe.attention.smooth_k)
+        options = SiteOptions(source.timestep_max, _scalings(plan), recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
         layers = _converted_layers(source, calibration, plan)
         exported = trace(source, _tables(calibration, plan), options, layers=layers, dims=dims, dtype=dtype)
@@ -310,6 +315,7 @@ def export_stage(
             timestep_max=source.timestep_max,
             dims=dims,
             steps=dict(source.steps),
+            input_ranges=_input_ranges(calibration),
             profiles=profiles,
             sites=_site_records(calibration, plan),
             layers=_layer_records(calibration, plan),
@@ -409,8 +415,8 @@ def verify_stage(
 
         source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
-        attention = recipe.attention
-        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, attention.scaling, attention.smooth_k)
+        smooth_k = recipe.attention.smooth_k
+        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _scalings(plan), smooth_k)
         tables = {name: layer.tables for name, layer in _converted_layers(source, calibration, plan).items()}
         layers = Int8Layers(tables, source.timestep_max)
         batches = len(batches_of(section.samples, verify.BATCH))
@@ -455,7 +461,7 @@ def verify_stage(
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        verify.check_gates(quality, modes["sites"], section, modes["layers"])
+        verify.check_gates(quality, modes["sites"], section, modes["layers"], _scalings(plan))
         (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         shown = min(recipe.output.grid, section.samples)
         save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
@@ -527,6 +533,26 @@ def _plan(plan: Stage) -> dict[str, dict[str, list[int]]]:
     return json.loads((plan.folder / PLAN).read_text())
 
 
+def _scalings(plan: Stage) -> dict[str, str]:
+    """How each converted site gets the scales of queries and keys."""
+    return json.loads((plan.folder / PLAN).read_text())["scalings"]
+
+
+def _input_ranges(calibration: Stage) -> dict[str, list[float]]:
+    """Largest magnitudes of the denoiser's inputs, by timestep bin."""
+    from trtconvert.calib.calibration import Calibration
+
+    return {name: x.tolist() for name, x in Calibration.load(calibration.folder / CALIBRATION).inputs.items()}
+
+
+def _opt_batch(recipe: Recipe, model: DiffusionModel) -> int:
+    """Samples of a call at the opt sizes of the first profile."""
+    from trtconvert.runtime.signature import shape_of
+
+    opt = {name: size for name, (_, size, _) in _profiles(recipe, model)[0].items()}
+    return shape_of(model.inputs[0].shape, opt)[0]
+
+
 def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
     import torch
 
@@ -579,9 +605,16 @@ def _layer_record(layer: Layer, modes: list[int]) -> LayerRecord:
 
 
 def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:
-    modes = _plan(plan)["sites"]
+    modes, scalings = _plan(plan)["sites"], _scalings(plan)
     return [
-        SiteRecord(name=s.name, heads=s.heads, head_dim=s.head_dim, modes=modes.get(s.name, []), reason=s.obstacle)
+        SiteRecord(
+            name=s.name,
+            heads=s.heads,
+            head_dim=s.head_dim,
+            modes=modes.get(s.name, []),
+            scaling=scalings.get(s.name, "") if s.name in modes else "",  # type: ignore[arg-type]  # the plan wrote it
+            reason=s.obstacle,
+        )
         for s in _sites(calibration)
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -87,6 +88,10 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
                 _row(table, "", f"left: {group}")
             for modes, count in _plans(site.modes for site in component.sites).items():
                 _row(table, "modes, low noise to high", f"{_runs(modes, _site_mode)}  ({count} sites)")
+            scalings = Counter(site.scaling for site in component.sites if site.scaling)
+            if scalings:
+                words = ", ".join(f"{name} at {count} sites" for name, count in sorted(scalings.items()))
+                _row(table, "scales of q and k", words)
         for line in _layers(component):
             _row(table, *line)
     _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))

@@ -14,14 +14,16 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
+from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
-from trtconvert.calib.plan import fastest_plan, search_plan
+from trtconvert.calib.plan import fastest_plan, search_plan, site_scalings
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import feature_distance
 from trtconvert.models.denoiser import intercepted
+from trtconvert.recipe import AttentionSection, PlanSection
 
 SITES = ["a", "b"]
 BINS = 2
@@ -250,6 +252,49 @@ def test_attention_to_a_prompt_has_times_of_its_own_where_they_were_measured():
     assert {fastest(both, 2048, 129), fastest(both, 64, 64), fastest(without, 2048, 77)} == {Mode.AGGRESSIVE}
     assert both.seconds(AttentionShape(1, 8, 4096, 77, 64), Mode.PRECISION) == pytest.approx(4096 * 2e-9)
     assert "to prompts" in KernelCost({"gpu": "", "date": "", "rows": own + prompts[:2]})._lacking()
+
+
+def timed(calibrated):
+    """Times of attention among 256 and 4,096 tokens, in BALANCED also with calibrated scales."""
+    rows = [
+        {"mode": int(mode), "shape": [1, 8, n, n, 64], "seconds": n * 1e-8}
+        for mode in ALWAYS_MEASURED
+        for n in (256, 4096)
+    ]
+    also = [
+        {"mode": 2, "shape": [1, 8, n, n, 64], "seconds": seconds, "scaling": "calibrated"}
+        for n, seconds in calibrated.items()
+    ]
+    return {"gpu": "", "date": "", "rows": rows + also}
+
+
+def test_scales_are_measured_where_that_is_no_slower():
+    shapes = [AttentionShape(1, 8, n, n, 64) for n in (256, 4096)]
+    costs = KernelCost(timed({256: 256e-8 * 0.99, 4096: 4096e-8 * 0.9}))  # a percent is noise
+    assert [costs.scaling(shape, [Mode.FP16, Mode.BALANCED]) for shape in shapes] == ["dynamic", "calibrated"]
+    assert [costs.scaling(shape, [Mode.PRECISION, Mode.AGGRESSIVE]) for shape in shapes] == ["dynamic", "dynamic"]
+    assert costs.table([shapes[1]] * 2, ["dynamic", "calibrated"])[:, Mode.BALANCED].tolist() == pytest.approx(
+        [4096e-8, 4096e-8 * 0.9]
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "modes", "expected"),
+    [
+        ("auto", "auto", "calibrated"),
+        ("auto", "precision", "dynamic"),  # whose calibrated scales nobody has measured
+        ("auto", ["precision", "balanced"], "calibrated"),
+        ("auto", "sigma-rule", "calibrated"),
+        ("dynamic", "balanced", "dynamic"),
+        ("calibrated", "balanced", "calibrated"),
+    ],
+)
+def test_each_site_has_its_scaling(tmp_path, digits, scaling, modes, expected):
+    (tmp_path / "cost.json").write_text(json.dumps(timed({256: 1e-9, 4096: 1e-9})))
+    section = PlanSection(kernel_cost=tmp_path / "cost.json", candidates=["balanced"])
+    sites, _ = sites_to_convert(digits, AttentionSection())
+    found = site_scalings(AttentionSection(scaling=scaling, modes=modes), section, sites, 1)
+    assert found == {site.name: expected for site in sites}
 
 
 def test_sensitivities_are_the_errors_that_single_choices_make(digits):

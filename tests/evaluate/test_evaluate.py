@@ -117,7 +117,7 @@ def test_the_torch_model_with_a_bundles_tables_computes_what_the_bundle_does(dig
 def test_the_watch_names_the_site_whose_int8_attention_breaks(digits_build, digits, tmp_path, monkeypatch):
     bundle = runtime.load(digits_build.bundle)
     calibration = Calibration.load(digits_build.bundle / bundle.manifest.calibration)
-    calibration.tables["blocks.2.attn"]["q_scale"][0, 1] = torch.nan  # the last steps' bin
+    calibration.tables["blocks.2.attn"]["k_offset"][0, 1, 0] = torch.nan  # the last steps' bin
     with monkeypatch.context() as patch:  # no file with NaN is read
         patch.setattr(torch_int8, "load_of_bundle", lambda *_: calibration)
         int8 = TorchInt8(digits, bundle.folder, bundle.manifest)

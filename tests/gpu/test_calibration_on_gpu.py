@@ -7,7 +7,7 @@ import torch
 from support import WEIGHTS, Quiet, tiny_recipe, torchrun
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.ranges import RangeObserver
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib import measure
@@ -95,7 +95,9 @@ def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
     (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1), of_layers))
     in_modes = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
     cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes)
-    assert cost.gpu == torch.cuda.get_device_name() and len(done) == len(shapes) * len(Mode) + len(of_layers) * 3
+    assert (
+        cost.gpu == torch.cuda.get_device_name() and len(done) == len(shapes) * len(measure.CALLS) + len(of_layers) * 3
+    )
     for mode in in_modes:
         small, large = (
             cost.layer_seconds(Layer("a", "linear", k, n, rows, "a", TensorRef("a", 0, (n, k), (k, 1))), 1, mode)
@@ -105,3 +107,7 @@ def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
     for mode in Mode:
         short, long = (cost.seconds(shape, mode) for shape in shapes)
         assert 1e-6 < short < long < 1e-2
+    scalings = {cost.scaling(shape, [mode]) for shape in shapes for mode in MEASURED_SCALES}
+    assert scalings <= {"calibrated", "dynamic"}
+    both = [cost.seconds(shapes[1], Mode.PRECISION, scaling) for scaling in ("calibrated", "dynamic")]
+    assert max(both) < 2 * min(both)

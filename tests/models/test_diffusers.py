@@ -101,8 +101,9 @@ def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
     component = manifest.components["denoiser"]
     modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in component.sites}
     calibration = Calibration.load(converted.bundle / manifest.calibration)
-    attention = manifest.recipe.attention
-    sites = Int8Sites(calibration.with_modes(modes), component.timestep_max, attention.scaling, attention.smooth_k)
+    scalings = {site.name: site.scaling for site in component.sites}
+    smooth_k = manifest.recipe.attention.smooth_k
+    sites = Int8Sites(calibration.with_modes(modes), component.timestep_max, scalings, smooth_k)
     tables = tables_of_layers(converted.model, component.layers, calibration.layers)
     layers = Int8Layers(tables, component.timestep_max).handler() if tables else None
     denoiser = intercepted(converted.model, sites.handler(), layers)

@@ -1,5 +1,6 @@
 """Precision modes of one attention call. Free of torch, so that the command line can name them without loading it."""
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 
@@ -26,3 +27,14 @@ class Mode(IntEnum):
 
 INT8_VALUES = (Mode.BALANCED, Mode.AGGRESSIVE)
 """Modes whose second product is INT8 too."""
+
+MEASURED_SCALES = (Mode.PRECISION, Mode.BALANCED, Mode.FP8)
+"""Modes in which the scales of queries and keys may be measured while they run (`scaling: dynamic`)."""
+
+Scaling = str | Mapping[str, str]
+"""`calibrated` or `dynamic`, of all sites or by site."""
+
+
+def scaling_at(scaling: Scaling, site: str) -> str:
+    """That of one site."""
+    return scaling if isinstance(scaling, str) else scaling[site]

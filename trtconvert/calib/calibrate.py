@@ -19,7 +19,7 @@ from trtconvert.attention.sites import Site, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.cache import versions
 from trtconvert.calib.calibration import Calibration, scales
-from trtconvert.calib.coverage import CoverageObserver
+from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
@@ -178,10 +178,10 @@ def calibrate(
 
     def made() -> Calibration:
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
-        seen = _coverage(model, section, tables)
+        seen, inputs = _coverage(model, section, tables)
         provenance = _provenance(model, section, weights, shards)
         of_inputs = _layer_scales(model, layers, of_layers or LayersSection(), section, shards)
-        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes(), of_inputs)
+        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes(), of_inputs, inputs.found())
 
     made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
     assert made_by_first is not None
@@ -220,14 +220,16 @@ def _layer_scales(
 
 def _coverage(
     model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]]
-) -> CoverageObserver:
-    """Of the first samples; bad ones among them were reported before."""
+) -> tuple[CoverageObserver, InputRanges]:
+    """How well the scales cover the first samples, and what the denoiser was given in them; bad ones among them were reported
+    before."""
     part = section.model_copy(update={"samples": max(1, section.samples // COVERAGE_SHARE)})
     observer = CoverageObserver(tables, model.timestep_max)
-    observed = intercepted(model, observer)
+    ranges = InputRanges(model, section.bins)
+    observed = ranges.around(intercepted(model, observer))
     for batch in open_data(model, part, BadSamples(skip=True)).batches:
         _run(batch, observed)
-    return observer
+    return observer, ranges
 
 
 def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:
@@ -321,4 +323,5 @@ def taken(
         {name: loaded.outliers[name] for name in names if name in loaded.outliers},
         {name: loaded.magnitudes[name] for name in names if name in loaded.magnitudes},
         {source: loaded.layers[source] for source in channels},
+        loaded.inputs,
     )

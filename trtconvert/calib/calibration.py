@@ -34,6 +34,9 @@ OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
 """Names of what `CoverageObserver` gives."""
 
+INPUT_AMAX = "input_amax"
+"""Name of what `InputRanges` gives of each input."""
+
 OF_LAYERS = tuple(f.name for f in fields(LayerScales))
 """Names of what `choose_scales` gives."""
 
@@ -48,6 +51,7 @@ class Calibration:
         layers: of the inputs of INT8 layers, by the first layer that reads each.
         outliers: share of elements that the scales clip; magnitudes: how large elements are relative to their ranges. Both as
             `CoverageObserver` gives them, of a part of the data, see `calibrate`.
+        inputs: what `InputRanges` found of the denoiser's inputs in that part.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
@@ -55,6 +59,7 @@ class Calibration:
     outliers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     magnitudes: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     layers: Mapping[str, LayerScales] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Tensor]) -> dict[str, AttentionTables]:
         """The op's tables for each site, given [T] modes for each."""
@@ -62,9 +67,11 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """One safetensors file with the provenance as JSON in its metadata."""
+        of_inputs = {name: {INPUT_AMAX: amax} for name, amax in self.inputs.items()}
+        of_layers = {name: vars(scales) for name, scales in self.layers.items()}
         tensors = {
             f"{site}/{name}": t.contiguous()
-            for group in (self.tables, self.outliers, self.magnitudes, {n: vars(s) for n, s in self.layers.items()})
+            for group in (self.tables, self.outliers, self.magnitudes, of_layers, of_inputs)
             for site, named in group.items()
             for name, t in named.items()
         }
@@ -90,9 +97,10 @@ class Calibration:
         shares: dict[str, dict[str, Tensor]] = {}
         counts: dict[str, dict[str, Tensor]] = {}
         layers: dict[str, dict[str, Tensor]] = {}
+        inputs: dict[str, dict[str, Tensor]] = {}
         groups = (
             dict.fromkeys(OUTLIERS, shares) | dict.fromkeys(OCTAVE_COUNTS, counts) | dict.fromkeys(OF_LAYERS, layers)
-        )
+        ) | {INPUT_AMAX: inputs}
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
             groups.get(name, tables).setdefault(site, {})[name] = tensor
@@ -107,7 +115,10 @@ class Calibration:
             refuse_flaw(path, site, _flaw_of_coverage(tables[site], shares.get(site, {}), counts.get(site, {})))
         for source, of_input in scales.items():
             refuse_flaw(path, source, of_input.flaw(of_input.x_offset.numel(), bins), of_layer=True)
-        return Calibration(tables, provenance, shares, counts, scales)
+        ranges = {name: named[INPUT_AMAX] for name, named in inputs.items()}
+        for name, amax in ranges.items():
+            refuse_flaw(path, name, _flaw_of_range(amax, bins))
+        return Calibration(tables, provenance, shares, counts, scales, ranges)
 
 
 def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
@@ -130,6 +141,13 @@ def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
     for name, site in sites.items():
         refuse_flaw(path, name, flaw(found.tables[name], bins, heads=site.heads, head_dim=site.head_dim))
     return replace(found, tables={name: found.tables[name] for name in sites})
+
+
+def _flaw_of_range(amax: Tensor, bins: int) -> str:
+    """What is wrong with the range of an input; empty if nothing."""
+    if tuple(amax.shape) != (bins,) or amax.dtype != torch.float32:
+        return f"with {INPUT_AMAX} of {list(amax.shape)} {amax.dtype}, where [{bins}] {torch.float32} is needed"
+    return "" if (amax.isfinite() & (amax >= 0)).all() else f"with {INPUT_AMAX} that is negative or not finite"
 
 
 def _flaw_of_coverage(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import TILE
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.documents import read_json
@@ -22,6 +22,10 @@ from trtconvert.linear.sites import Layer, flops
 
 ALWAYS_MEASURED = tuple(mode for mode in Mode if mode != Mode.FP8)
 """Modes whose times every table holds. FP8 came later: tables that were made before serve plans without it."""
+
+
+SAME_TIME = 1.02
+"""Times that differ by less are the same: two runs on one GPU differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,13 @@ class AttentionShape:
         return self.key_tokens <= TILE < self.query_tokens
 
 
+_Row = tuple[AttentionShape, Mode, float]
+"""Shape, mode and seconds of a call."""
+
+
 class KernelCost:
     """Times of the measured GPU, interpolated over the amount of work at the nearest head size; of attention to prompts over
-    such alone, where they were measured.
+    such alone, where they were measured. Scales of queries and keys are measured (`dynamic`) unless a row says otherwise.
 
     Attributes:
         gpu, date: where and when they were measured.
@@ -56,9 +64,11 @@ class KernelCost:
     def __init__(self, table: dict[str, Any]) -> None:
         self.gpu: str = table["gpu"]
         self.date: str = table["date"]
-        self._rows = [
-            (AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["seconds"])) for row in table["rows"]
-        ]
+        self._rows: list[_Row] = []
+        self._calibrated: list[_Row] = []
+        for row in table["rows"]:
+            rows = {"dynamic": self._rows, "calibrated": self._calibrated}[row.get("scaling", "dynamic")]
+            rows.append((AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["seconds"])))
         self._layers = [
             (2.0 * math.prod(row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
             for row in table.get("layers", ())
@@ -115,19 +125,26 @@ class KernelCost:
             here = {mode for shape, mode, _ in self._rows if (shape.head_dim, shape.to_prompt) == (size, prompt)}
             if missing := [mode.name.lower() for mode in sorted(modes) if mode not in here]:
                 return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
-        if any(not (0 < seconds < math.inf) for _, _, seconds in (*self._rows, *self._layers)):
+        if any(not (0 < seconds < math.inf) for _, _, seconds in (*self._rows, *self._calibrated, *self._layers)):
             return "times that are not positive"
         return ""
 
-    def seconds(self, shape: AttentionShape, mode: Mode) -> float:
-        """Time of one call, see `_interpolated`. Infinite for a mode that was not measured."""
-        rows = [row for row in self._rows if row[0].to_prompt == shape.to_prompt] or self._rows
-        sizes = sorted({measured.head_dim for measured, _, _ in rows})
-        nearest = min(sizes, key=lambda size: abs(size - shape.head_dim))
-        points = sorted((m.flops, t) for m, kind, t in rows if m.head_dim == nearest and kind == mode)
-        if not points:
-            return math.inf
-        return _interpolated(shape.flops, points)
+    def seconds(self, shape: AttentionShape, mode: Mode, scaling: str = "dynamic") -> float:
+        """Time of one call, see `_interpolated`. Infinite for a mode that was not measured; where calibrated scales were not,
+        that of measured ones."""
+        if scaling == "calibrated" and (points := _points(self._calibrated, shape, mode)):
+            return _interpolated(shape.flops, points)
+        points = _points(self._rows, shape, mode)
+        return _interpolated(shape.flops, points) if points else math.inf
+
+    def scaling(self, shape: AttentionShape, modes: Collection[Mode]) -> str:
+        """`calibrated` where measured scales make one of the modes slower, by more than times differ between runs; else, and
+        where nobody has measured, `dynamic`, which is closer on inputs unlike the calibration's."""
+        for mode in MEASURED_SCALES:
+            points = _points(self._calibrated, shape, mode)
+            if mode in modes and points and self.seconds(shape, mode) > SAME_TIME * _interpolated(shape.flops, points):
+                return "calibrated"
+        return "dynamic"
 
     def layer_seconds(self, layer: Layer, batch: int, mode: LayerMode) -> float:
         """Time of one call of a layer, its activations' quantisation inside. Interpolated as attention's is; infinite for
@@ -137,9 +154,23 @@ class KernelCost:
             return math.inf
         return _interpolated(flops(layer, batch), points)
 
-    def table(self, shapes: Sequence[AttentionShape]) -> Tensor:
-        """[len(shapes), modes] seconds, infinite in modes that were not measured."""
-        return torch.tensor([[self.seconds(shape, mode) for mode in Mode] for shape in shapes], dtype=torch.float64)
+    def table(self, shapes: Sequence[AttentionShape], scalings: Sequence[str] | None = None) -> Tensor:
+        """[len(shapes), modes] seconds, infinite in modes that were not measured.
+
+        Args:
+            scalings: of each shape, `dynamic` by default.
+        """
+        rows = zip(shapes, scalings or ["dynamic"] * len(shapes), strict=True)
+        return torch.tensor(
+            [[self.seconds(shape, mode, scaling) for mode in Mode] for shape, scaling in rows], dtype=torch.float64
+        )
+
+
+def _points(rows: Sequence[_Row], shape: AttentionShape, mode: Mode) -> list[tuple[float, float]]:
+    """Work and time of the rows that tell most of a call in a mode."""
+    rows = [row for row in rows if row[0].to_prompt == shape.to_prompt] or rows
+    nearest = min({m.head_dim for m, _, _ in rows}, key=lambda size: (abs(size - shape.head_dim), size), default=0)
+    return sorted((m.flops, t) for m, kind, t in rows if m.head_dim == nearest and kind == mode)
 
 
 def _interpolated(work: float, points: Sequence[tuple[float, float]]) -> float:

@@ -4,14 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from trtconvert.attention.ranges import spread
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.histogram import LEVELS, OCTAVES, Histogram, rows_of
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 
 INSIDE = 1 + 2.0**-20
 """Ranges are taken as so much larger, so that the element a range was made of lies inside it whatever way a quotient rounds."""
+
+
+class InputRanges:
+    """The largest magnitudes of a denoiser's floating-point inputs, by timestep bin.
+
+    Args:
+        model: that the denoiser is of; bins: of timesteps.
+    """
+
+    def __init__(self, model: DiffusionModel, bins: int) -> None:
+        self._model, self._bins = model, bins
+        self._found: dict[str, Tensor] = {}
+
+    def around(self, denoiser: Denoiser) -> Denoiser:
+        """The denoiser, whose inputs are looked at."""
+        names = [spec.name for spec in self._model.inputs]
+
+        def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
+            self._add(dict(zip(names, inputs, strict=False)) | named)
+            return denoiser(*inputs, **named)
+
+        return watched
+
+    def _add(self, named: Mapping[str, Tensor]) -> None:
+        timestep = named[self._model.timestep_input].float().reshape(-1)
+        index = timestep_bin(timestep, self._model.timestep_max, self._bins).cpu()
+        for name, x in named.items():
+            if name == self._model.timestep_input or not x.is_floating_point() or not x.numel():
+                continue
+            of_samples = x.dim() > 0 and len(x) == len(index)
+            largest = x.abs().reshape(len(x), -1).amax(1) if of_samples else x.abs().amax().expand(len(index))
+            found = self._found.setdefault(name, torch.full((self._bins,), -1.0))
+            found.scatter_reduce_(0, index, largest.float().cpu(), "amax")
+
+    def found(self) -> dict[str, Tensor]:
+        """[T] FP32 of each input that was seen; a bin that saw nothing takes the nearest one's."""
+        return {
+            name: spread({i: x[i] for i in range(self._bins) if x[i] >= 0}, self._bins)
+            for name, x in self._found.items()
+        }
 
 
 class CoverageObserver:

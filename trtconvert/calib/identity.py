@@ -139,6 +139,29 @@ PLAN_FILES = ("lpips_weights", "features_weights", "kernel_cost")
 """Fields of the plan section that name files."""
 
 
+def kernel_cost_hash(section: PlanSection) -> str:
+    """SHA-256 of the times that a plan is priced by.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    return _plan_file(section, "kernel_cost") or sha256(KERNEL_COST)
+
+
+def _plan_file(section: PlanSection, name: str) -> str:
+    """SHA-256 of a file that the section names; empty where it names none."""
+    path: Path | None = getattr(section, name)
+    try:
+        return sha256(path) if path is not None else ""
+    except OSError as error:
+        raise UserError(
+            f"cannot read plan.{name}",
+            expected="a file; the path is relative to the recipe",
+            got=f"{error.strerror}: {path}",
+            remedy=f"correct plan.{name} in the recipe",
+        ) from error
+
+
 def search_reads(section: PlanSection) -> dict[str, Any]:
     """Everything in the plan section that decides a search, as JSON values.
 
@@ -148,21 +171,10 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
         UserError: a file cannot be read, or that function cannot be imported.
     """
     reads = section.model_dump(mode="json", exclude={*PLAN_FILES, "point"})
-    for name in PLAN_FILES:
-        path: Path | None = getattr(section, name)
-        try:
-            reads[name] = sha256(path) if path is not None else ""
-        except OSError as error:
-            raise UserError(
-                f"cannot read plan.{name}",
-                expected="a file; the path is relative to the recipe",
-                got=f"{error.strerror}: {path}",
-                remedy=f"correct plan.{name} in the recipe",
-            ) from error
+    reads |= {name: _plan_file(section, name) for name in PLAN_FILES}
+    reads["kernel_cost"] = kernel_cost_hash(section)
     if section.features is not None and ":" in section.features:
         reads["extractor"] = function_identity(section.features, import_function(section.features, EXTRACTOR))
-    if section.kernel_cost is None:
-        reads["kernel_cost"] = sha256(KERNEL_COST)
     if section.features == "digits-classifier" and section.features_weights is None and CLASSIFIER_WEIGHTS.is_file():
         reads["features_weights"] = sha256(CLASSIFIER_WEIGHTS)
     return reads

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trtconvert.attention import kernel
 from trtconvert.attention.device_time import device_microseconds
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.calib.cost import AttentionShape
 from trtconvert.errors import BackendUnavailable
@@ -39,6 +39,14 @@ LAYER_SHAPES = (
 
 _LAYER_MODES = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
 
+CALLS = tuple(
+    (mode, scaling)
+    for mode in Mode
+    for scaling in ("dynamic", "calibrated")
+    if scaling == "dynamic" or mode in MEASURED_SCALES
+)
+"""Modes and scalings that are measured, those of one mode one after the other. The others take no scales from the data."""
+
 INPUTS = 3
 """Sets of inputs that take turns, so that no call finds its own in the cache."""
 
@@ -49,10 +57,11 @@ def measure_kernels(
     layer_shapes: Sequence[tuple[int, int, int]] = LAYER_SHAPES,
 ) -> str:
     """Times of attention in every mode, and of layers in 16 bits (torch) and in INT8, as JSON text, see `KernelCost.load`. FP16,
-    quantisation inside, dynamic scales; see `device_microseconds`.
+    quantisation inside; scales of queries and keys are measured, and in the modes that may do so calibrated as well; see
+    `device_microseconds`.
 
     Args:
-        done: called after each shape and mode.
+        done: called after each shape and mode, and for calibrated scales.
     Raises:
         BackendUnavailable: there is no GPU.
     """
@@ -65,9 +74,16 @@ def measure_kernels(
         )
     rows = []
     for shape in shapes:
-        for mode in Mode:
-            seconds = device_microseconds([_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
-            rows.append({"mode": int(mode), "shape": list(vars(shape).values()), "seconds": round(seconds, 9)})
+        for mode, scaling in CALLS:
+            seconds = device_microseconds([_call(shape, mode, scaling, seed) for seed in range(INPUTS)]) * 1e-6
+            rows.append(
+                {
+                    "mode": int(mode),
+                    "shape": list(vars(shape).values()),
+                    "scaling": scaling,
+                    "seconds": round(seconds, 9),
+                }
+            )
             done()
     layers = []
     for shape in layer_shapes:
@@ -85,7 +101,7 @@ def measure_kernels(
 
 def steps() -> int:
     """How often `done` is called for the usual shapes."""
-    return len(SHAPES) * len(Mode) + len(LAYER_SHAPES) * len(_LAYER_MODES)
+    return len(SHAPES) * len(CALLS) + len(LAYER_SHAPES) * len(_LAYER_MODES)
 
 
 def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
@@ -93,7 +109,7 @@ def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
     path.write_text(measure_kernels(done=done))
 
 
-def _call(shape: AttentionShape, mode: Mode, seed: int) -> Callable[[], Tensor]:
+def _call(shape: AttentionShape, mode: Mode, scaling: str, seed: int) -> Callable[[], Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
     tokens = {"q": shape.query_tokens, "k": shape.key_tokens, "v": shape.key_tokens}
     q, k, v = (
@@ -102,7 +118,7 @@ def _call(shape: AttentionShape, mode: Mode, seed: int) -> Callable[[], Tensor]:
     )
     tables = tables_from_data(q, k, v, mode)
     timestep = torch.zeros(shape.batch, device="cuda")
-    return lambda: kernel.attention(q, k, v, timestep, tables, scaling="dynamic")
+    return lambda: kernel.attention(q, k, v, timestep, tables, scaling=scaling)
 
 
 def _layer_call(shape: tuple[int, int, int], mode: LayerMode, seed: int) -> Callable[[], Tensor]:

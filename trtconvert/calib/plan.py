@@ -101,12 +101,36 @@ def kernel_cost(section: PlanSection, of_layers: LayersSection) -> tuple[KernelC
     return KernelCost.load(section.kernel_cost, allowed, allowed_layers), allowed, allowed_layers
 
 
+def site_scalings(
+    attention: AttentionSection, section: PlanSection, sites: Iterable[Site], batch: int
+) -> dict[str, str]:
+    """How each site gets the scales of queries and keys, `calibrated` or `dynamic`; of `auto` what `KernelCost.scaling` says.
+
+    Args:
+        batch: for which times are taken.
+    Raises:
+        UserError: as `KernelCost.load`.
+    """
+    if attention.scaling != "auto":
+        return {site.name: attention.scaling for site in sites}
+    stated = attention.modes if isinstance(attention.modes, list) else [attention.modes]
+    searched = {"auto": section.candidates, "sigma-rule": ["precision", "balanced", "aggressive"]}
+    modes = {Mode[name.upper()] for name in searched.get(stated[0], stated)}
+    cost = KernelCost.load(section.kernel_cost)
+    return {site.name: cost.scaling(_shape(site, batch), modes) for site in sites}
+
+
+def _shape(site: Site, batch: int) -> AttentionShape:
+    return AttentionShape(batch * site.folds, site.heads, site.query_tokens, site.key_tokens, site.head_dim)
+
+
 def search(
     model: DiffusionModel,
     sites: Sequence[Site],
     layers: Sequence[Layer],
     calibration: Calibration,
     attention: AttentionSection,
+    scalings: Mapping[str, str],
     of_layers: LayersSection,
     section: PlanSection,
     budget: Budget,
@@ -120,13 +144,12 @@ def search(
     have those that are `weight_only`.
 
     Args:
-        sites, layers: to convert.
+        sites, layers: to convert; scalings: of each site, see `site_scalings`.
         batch: for which times are taken.
         bar: shows the progress.
     """
     cost, allowed, allowed_layers = kernel_cost(section, of_layers)
-    shapes = [AttentionShape(batch * s.folds, s.heads, s.query_tokens, s.key_tokens, s.head_dim) for s in sites]
-    seconds = cost.table(shapes)
+    seconds = cost.table([_shape(site, batch) for site in sites], [scalings[site.name] for site in sites])
     seeds = range(section.seed, section.seed + section.samples)
     tables = calibration.tables
     stated = layer_modes(of_layers, layers, bins)
@@ -159,7 +182,7 @@ def search(
 
     def int8_sites(plan: Plan) -> Int8Sites:
         named = {site: AttentionTables(**tables[site], modes=modes) for site, modes in plan.items()}
-        return Int8Sites(named, model.timestep_max, attention.scaling, attention.smooth_k)
+        return Int8Sites(named, model.timestep_max, scalings, attention.smooth_k)
 
     def int8_layers(plan: Plan) -> Int8Layers:
         if not groups:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention import reference
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import Mode, Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
@@ -40,13 +40,13 @@ class Int8Sites:
 
     Attributes:
         tables: per converted site.
-        timestep_max, scaling, smooth_k: as the op's attributes.
+        timestep_max, scaling, smooth_k: as the op's attributes; a scaling of all sites, or by site.
         compute: the specification, or `kernel.attention`.
     """
 
     tables: Mapping[str, AttentionTables]
     timestep_max: float
-    scaling: str
+    scaling: Scaling
     smooth_k: bool
     compute: Callable[..., Tensor] = reference.attention
 
@@ -60,7 +60,7 @@ class Int8Sites:
             tables or self.tables[call.name],
             softmax_scale=call.scale,
             timestep_max=self.timestep_max,
-            scaling=self.scaling,
+            scaling=scaling_at(self.scaling, call.name),
             smooth_k=self.smooth_k,
             mask=call.mask,
         )

@@ -29,6 +29,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError, first_line
 from trtconvert.evaluate import metrics
+from trtconvert.evaluate.clipping import Clipping, shares
 from trtconvert.evaluate.features import Extractor, load_extractor
 from trtconvert.evaluate.metrics import Moments
 from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
@@ -114,6 +115,7 @@ class PairedQuality(_Record):
         nonfinite_sites: site: samples for which its attention gave a NaN or Inf in full precision.
         nonfinite_int8_sites: the same in INT8, where torch runs it; what a bundle computes inside cannot be seen.
         nonfinite_int8_layers: likewise of INT8 layers.
+        clipped: site: share of the elements of "q", "k" and "v" that the bundle's scales clip, see `Clipping`.
     """
 
     psnr: float
@@ -128,6 +130,7 @@ class PairedQuality(_Record):
     nonfinite_sites: dict[str, int]
     nonfinite_int8_sites: dict[str, int] = {}
     nonfinite_int8_layers: dict[str, int] = {}
+    clipped: dict[str, dict[str, float]] = {}
 
 
 class Evaluation(_Record):
@@ -206,7 +209,8 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
         request,
     )
     reference = load_reference(request.reference, drawing.sample_shape(int8))
-    pairs = _Pairs(int8, source, drawing, extractor, request.lpips_weights)
+    clipping = Clipping.of_bundle(folder, bundle.manifest, source.timestep_max) if source else None
+    pairs = _Pairs(int8, source, drawing, extractor, request.lpips_weights, clipping)
 
     common = {
         "steps": request.steps,
@@ -377,7 +381,9 @@ class _Pairs:
         drawing: _Drawing,
         extractor: Extractor,
         lpips_weights: Path | None,
+        clipping: Clipping | None,
     ) -> None:
+        self._clipping = clipping
         self._int8, self._source, self._drawing, self._extractor = int8, source, drawing, extractor
         self._lpips = metrics.load_lpips(lpips_weights) if lpips_weights and source else None
 
@@ -393,6 +399,8 @@ class _Pairs:
         if self._source is None:
             return shard
         full, finite, broken = self._full(seeds)
+        if self._clipping is not None:
+            shard |= {f"clipped-{tensor}.{site}": x for (site, tensor), x in self._clipping.take().items()}
         shard |= self._seen("full", full, finite) | {f"site.{name}": x for name, x in broken.items()}
         shard["squared_error"] = (int8.double() - full.double()).square().flatten(1).mean(1)
         if min(int8.shape[-2:]) >= metrics.SSIM_SMALLEST:
@@ -405,6 +413,8 @@ class _Pairs:
         """One shard of full-precision samples of the seeds after those of the pairs."""
         first = self._drawing.request.seed + self._drawing.request.samples
         images, finite, _ = self._full(range(first + held.start, first + held.stop))
+        if self._clipping is not None:
+            self._clipping.take()  # pairs alone are counted
         return self._seen("full", images, finite)
 
     def _full(self, seeds: range) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -413,6 +423,8 @@ class _Pairs:
         broken: dict[str, Tensor] = {}
 
         def handler(call: SiteCall) -> Tensor:
+            if self._clipping is not None:
+                self._clipping.add(call)
             out = call.exact()
             rows = (~out.flatten(1).isfinite().all(1)).sum()
             broken[call.name] = broken.get(call.name, torch.zeros((), dtype=torch.int64)) + rows
@@ -566,6 +578,7 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
     errors, indices, start = [], [], 0
     measured: dict[str, list[Tensor]] = {"ssim": [], "lpips": []}
     broken: dict[str, dict[str, int]] = {"site": {}, "int8-site": {}, "int8-layer": {}}
+    clipped: dict[tuple[str, str], Tensor] = {}
     for shard in pairs.stream():
         keep = shard["int8.finite"] & shard["full.finite"]
         indices.append(start + keep.nonzero()[:, 0])
@@ -576,6 +589,9 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
                 values.append(shard[name][keep])
         for name, x in shard.items():
             kind, _, site = name.partition(".")
+            if kind.startswith("clipped-"):
+                key = site, kind.removeprefix("clipped-")
+                clipped[key] = clipped.get(key, torch.zeros_like(x)) + x
             if kind in broken:
                 broken[kind][site] = broken[kind].get(site, 0) + int(x)
     error = torch.cat(errors)
@@ -594,4 +610,5 @@ def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, ot
         nonfinite_sites=broken["site"],
         nonfinite_int8_sites=broken["int8-site"],
         nonfinite_int8_layers=broken["int8-layer"],
+        clipped=shares(clipped),
     )

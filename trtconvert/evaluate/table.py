@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -90,7 +91,26 @@ def paired_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
             f"{paired.fid_int8:.4f} for INT8, {paired.fid_full:.4f} for full precision",
         )
     )
+    if paired.clipped:
+        found.append(("clipped elements", _clipped(paired.clipped)))
     return found
+
+
+_TENSORS = {"q": "queries", "k": "keys", "v": "values"}
+
+
+def _clipped(shares: Mapping[str, Mapping[str, float]]) -> str:
+    """The worst sites' shares of clipped elements."""
+    every = [(share, tensor, site) for site, of_site in shares.items() for tensor, share in of_site.items()]
+    if not every:
+        return "none: all scales are measured while they run"
+    share, tensor, site = max(every)
+    among = sum(share > 0 for share, *_ in every)
+    return (
+        f"{share:.3%} of the {_TENSORS[tensor]} of {site}" + (f", the worst of {among}" if among > 1 else "")
+        if share
+        else "none"
+    )
 
 
 def watch_line(evaluation: Evaluation) -> str:

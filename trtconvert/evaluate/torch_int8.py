@@ -38,9 +38,8 @@ class TorchInt8:
         calibration = load_of_bundle(folder, manifest)
         tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
         attention = manifest.recipe.attention
-        self._sites = Int8Sites(
-            tables, model.timestep_max, attention.scaling, attention.smooth_k, compute=kernel.attention
-        )
+        scalings = {site.name: site.scaling or attention.scaling for site in sites}
+        self._sites = Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, compute=kernel.attention)
         records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
         of_layers = tables_of_layers(model, records, calibration.layers)
         self._layers = Int8Layers({name: of.to(device) for name, of in of_layers.items()}, model.timestep_max)

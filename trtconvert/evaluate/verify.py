@@ -209,10 +209,11 @@ def check_gates(
     modes: Mapping[str, list[int]],
     section: VerifySection,
     layers: Mapping[str, list[int]] | None = None,
+    scalings: Mapping[str, str] | None = None,
 ) -> None:
     """
     Args:
-        modes: of each site, by timestep bin; layers: of each layer.
+        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site.
     Raises:
         GateError: a gate is missed; names the worst site and timestep bin.
     """
@@ -221,7 +222,9 @@ def check_gates(
     worst = (
         f"the worst site is {site} in timestep bin {index}, mode {Mode(modes[site][index]).name.lower()}, {db:.1f} dB"
     )
-    remedy = f"exclude {site}, give bin {index} a more careful mode in attention.modes, or use scaling: dynamic"
+    remedy = f"exclude {site}, or give bin {index} a more careful mode in attention.modes"
+    if (scalings or {}).get(site) == "calibrated":
+        remedy += ", or use attention.scaling: dynamic"
     if (of_layer := quality.worst_layer()) is not None:
         layer_db, layer, layer_bin = of_layer
         mode = LayerMode(layers[layer][layer_bin]).name.lower()

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.modes import Mode, Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, SiteCall, attention_hooks
 from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, resized
@@ -53,11 +53,11 @@ class SiteOptions:
 
     Attributes:
         timestep_max: see `DiffusionModel`.
-        scaling, smooth_k: see the recipe's attention section.
+        scaling, smooth_k: see the recipe's attention section; a scaling of all sites, or by site.
     """
 
     timestep_max: float
-    scaling: str
+    scaling: Scaling
     smooth_k: bool
 
 
@@ -363,7 +363,7 @@ class _TracedDenoiser(nn.Module):
                     "layout": "BHND",
                     "softmax_scale": float(call.scale),
                     "timestep_max": float(options.timestep_max),
-                    "scaling": options.scaling,
+                    "scaling": scaling_at(options.scaling, call.name),
                     "smooth_k": int(options.smooth_k),
                 },
                 dtype=call.q.dtype,

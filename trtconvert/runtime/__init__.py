@@ -16,6 +16,7 @@ from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.session import OnnxRuntimeComponent
+from trtconvert.runtime.watch import InputWatch
 
 if TYPE_CHECKING:
     from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
@@ -84,6 +85,8 @@ class LoadedBundle:
         with ExitStack() as closing:  # all of them, whatever one says
             for component in self.components.values():
                 closing.callback(component.close)
+                if component.signature.watch is not None:
+                    closing.callback(component.signature.watch.close)
 
     def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
         """A component for a diffusers pipeline, in the place of its `unet` or `transformer`, of a text encoder, or of its `vae`.
@@ -175,6 +178,7 @@ def load(
     graphs: int = 4,
     streams: int = 4,
     weight_budget: int | None = None,
+    check: bool = False,
 ) -> LoadedBundle:
     """Load a bundle.
 
@@ -186,6 +190,8 @@ def load(
         graphs: CUDA graphs kept per stream, one per shape; 0 for none.
         streams: streams that may call a component by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
+        check: look at what the denoiser is given, by the bundle or in a pipeline, and warn once of inputs that are far outside of
+            what it was calibrated on, or of timesteps beyond its schedule. Costs a reduction over each input, and nothing waits.
     Raises:
         UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range.
         BackendUnavailable: the engines are for another GPU, TensorRT or plugin, TensorRT cannot load them, or a GPU was named
@@ -213,11 +219,20 @@ def load(
     folder = Path(folder)
     with suppress(FileNotFoundError):  # the current folder has gone
         folder = folder.absolute()  # what is read later is there, wherever the process goes
-    return read_unchanged(
+    loaded = read_unchanged(
         folder,
         lambda manifest: _loaded(folder, manifest, backend, device, graphs, streams, weight_budget),
         LoadedBundle.close,
     )
+    for name, component in loaded.manifest.components.items() if check else ():
+        if component.is_denoiser:
+            loaded[name].signature.watch = InputWatch(component)
+            if not component.input_ranges:
+                warn(
+                    f"{folder} does not say what its denoiser was calibrated on, so that timesteps alone are checked; remedy: "
+                    "build it again, without calibration.from or with a calibration of this version"
+                )
+    return loaded
 
 
 def _loaded(

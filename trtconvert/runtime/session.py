@@ -73,6 +73,8 @@ class OnnxRuntimeComponent:
             raise was_closed()
         tensors = self.signature.ordered(inputs, named)
         self.signature.check(tensors)
+        if self.signature.watch is not None:
+            self.signature.watch(tensors)
         typed = self.signature.typed(tensors)
         feeds = {name: as_numpy(x) for name, x in zip(self.signature.names, typed, strict=True)}
         try:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtconvert.bundle import LINE, ComponentRecord, TensorRecord, in_steps
 from trtconvert.errors import UserError
+from trtconvert.runtime.watch import InputWatch
 
 Ranges = Mapping[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
@@ -22,10 +23,14 @@ class Signature:
         component: the signature in the manifest.
         profiles: optimisation profiles of the engine that runs it, in the engine's order; without any, the component's own
             ranges are the only one.
+
+    Attributes:
+        watch: is given the inputs of every call, where somebody wants that.
     """
 
     def __init__(self, component: ComponentRecord, profiles: Sequence[Ranges] = ()) -> None:
         self.component = component
+        self.watch: InputWatch | None = None
         self.names = [spec.name for spec in component.inputs]
         # Of diffusers' models, engine.shapes can only narrow what model.options gave.
         self._of_options = component.diffusers is not None or not component.is_denoiser

@@ -363,6 +363,8 @@ class TensorRTComponent:
         except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
             known = self._learn(tensors)
         try:
+            if self.signature.watch is not None:
+                self.signature.watch(tensors)
             if not known.as_is:
                 dtypes = self._opened().input_dtypes
                 tensors = tuple([x.detach().to(self.device, dtype) for x, dtype in zip(tensors, dtypes, strict=True)])
