@@ -19,11 +19,11 @@ LAYERS: tuple[set[str], ...] = (
     {"runtime"},
     {"engine"},
     {"export"},
+    {"diffusion_model"},
     {"attention", "linear", "weights"},
     {
         "bundle",
         "cache",
-        "diffusion_model",
         "documents",
         "early",
         "entry_point",

@@ -1,7 +1,11 @@
-"""Model sources. `load` turns a recipe's `model` section into a `DiffusionModel`."""
+"""Model sources. `load` turns a recipe's `model` section into a `DiffusionModel`.
+
+What an entry point of one's own needs stands here under one name: the model and its inputs, the noise schedule, and the samplers.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +18,16 @@ from trtconvert.recipe import ONNX
 from trtconvert.weights.lora_names import DENOISER
 
 if TYPE_CHECKING:
-    from trtconvert.diffusion_model import DiffusionModel, Sampler
+    from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
+    from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec, Sampler
+    from trtconvert.models.samplers import initial_noise, sample
     from trtconvert.recipe import LoraSection, ModelSection
     from trtconvert.runtime import LoadedBundle
 
-__all__ = ["DiffusionModel", "load", "load_sampler"]
+__all__ = [
+    "DiffusionModel", "ImageEncoder", "InputSpec", "NoiseSchedule", "Sampler", "ddpm_betas", "initial_noise", "load",
+    "load_sampler", "sample",
+]  # fmt: skip
 
 DIGITS = "digits-dit"
 DIFFUSERS = "diffusers"
@@ -26,12 +35,22 @@ _FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "t
 """Of sources that have a name of their own."""
 
 
+_ELSEWHERE = {
+    "DiffusionModel": "trtconvert.diffusion_model",
+    "ImageEncoder": "trtconvert.diffusion_model",
+    "InputSpec": "trtconvert.diffusion_model",
+    "Sampler": "trtconvert.diffusion_model",
+    "NoiseSchedule": "trtconvert.attention.schedules",
+    "ddpm_betas": "trtconvert.attention.schedules",
+    "initial_noise": "trtconvert.models.samplers",
+    "sample": "trtconvert.models.samplers",
+}
+
+
 def __getattr__(name: str) -> Any:
     # Imported when it is asked for: it needs torch, and a build that the cache answers does without.
-    if name == "DiffusionModel":
-        from trtconvert.diffusion_model import DiffusionModel
-
-        return DiffusionModel
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
