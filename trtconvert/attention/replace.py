@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,15 @@ class _Plan:
         self.present = frozenset(Mode(mode) for mode in modes.tolist())
 
 
+@dataclass(frozen=True)
+class _Calibrated:
+    """One call of a site, as a calibration has it; `scaling` and `smooth_k` as in `kernel.int8_attention`."""
+
+    tables: AttentionTables
+    scaling: str = "calibrated"
+    smooth_k: bool = True
+
+
 class _Denoiser:
     """One denoiser while its attention is replaced.
 
@@ -128,31 +137,21 @@ class _Site:
     Args:
         denoiser: that it belongs to.
         module: that it is.
-        tables: of its calls, by their number from 1, without modes; empty where scales are measured.
-        modes: [T] of each of these calls.
-        scaling, smooth_k: as in `kernel.int8_attention`.
+        calibrated: its calls by their number from 1; empty where scales are measured.
     """
 
-    def __init__(
-        self,
-        denoiser: _Denoiser,
-        module: nn.Module,
-        tables: Mapping[int, AttentionTables],
-        scaling: str = "calibrated",
-        smooth_k: bool = True,
-    ) -> None:
-        self.denoiser, self.module = denoiser, module
-        self.tables, self.scaling, self.smooth_k = dict(tables), scaling, smooth_k
+    def __init__(self, denoiser: _Denoiser, module: nn.Module, calibrated: Mapping[int, _Calibrated]) -> None:
+        self.denoiser, self.module, self.calibrated = denoiser, module, dict(calibrated)
         self.exceptions: dict[str, None] = {}
         self.called = False
-        self._on: dict[torch.device, tuple[Tensor, dict[int, AttentionTables]]] = {}
+        self._on: dict[torch.device, tuple[Tensor, dict[int, _Calibrated]]] = {}
 
-    def on(self, device: torch.device) -> tuple[Tensor, dict[int, AttentionTables]]:
+    def on(self, device: torch.device) -> tuple[Tensor, dict[int, _Calibrated]]:
         """Modes of the plan and tables on a device; copied there once. The module's own moves and casts do not touch them."""
         found = self._on.get(device)
         if found is None:
-            tables = {number: table.to(device) for number, table in self.tables.items()}
-            found = self._on[device] = (self.denoiser.plan.modes.to(device), tables)
+            calls = {number: replace(call, tables=call.tables.to(device)) for number, call in self.calibrated.items()}
+            found = self._on[device] = (self.denoiser.plan.modes.to(device), calls)
         return found
 
     def attend(
@@ -186,14 +185,13 @@ class _Site:
         steps = timestep.to(query.device)
         if folds > 1:
             steps = steps[:, None].expand(-1, folds).reshape(-1)
-        modes, tables = self.on(query.device)
-        options = {"mask": attn_mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
-        table = tables.get(number)
-        if table is None:
+        modes, calibrated = self.on(query.device)
+        options: dict[str, Any] = {"mask": attn_mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
+        call = calibrated.get(number)
+        if call is None:
             return measured.attention(query, key, value, steps, modes, plan.present, **options)
-        return kernel.attention(
-            query, key, value, steps, table, scaling=self.scaling, smooth_k=self.smooth_k, **options
-        )
+        options |= {"scaling": call.scaling, "smooth_k": call.smooth_k}
+        return kernel.attention(query, key, value, steps, call.tables, **options)
 
 
 class _Mode(TorchFunctionMode):
@@ -289,9 +287,9 @@ def replace_attention_with_int8(
                 got="one whose attention was replaced, perhaps through another pipeline with the same model",
                 remedy="restore_attention(pipe) first, to replace it otherwise",
             )
-    plan, saved, scaling, smooth_k = _planned(pipe, calibration, precision_mode)
+    plan, saved = _planned(pipe, calibration, precision_mode)
     prepared = [
-        _prepare(_inner(model), name, plan, saved, (scaling, smooth_k), include, exclude, alone=model is pipe)
+        _prepare(_inner(model), name, plan, saved, include, exclude, alone=model is pipe)
         for name, model in denoisers.items()
     ]
     _refuse_patterns(prepared, include, exclude)
@@ -448,14 +446,11 @@ def _known_obstacle(module: nn.Module) -> str:
 
 # What is to be computed -----------------------------------------------------------------------------------------------
 
-_Saved = Mapping[str, tuple[Mapping[str, Tensor], Tensor]]
-"""Site: its tables, and [T] modes."""
-
 
 def _planned(
     pipe: Any, calibration: str | Path | None, precision_mode: str | None
-) -> tuple[_Plan, _Saved | None, str, bool]:
-    """The plan, tables by site, and the operator's `scaling` and `smooth_k`."""
+) -> tuple[_Plan, dict[str, _Calibrated] | None]:
+    """The plan, and the sites of the calibration if there is one."""
     choices = ("auto", *(mode.name.lower() for mode in Mode))
     if precision_mode is not None and precision_mode not in choices:
         raise UserError(
@@ -484,35 +479,37 @@ def _planned(
 
     if calibration is None:
         bins = BINS if precision_mode == "auto" else 1
-        return _Plan(modes(precision_mode or "precision", bins), float(length), 1.0, flows), None, "dynamic", True
+        return _Plan(modes(precision_mode or "precision", bins), float(length), 1.0, flows), None
     path = Path(calibration)
     if not path.is_dir():
         saved = read_tables(path)
         common = modes(precision_mode or "precision", saved.bins)
         plan = _Plan(common, saved.timestep_max, 1.0, flows)
-        return plan, {site: (tables, common) for site, tables in saved.tables.items()}, "calibrated", True
+        return plan, {
+            site: _Calibrated(AttentionTables(**tables, modes=common)) for site, tables in saved.tables.items()
+        }
     manifest = read_manifest(path)
     saved = read_tables(path / manifest.calibration)
     component = next(part for part in manifest.components.values() if part.is_denoiser)
     factor = 1 / component.diffusers.timestep_factor if component.diffusers is not None else 1.0
     forced = None if precision_mode is None else modes(precision_mode, saved.bins)
-    tables = {
-        site.name: (saved.tables[site.name], torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced)
-        for site in manifest.sites
-        if site.modes and site.name in saved.tables
-    }
     attention = manifest.recipe.attention
+    found = {}
+    for site in manifest.sites:
+        if site.modes and site.name in saved.tables:
+            own = torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced
+            scaling = getattr(site, "scaling", "") or attention.scaling
+            tables = AttentionTables(**saved.tables[site.name], modes=own)
+            found[site.name] = _Calibrated(tables, scaling, attention.smooth_k)
     common = torch.full((saved.bins,), int(Mode.PRECISION), dtype=torch.int32) if forced is None else forced
-    plan = _Plan(common, component.timestep_max, factor, False)
-    return plan, tables, attention.scaling, attention.smooth_k
+    return _Plan(common, component.timestep_max, factor, False), found
 
 
 def _prepare(
     model: nn.Module,
     name: str,
     plan: _Plan,
-    saved: _Saved | None,
-    how: tuple[str, bool],
+    saved: Mapping[str, _Calibrated] | None,
     include: Sequence[str],
     exclude: Sequence[str],
     *,
@@ -522,11 +519,11 @@ def _prepare(
     found = _Denoiser(model, name, plan, {})
     prefix = "" if alone else f"{name}."
     paths = {(prefix + path) or name for path, _ in model.named_modules()}
-    calls: dict[str, dict[int, AttentionTables]] = {}
-    for site, (tables, modes) in (saved or {}).items():
+    calls: dict[str, dict[int, _Calibrated]] = {}
+    for site, call in (saved or {}).items():
         path, _, number = site.partition("#")
         path = _path_of(path, paths)
-        calls.setdefault(path, {})[int(number or 1)] = AttentionTables(**tables, modes=modes)
+        calls.setdefault(path, {})[int(number or 1)] = call
     for path, module in model.named_modules():
         full = (prefix + path) or name
         if not (_calls_attention(module) or full in calls or isinstance(module, nn.MultiheadAttention)):
@@ -540,7 +537,7 @@ def _prepare(
         elif saved is not None and full not in calls:
             found.left[full] = "the calibration has no scales for it"
         else:
-            found.sites[full] = _Site(found, module, calls.get(full, {}), *how)
+            found.sites[full] = _Site(found, module, calls.get(full, {}))
     return found
 
 
@@ -564,20 +561,20 @@ def _path_of(site: str, paths: Collection[str]) -> str:
     return site if site in paths else site.partition(".")[2]
 
 
-def _refuse_strangers(prepared: Sequence[_Denoiser], saved: _Saved, file: Path) -> None:
+def _refuse_strangers(prepared: Sequence[_Denoiser], saved: Mapping[str, _Calibrated], file: Path) -> None:
     """
     Raises:
         UserError: the calibration has sites that the pipeline has not, or of other heads.
     """
     names = {name for found in prepared for name in (*found.sites, *found.left)}
     strange = ""
-    for site, (tables, _) in saved.items():
+    for site, call in saved.items():
         path = _path_of(site.partition("#")[0], names)
         if path not in names:
             strange = site
         for found in prepared:
             if (made := found.sites.get(path)) is not None:
-                strange = strange or _other_heads(made.module, site, tables)
+                strange = strange or _other_heads(made.module, site, call.tables)
     if strange or not saved:
         raise UserError(
             f"{file} was calibrated on another model",
@@ -587,12 +584,12 @@ def _refuse_strangers(prepared: Sequence[_Denoiser], saved: _Saved, file: Path) 
         )
 
 
-def _other_heads(module: nn.Module, site: str, tables: Mapping[str, Tensor]) -> str:
+def _other_heads(module: nn.Module, site: str, tables: AttentionTables) -> str:
     """What the tables say of heads that a module, as far as its attributes tell, has not; empty where they fit."""
     heads, width = getattr(module, "heads", None), getattr(module, "inner_dim", None)
     if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
         return ""
-    found = (tables["q_scale"].shape[1], tables["v_scale"].shape[2])
+    found = (tables.q_scale.shape[1], tables.v_scale.shape[2])
     return (
         ""
         if found == (heads, width // heads)
