@@ -7,7 +7,8 @@ it came from, in the operators, the type and the sizes that engines are for.
 | --- | --- |
 | `files` | reads a graph and its weights, and refuses what cannot be used, without torch |
 | `steps` | the graph as a list of steps, constants folded |
-| `sizes`, `operators` | what a step computes: of sizes, which are known while a graph is traced, and of tensors |
+| `sizes` | what a step computes of sizes, which are known while a graph is traced |
+| `operators` | what it computes of tensors: `elementwise`, `shapes`, `reductions`, `products`, `multi_head`; each of a `call` |
 | `attention`, `layers` | patterns of several steps that become one |
 | `denoiser` | the steps as a module |
 | `inputs` | which input is what, of which sizes |

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trtconvert.errors import TrtconvertError, UserError, first_line
 from trtconvert.models.onnx import operators, sizes
 from trtconvert.models.onnx.attention import Left, Shapes, fuse_attention
+from trtconvert.models.onnx.call import Types, Value
 from trtconvert.models.onnx.layers import fuse_group_norms, fuse_linear
-from trtconvert.models.onnx.operators import OPERATORS, Types, Value
+from trtconvert.models.onnx.operators import OPERATORS
 from trtconvert.models.onnx.sizes import Numbers, numbers
 from trtconvert.models.onnx.steps import Graph, Step
 

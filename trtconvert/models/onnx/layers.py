@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from trtconvert.models.onnx.attention import Shapes
-from trtconvert.models.onnx.operators import Value
+from trtconvert.models.onnx.call import Value
 from trtconvert.models.onnx.steps import Graph, Step
 
 

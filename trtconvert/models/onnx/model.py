@@ -18,10 +18,11 @@ from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.errors import UserError, did_you_mean, first_line
 from trtconvert.export.float32 import in_float32
 from trtconvert.models.onnx.attention import Left
+from trtconvert.models.onnx.call import Types
 from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed
 from trtconvert.models.onnx.files import read_graph, refuse_control_flow, stored_type
 from trtconvert.models.onnx.inputs import Inputs, read_inputs
-from trtconvert.models.onnx.operators import OPERATORS, Types
+from trtconvert.models.onnx.operators import OPERATORS
 from trtconvert.models.onnx.sampling import GraphSampler, noise_of, read_conditions
 from trtconvert.models.onnx.steps import Graph, Step, graph_of
 from trtconvert.runtime.signature import shape_of

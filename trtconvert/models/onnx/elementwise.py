@@ -1,0 +1,176 @@
+"""ONNX's operators that compute numbers one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtconvert.models.onnx.call import Call, Table, Value, as_weight, together
+from trtconvert.models.onnx.sizes import listed
+
+
+def _each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def computed(call: Call, *values: Value) -> Tensor:
+        operands = together(call, *values)
+        if not isinstance(operands[0], Tensor):  # of functions that want one first
+            like = next(x for x in operands if isinstance(x, Tensor))
+            operands[0] = torch.full((), operands[0], dtype=_type_beside(operands[0], like), device=like.device)
+        return function(*operands)
+
+    return computed
+
+
+def _type_beside(number: Any, like: Tensor) -> torch.dtype:
+    """The type of a number beside a tensor, which it does not widen."""
+    return like.dtype if like.is_floating_point() or not isinstance(number, (float, torch.SymFloat)) else torch.float32
+
+
+def _operator(function: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
+    """Of Python's operators, which take numbers on either side."""
+    return lambda call, a, b: function(*together(call, a, b))
+
+
+def _unary(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda call, x, *_: function(call.tensor(x))
+
+
+def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def computed(call: Call, *values: Value) -> Tensor:
+        found = call.tensor(values[0])
+        for value in values[1:]:
+            a, b = together(call, found, value)
+            found = function(
+                a, b if isinstance(b, Tensor) else torch.full((), b, dtype=_type_beside(b, a), device=a.device)
+            )
+        return found
+
+    return computed
+
+
+def _divided(call: Call, a: Value, b: Value) -> Tensor:
+    x, y = together(call, a, b)
+    whole = all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (x, y))
+    return torch.div(x, y, rounding_mode="trunc") if whole else x / y
+
+
+def _power(call: Call, x: Value, exponent: Value) -> Tensor:
+    base, by = together(call, x, exponent)
+    if isinstance(by, (int, float)) and by == 2 and isinstance(base, Tensor):
+        # The squares of norms leave float16 early: as torch's norms do, these are computed in float32.
+        base = base.float() if base.is_floating_point() else base
+        return base * base
+    return torch.pow(base, by)
+
+
+def _modulo(call: Call, a: Value, b: Value) -> Tensor:
+    x, y = together(call, a, b)
+    return torch.fmod(x, y) if call.get("fmod", 0) else torch.remainder(x, y)
+
+
+def _where(call: Call, condition: Value, a: Value, b: Value) -> Tensor:
+    x, y = together(call, a, b)
+    return torch.where(call.tensor(condition), x, y)
+
+
+def _clip(call: Call, x: Value, low: Value | None = None, high: Value | None = None) -> Tensor:
+    bounds = []
+    for bound in (low, high):
+        bounds.append(bound.item() if isinstance(bound, Tensor) else listed(bound)[0] if bound is not None else None)
+    return torch.clamp(call.tensor(x), *bounds)
+
+
+def _cast(call: Call, x: Value) -> Value:
+    tensor = call.tensor(x)
+    try:
+        return tensor.to(call.types.of(call.get("to"), tensor.dtype))
+    except KeyError as error:
+        raise call.refused(f"a cast to ONNX's type {call.get('to')}", "types that torch computes with") from error
+
+
+def _cast_like(call: Call, x: Value, like: Value) -> Tensor:
+    return call.tensor(x).to(call.tensor(like).dtype)
+
+
+def _gelu(call: Call, x: Tensor) -> Tensor:
+    return F.gelu(x, approximate=call.get("approximate", "none"))
+
+
+def _biased_gelu(call: Call, x: Tensor, bias: Value | None = None) -> Tensor:
+    given = x if bias is None else _operator(lambda a, b: a + b)(call, x, bias)
+    return F.gelu(given, approximate="tanh" if call.step.op.endswith("FastGelu") else "none")
+
+
+def _rounded_shift(call: Call, x: Tensor) -> Tensor:
+    return torch.clamp(x * call.get("alpha", 0.2) + call.get("beta", 0.5), 0, 1)
+
+
+ELEMENTWISE: Table = {
+    "Abs": _unary(torch.abs),
+    "Acos": _unary(torch.acos),
+    "Add": _operator(lambda a, b: a + b),
+    "And": _each(torch.logical_and),
+    "Asin": _unary(torch.asin),
+    "Atan": _unary(torch.atan),
+    "Cast": _cast,
+    "CastLike": _cast_like,
+    "Ceil": _unary(torch.ceil),
+    "Clip": _clip,
+    "Cos": _unary(torch.cos),
+    "Cosh": _unary(torch.cosh),
+    "Div": _divided,
+    "Dropout": lambda call, x, *_: x,
+    "Elu": lambda call, x: F.elu(x, call.get("alpha", 1.0)),
+    "Equal": _each(torch.eq),
+    "Erf": _unary(torch.erf),
+    "Exp": _unary(torch.exp),
+    "Floor": _unary(torch.floor),
+    "Gelu": _gelu,
+    "Greater": _each(torch.gt),
+    "GreaterOrEqual": _each(torch.ge),
+    "HardSigmoid": _rounded_shift,
+    "HardSwish": _unary(F.hardswish),
+    "Identity": lambda call, x: x,
+    "IsInf": _unary(torch.isinf),
+    "IsNaN": _unary(torch.isnan),
+    "LeakyRelu": lambda call, x: F.leaky_relu(x, call.get("alpha", 0.01)),
+    "Less": _each(torch.lt),
+    "LessOrEqual": _each(torch.le),
+    "Log": _unary(torch.log),
+    "Max": _folded(torch.maximum),
+    "Mean": lambda call, *values: _folded(torch.add)(call, *values) / len(values),
+    "Min": _folded(torch.minimum),
+    "Mish": _unary(F.mish),
+    "Mod": _modulo,
+    "Mul": _operator(lambda a, b: a * b),
+    "Neg": _unary(torch.neg),
+    "Not": _unary(torch.logical_not),
+    "Or": _each(torch.logical_or),
+    "PRelu": lambda call, x, slope: torch.where(x < 0, x * as_weight(x, call, slope), x),
+    "Pow": _power,
+    "Reciprocal": _unary(torch.reciprocal),
+    "Relu": _unary(torch.relu),
+    "Round": _unary(torch.round),
+    "Selu": _unary(torch.selu),
+    "Sigmoid": _unary(torch.sigmoid),
+    "Sign": _unary(torch.sign),
+    "Sin": _unary(torch.sin),
+    "Sinh": _unary(torch.sinh),
+    "Softplus": _unary(F.softplus),
+    "Softsign": _unary(F.softsign),
+    "Sqrt": _unary(torch.sqrt),
+    "Sub": _operator(lambda a, b: a - b),
+    "Sum": _folded(torch.add),
+    "Swish": lambda call, x: x * torch.sigmoid(x * call.get("alpha", 1.0)),
+    "Tan": _unary(torch.tan),
+    "Tanh": _unary(torch.tanh),
+    "Where": _where,
+    "Xor": _each(torch.logical_xor),
+    "com.microsoft::BiasGelu": _biased_gelu,
+    "com.microsoft::FastGelu": _biased_gelu,
+    "com.microsoft::Gelu": _biased_gelu,
+    "com.microsoft::QuickGelu": lambda call, x: x * torch.sigmoid(x * call.get("alpha", 1.702)),
+}

@@ -1,0 +1,150 @@
+"""ONNX's fused attention, and that which patterns make."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtconvert.models.onnx.call import Call, Table, Value, as_weight, require_one_output
+from trtconvert.models.onnx.sizes import listed
+
+
+def _attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *factors: Value) -> Tensor:
+    """Of our own: what `attention` found of several steps.
+
+    Args:
+        q, k, v: [B, H, N, D], or [B, N, D].
+        factors: of the logits; those that `divided` names divide.
+    """
+    scale = float(call.get("scale", 1.0))
+    for value, divides in zip(factors, call.get("divided", []), strict=True):
+        number = float(value.item() if isinstance(value, Tensor) else listed(value)[0])
+        scale = scale / number if divides else scale * number
+    kind = min((x.dtype for x in (q, k, v)), key=lambda kind: torch.finfo(kind).bits)
+    q, k, v = (x.to(kind) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, _mask_beside(call, q, mask), scale=scale)
+
+
+def _mask_beside(call: Call, q: Tensor, mask: Value | None) -> Tensor | None:
+    if mask is None:
+        return None
+    tensor = call.tensor(mask)
+    while tensor.dim() < q.dim():
+        tensor = tensor.unsqueeze(0)
+    return tensor.to(q.dtype) if tensor.is_floating_point() else tensor
+
+
+def _split_mask(call: Call, mask: Value) -> Tensor:
+    """A mask of [B·H, N, M], or of one for all, beside logits [B, H, N, M]."""
+    tensor = call.tensor(mask)
+    if tensor.dim() < 3:
+        return tensor
+    shared = isinstance(tensor.shape[0], int) and tensor.shape[0] == 1
+    return tensor.unsqueeze(1) if shared else tensor.unflatten(0, (-1, call.get("heads")))
+
+
+def _as_added(call: Call, mask: Value) -> Tensor:
+    """A mask of truth values as what is added to logits."""
+    tensor = call.tensor(mask)
+    kept = tensor if call.get("kept") else ~tensor
+    return torch.zeros_like(tensor, dtype=call.types.current).masked_fill(~kept, -math.inf)
+
+
+def _attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *past: Value | None) -> Tensor:
+    """ONNX's Attention, since opset 23. [B, H, N, D], or [B, N, H·D]."""
+    require_one_output(call)
+    if any(x is not None for x in past) or call.get("softcap", 0.0):
+        raise call.refused("Attention with a cache or a softcap", "without")
+    flat = q.dim() == 3
+    if flat:
+        heads, of_keys = call.get("q_num_heads"), call.get("kv_num_heads")
+        q, k, v = _split_heads(q, heads), _split_heads(k, of_keys), _split_heads(v, of_keys)
+    found = _heads_attended(call, q, k, v, _mask_beside(call, q, mask), bool(call.get("is_causal", 0)))
+    return found.transpose(1, 2).flatten(2) if flat else found
+
+
+def _heads_attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    kind = min((x.dtype for x in (q, k, v)), key=lambda kind: torch.finfo(kind).bits)
+    q, k, v = (x.to(kind) for x in (q, k, v))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.get("scale") or None, **grouped)
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, N, H·D] → [B, H, N, D]."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _multi_head(
+    call: Call, q: Tensor, k: Value | None = None, v: Value | None = None, bias: Value | None = None,
+    padding: Value | None = None, added: Value | None = None, *past: Value | None,
+) -> Tensor:  # fmt: skip
+    """com.microsoft's MultiHeadAttention, of three-dimensional queries, keys and values, or packed ones, [B, N, H, 3, D]."""
+    require_one_output(call)
+    heads = call.get("num_heads")
+    if any(x is not None for x in past) or padding is not None:
+        raise call.refused("MultiHeadAttention with a cache or a key_padding_mask", "without")
+    if q.dim() == 5 and k is None:
+        queries, keys, values = (x.transpose(1, 2) for x in q.unbind(3))
+    elif isinstance(k, Tensor) and k.dim() == 3 and isinstance(v, Tensor):
+        parts = [q, k, v]
+        if bias is not None:
+            whole = call.tensor(bias).to(q.dtype)
+            parts = [x + part for x, part in zip(parts, whole.split([x.shape[-1] for x in parts]), strict=True)]
+        queries, keys, values = (_split_heads(x, heads) for x in parts)
+    elif isinstance(k, Tensor) and k.dim() == 5 and v is None:  # packed keys and values
+        queries = _split_heads(q, heads)
+        keys, values = (x.transpose(1, 2) for x in k.unbind(3))
+    else:
+        raise call.refused("MultiHeadAttention of other shapes", "queries, keys and values [B, N, H·D]")
+    found = _heads_attended(
+        call, queries, keys, values, _mask_beside(call, queries, added), bool(call.get("unidirectional", 0))
+    )
+    return found.transpose(1, 2).flatten(2)
+
+
+def _packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Value | None = None, *more: Value | None) -> Tensor:
+    """com.microsoft's Attention, which holds the projections too. weight [K, 3·N]."""
+    require_one_output(call)
+    if any(value is not None for value in more):
+        raise call.refused("com.microsoft's Attention with a mask or a cache", "without")
+    projected = F.linear(x.to(weight.dtype), weight.T, as_weight(weight, call, bias))
+    sizes = call.get("qkv_hidden_sizes") or [projected.shape[-1] // 3] * 3
+    q, k, v = (_split_heads(part, call.get("num_heads")) for part in projected.split(sizes, -1))
+    return _heads_attended(call, q, k, v, None, bool(call.get("unidirectional", 0))).transpose(1, 2).flatten(2)
+
+
+def _rotary(call: Call, x: Tensor, cosines: Value, sines: Value, positions: Value | None = None) -> Tensor:
+    """ONNX's RotaryEmbedding, since opset 23. [B, H, N, D], or [B, N, H·D]."""
+    flat = x.dim() == 3
+    heads = x.unflatten(2, (call.get("num_heads"), -1)) if flat else x.transpose(1, 2)  # [B, N, H, D]
+    cos, sin = (call.tensor(value).to(x.dtype) for value in (cosines, sines))
+    if positions is not None:
+        cos, sin = (F.embedding(call.tensor(positions).long(), table) for table in (cos, sin))
+    size = call.get("rotary_embedding_dim", 0) or heads.shape[-1]
+    turned, left = heads[..., :size], heads[..., size:]
+    cos, sin = cos[..., None, : size // 2], sin[..., None, : size // 2]
+    if call.get("interleaved", 0):
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    found = torch.cat([turned, left], -1) if left.shape[-1] else turned
+    return found.flatten(2) if flat else found.transpose(1, 2)
+
+
+ATTENTIONS: Table = {
+    "Attention": _attention,
+    "RotaryEmbedding": _rotary,
+    "com.microsoft::Attention": _packed_attention,
+    "com.microsoft::MultiHeadAttention": _multi_head,
+    # of a pattern
+    "trtconvert::as_added": _as_added,
+    "trtconvert::attention": _attended,
+    "trtconvert::join_heads": lambda call, x: x.flatten(0, 1),
+    "trtconvert::split_heads": _split_mask,
+}
