@@ -7,14 +7,14 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test soak lint bench tensorrt clean
+.PHONY: setup demo test soak lint docs bench tensorrt clean
 
 setup: $(STAMP)
 
 $(STAMP): $(COMPILED)
 	@echo "Setting up $(VENV). Compiling the CUDA kernels takes some 20 minutes of processor time: 10 minutes on two cores."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev,docs]'
 	touch $@
 
 demo: $(STAMP)
@@ -33,6 +33,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+# The documentation as a site, in out/docs; warnings are errors.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Prints the figures of the README with the machine and the date. bench/attention.py needs a GPU and runs on its own.
 bench: $(STAMP)
