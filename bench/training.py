@@ -59,7 +59,8 @@ def rows(shape: tuple[int, int, int, int]) -> list[str]:
                 attention.calibrate([(*(x.detach() for x in tensors), timestep)])  # type: ignore[list-item]
             name = f"{mode}, {'calibrated' if calibrated else 'measured'}"
             calls[name] = lambda q, k, v, attention=attention: attention(q, k, v, timestep)  # type: ignore[misc]
-    exact = torch.autograd.grad(scaled_dot_product_attention(*(x.float() for x in tensors)), tensors, gradient.float())
+    q, k, v = (x.float() for x in tensors)
+    exact = torch.autograd.grad(scaled_dot_product_attention(q, k, v), tensors, gradient.float())
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for turn in range(ROUNDS):
         for name, attend in calls.items():

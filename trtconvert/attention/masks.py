@@ -60,7 +60,8 @@ def window_mask(
     seen = (start + step > first[:, None]) & (start < behind[:, None])
     if sink_tokens:
         seen = seen | (start < sink_tokens)
-    seen = seen.repeat_interleave(step // BLOCK, 0).repeat_interleave(step // BLOCK, 1)
+    if step > BLOCK:
+        seen = seen.repeat_interleave(step // BLOCK, 0).repeat_interleave(step // BLOCK, 1)
     return seen[None, None, : math.ceil(num_queries / BLOCK), : math.ceil(num_keys / BLOCK)]
 
 
