@@ -126,7 +126,40 @@ def test_control_flow_is_refused(tmp_path):
             else_branch = no () => (float[batch, 2, 12, 32] b) { b = Identity(v) }
         >""",
     )
-    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides while it runs", "If attended", "tracing")
+    refused(
+        onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides while it runs", "If attended", "follows values"
+    )
+    loop = BODY.replace(
+        "attended = MatMul(p, v)",
+        """times = Constant<value = int64 {1}> ()
+        on = Constant<value = bool {1}> ()
+        attended = Loop(times, on, v) <
+            body = again (int64 i, bool c, float[batch, 2, 12, 32] y) => (bool c2, float[batch, 2, 12, 32] y2) {
+                c2 = Identity(c)
+                y2 = MatMul(p, y)
+            }
+        >""",
+    )
+    refused(onnx_graphs.denoiser(tmp_path / "loop.onnx", loop), "has loops", "Loop attended", "tracing")
+
+
+def test_a_branch_that_sizes_decide_is_taken(tmp_path):
+    """As of a squeeze that an exporter does not know to be one."""
+    body = BODY.replace(
+        "attended = MatMul(p, v)",
+        """sizes = Shape<start = 2, end = 3>(v)
+        wide = Constant<value = int64[1] {20}> ()
+        many = Less(sizes, wide)
+        condition = Squeeze(many)
+        attended = If(condition) <
+            then_branch = yes () => (float[batch, 2, n, 32] a) { a = MatMul(p, v) },
+            else_branch = no () => (float[batch, 2, n, 32] b) { b = Identity(v) }
+        >""",
+    )
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", body, tokens="n")
+    assert not onnx_model(path, sizes={"n": [4, 8, 12]}).left_sites
+    refused(path, "decides while it runs", "is not the same for all sizes", sizes={"n": [8, 12, 24]})
+    refused(path, "no attention was found", "no Softmax", sizes={"n": 32})
 
 
 def test_local_functions_are_part_of_the_graph(tmp_path):

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from trtconvert.models.onnx.call import Types, Value
 from trtconvert.models.onnx.layers import fuse_group_norms, fuse_linear
 from trtconvert.models.onnx.operators import OPERATORS
 from trtconvert.models.onnx.sizes import Numbers, numbers
-from trtconvert.models.onnx.steps import Graph, Step
+from trtconvert.models.onnx.steps import Branch, Graph, Step
 
 _NAMED = {
     "Attention",
@@ -140,6 +141,44 @@ def folded(graph: Graph, stored: ir.DataType) -> dict[str, Value]:
     return {name: value for name, value in values.items() if name in used}
 
 
+def with_branches_taken(
+    path: Path, graph: Graph, values: Mapping[str, Value], types: Types, examples: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Put what an If computes into its place, where sizes or constants say which branch that is, in place. Exporters that trace
+    write one where torch squeezes an axis whose size they do not know.
+
+    Args:
+        values: constants; examples: inputs of all sizes that matter.
+    Raises:
+        UserError: a condition follows the values of the inputs, or is not the same for all sizes.
+    """
+    while (step := next((step for step in graph.steps if step.op == "If"), None)) is not None:
+        before = Graph(graph.steps[: graph.steps.index(step)], {}, graph.inputs, (step.inputs[0],))
+        before.replace({})
+        conditions = [_condition(before, values, types, inputs) for inputs in examples]
+        if None in conditions or len(set(conditions)) != 1:
+            raise UserError(
+                f"{path} decides while it runs what it computes, which engines cannot follow",
+                expected="an If whose condition follows from sizes that do not vary",
+                got=f"{step.title}, whose condition "
+                + ("follows values" if None in conditions else "is not the same for all sizes"),
+                remedy="export the model by tracing it, not scripted, or give one number for each in model.options.sizes",
+            )
+        branch: Branch = step.attributes["then_branch" if conditions[0] else "else_branch"]
+        results = [
+            Step("Identity", (name,), (output,), {}, step.scope, step.title)
+            for name, output in zip(branch.outputs, step.outputs, strict=True)
+        ]
+        graph.replace({step: [*branch.steps, *results]})
+
+
+def _condition(before: Graph, values: Mapping[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> bool | None:
+    """The one output of a graph as a truth value; None where it follows the values of the inputs."""
+    (name,) = before.outputs
+    found = values[name] if name in values else observed(before, values, types, inputs)[1].get(name)
+    return bool(found.ravel()[0]) if isinstance(found, np.ndarray) else None
+
+
 def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> list[Left]:
     """Make one step of each attention, linear layer and group norm, in place.
 
@@ -174,7 +213,7 @@ def observed(
             for step, outputs in run_steps(graph.steps, values, types, last_reads(graph)):
                 for name, x in zip(step.outputs, outputs, strict=False):
                     shapes[name] = tuple(x.shape) if x is not None else ()
-                    if isinstance(x, np.ndarray) and x.size == 1 and not isinstance(x.ravel()[0], bool):
+                    if isinstance(x, np.ndarray) and x.size == 1:
                         known[name] = x
         except TrtconvertError:
             raise

@@ -17,7 +17,7 @@ from trtconvert.files import open_regular
 OPSETS = range(11, 27)
 """Of ONNX's own operators, whose meanings are known here."""
 
-_CONTROL_FLOW = ("If", "Loop", "Scan", "SequenceMap")
+_LOOPS = ("Loop", "Scan", "SequenceMap")
 
 TYPES = {
     ir.DataType.FLOAT: "float32",
@@ -51,19 +51,17 @@ def read_graph(path: Path) -> ir.Model:
     return model
 
 
-def refuse_control_flow(path: Path, model: ir.Model) -> None:
+def refuse_loops(path: Path, model: ir.Model) -> None:
     """
     Raises:
-        UserError: a node decides what is computed.
+        UserError: a node repeats what another graph in it computes.
     """
-    branches = [node for node in model.graph if node.op_type in _CONTROL_FLOW]
-    if branches:
+    if loops := [node for node in model.graph if node.op_type in _LOOPS]:
         raise UserError(
-            f"{path} decides while it runs what it computes, which engines cannot follow",
-            expected="a graph without " + ", ".join(_CONTROL_FLOW),
-            got=", ".join(f"{node.op_type} {node.name or node.outputs[0].name}" for node in branches[:4]),
-            remedy="export the model by tracing it, not scripted, for one case; onnxsim and onnxruntime's offline optimisation "
-            "remove an If whose condition is constant",
+            f"{path} has loops, which engines cannot follow",
+            expected="a graph without " + ", ".join(_LOOPS),
+            got=", ".join(f"{node.op_type} {node.name or node.outputs[0].name}" for node in loops[:4]),
+            remedy="export the model by tracing it, not scripted",
         )
 
 

@@ -19,8 +19,8 @@ from trtconvert.errors import UserError, did_you_mean, first_line
 from trtconvert.export.float32 import in_float32
 from trtconvert.models.onnx.attention import Left
 from trtconvert.models.onnx.call import Types
-from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed
-from trtconvert.models.onnx.files import read_graph, refuse_control_flow, stored_type
+from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
+from trtconvert.models.onnx.files import read_graph, refuse_loops, stored_type
 from trtconvert.models.onnx.inputs import Inputs, read_inputs
 from trtconvert.models.onnx.operators import OPERATORS
 from trtconvert.models.onnx.sampling import GraphSampler, noise_of, read_conditions
@@ -64,7 +64,7 @@ def onnx_model(
     """
     noise = noise_of(schedule, timesteps, prediction, shift)
     model = read_graph(weights)
-    refuse_control_flow(weights, model)
+    refuse_loops(weights, model)
     inputs = read_inputs(weights, model, sample=sample, timestep=timestep, output=output, sizes=dict(sizes or {}))
     opt = {name: size for name, (_, size, _) in inputs.dims.items()}
     first = inputs.specs[0]
@@ -108,7 +108,11 @@ def _denoiser(
     with torch.no_grad():
         values = folded(graph, stored)
     types = Types(int(stored), torch.float32, torch.device("cpu"))
-    example = {spec.name: _empty(spec, inputs, opt) for spec in inputs.specs}
+    ends = [{name: size[place] for name, size in inputs.dims.items()} for place in (1, 0, 2)]
+    examples = [{spec.name: _empty(spec, inputs, sizes) for spec in inputs.specs} for sizes in ends]
+    example = examples[0]
+    with_branches_taken(path, graph, values, types, examples)
+    _refuse_unknown(path, graph)
     shapes, _ = observed(graph, values, types, example)
     left = fused(graph, values, types, example)
     if not any(step.op in _ATTENTION for step in graph.steps):
@@ -159,7 +163,7 @@ def _refuse_unknown(path: Path, graph: Graph) -> None:
     Raises:
         UserError: the graph has operators that are not known.
     """
-    unknown = {step.op: step for step in graph.steps if step.op not in OPERATORS}
+    unknown = {step.op: step for step in graph.steps if step.op not in OPERATORS and step.op != "If"}
     if not unknown:
         return
     quantised = any("Quantize" in op for op in unknown)

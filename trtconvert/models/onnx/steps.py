@@ -43,6 +43,15 @@ class Step:
         return self.inputs[place] if place < len(self.inputs) else ""
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A graph in a node: what an If may compute. `captured` are the values around it that it reads, constants too."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    captured: tuple[str, ...]
+
+
 @dataclass
 class Graph:
     """Steps in the order of their computation.
@@ -88,24 +97,50 @@ def graph_of(model: ir.Model) -> Graph:
     constants: dict[str, ir.TensorProtocol] = {
         name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None
     }
-    names = _Scopes(constants)
+    opsets = {**model.opset_imports, **graph.opset_imports}
+    steps = _steps_of(graph, constants, opsets, _Scopes(constants))
+    _refuse_unordered(steps, {*constants, *(value.name or "" for value in graph.inputs), ""})
+    given = tuple(value.name or "" for value in graph.inputs if value.name not in constants)
+    return Graph(steps, constants, given, tuple(value.name or "" for value in graph.outputs))
+
+
+def _steps_of(
+    nodes: ir.Graph, constants: dict[str, ir.TensorProtocol], opsets: Mapping[str, int], scopes: _Scopes
+) -> list[Step]:
+    """The steps of a graph or of a branch; constants take up those that nodes hold."""
     steps = list[Step]()
-    for node in graph:
-        opset = graph.opset_imports.get(node.domain, model.opset_imports.get(node.domain, 1))
+    for node in nodes:
         op = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
         inputs = tuple(value.name or "" if value is not None else "" for value in node.inputs)
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]
         outputs = tuple(value.name or "" for value in node.outputs)
-        attributes = {name: _value(attribute) for name, attribute in node.attributes.items()}
         title = f"{node.op_type} {node.name or outputs[0]}"
         if op == "Constant" and (tensor := _tensor(node)) is not None:
             constants[outputs[0]] = tensor
-        else:
-            steps.append(Step(op, inputs, outputs, attributes, names.of(node, inputs), title, opset))
-    _refuse_unordered(steps, {*constants, *(value.name or "" for value in graph.inputs), ""})
-    given = tuple(value.name or "" for value in graph.inputs if value.name not in constants)
-    return Graph(steps, constants, given, tuple(value.name or "" for value in graph.outputs))
+            continue
+        attributes: dict[str, Any] = {}
+        for name, attribute in node.attributes.items():
+            if attribute.type == ir.AttributeType.GRAPH:
+                branch = _branch(attribute.value, constants, opsets, scopes)
+                attributes[name] = branch
+                inputs = (*inputs, *branch.captured)
+            else:
+                attributes[name] = _value(attribute)
+        steps.append(Step(op, inputs, outputs, attributes, scopes.of(node, inputs), title, opsets.get(node.domain, 1)))
+    return steps
+
+
+def _branch(
+    graph: ir.Graph, constants: dict[str, ir.TensorProtocol], opsets: Mapping[str, int], scopes: _Scopes
+) -> Branch:
+    for name, value in graph.initializers.items():
+        if value.const_value is not None:
+            constants[name] = value.const_value
+    steps, outputs = _steps_of(graph, constants, opsets, scopes), tuple(value.name or "" for value in graph.outputs)
+    made = {name for step in steps for name in step.outputs}
+    read = dict.fromkeys(name for step in (*steps, Step("", outputs, ())) for name in step.inputs if name)
+    return Branch(tuple(steps), outputs, tuple(name for name in read if name not in made))
 
 
 def _refuse_unordered(steps: Sequence[Step], known: set[str]) -> None:
