@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import onnx
+import onnx.numpy_helper
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import run, tiny_recipe
 from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
 from tolerances import WHOLE_DENOISER
@@ -16,7 +19,7 @@ from trtconvert.calib.plan import make_plan
 from trtconvert.engine import tensorrt_rtx
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.nodes.layers import LAYER_METADATA
+from trtconvert.export.nodes.layers import LAYER_METADATA, WEIGHT_METADATA
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import AttentionSection
@@ -89,6 +92,31 @@ def test_a_bundle_computes_its_layers_as_the_recipe_says(bundle_of):
         given = inputs | {"timestep": torch.full((2,), timestep)}
         expected_output = TorchInt8(model, bundle.folder, manifest)(**given)
         assert relative_error(bundle["denoiser"](**given), expected_output) < WHOLE_DENOISER
+
+
+def test_weights_that_were_quantised_by_channel_are_in_the_engine_number_by_number(tmp_path):
+    (tmp_path / "m").mkdir()
+    torch.save(build().denoiser.state_dict(), tmp_path / "m" / "model.bin")
+    options = ("--granularity", "channel", "--min-elements", "0", "--max-outliers", "1")
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "q", *options).exit_code == 0
+    sections = {
+        "model": {"source": "tiny_layers:build_from", "weights": "q/model.safetensors"},
+        "layers": {"modes": "dynamic", "include": WITH_CONV},
+    }
+    outcome = run("build", tiny_recipe(tmp_path, **sections), "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    graph = onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph
+    constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
+    found = {}
+    for node in graph.node:
+        metadata = {entry.key: entry.value for entry in node.metadata_props}
+        if WEIGHT_METADATA in metadata:
+            found[metadata[WEIGHT_METADATA]] = [constants[name] for name in node.input[1:3]]
+    assert found.keys() == {f"{name}.weight" for name in CHOSEN if "#" not in name}
+    for name, (weight, scale) in found.items():
+        assert weight.dtype == np.int8 and np.array_equal(weight, stored[name].numpy())
+        assert np.array_equal(scale, stored[f"{name}_scale"].numpy())
 
 
 def test_layers_that_are_off_leave_no_trace(tmp_path):

@@ -532,10 +532,21 @@ def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...]
     click.echo(f"{output}: look through it, then `trtconvert build {output}`")
 
 
+_strategy = click.option(
+    "--strategy",
+    type=click.Choice(["names", "kandinsky"]),
+    default="names",
+    show_default=True,
+    help="What tells embeddings and last layers: their names; or their place in the model, of Kandinsky and others with blocks. "
+    "The latter leaves these, modulations and the VAE's decoder as they are.",
+)
+
+
 @main.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("analysis.json"), show_default=True)
-def analyze(model: Path, output: Path) -> None:
+@_strategy
+def analyze(model: Path, output: Path, strategy: Any) -> None:
     """Tell what INT8 would do to each tensor of MODEL: a file of weights, a folder of them, or a pipeline's folder.
 
     Writes JSON for `trtconvert quantize --analysis`, which `trtconvert schema analysis` describes, and a page for people.
@@ -545,7 +556,7 @@ def analyze(model: Path, output: Path) -> None:
     from trtconvert.evaluate.weights_page import write_page
     from trtconvert.files import require_writable, whole_file
     from trtconvert.progress import Reporter, say
-    from trtconvert.weights.analysis import analyse
+    from trtconvert.weights.analysis import Rules, analyse
     from trtconvert.weights.sources import open_source
     from trtconvert.weights.tables import print_analysis
 
@@ -563,7 +574,7 @@ def analyze(model: Path, output: Path) -> None:
         require_writable(place, instead)
     report = Reporter(Console(highlight=False), main.was_stopped)
     with report.live(), report.stage("analyze") as bar:
-        found = analyse(source, bar)
+        found = analyse(source, bar, Rules(strategy=strategy))
     with whole_file(output, instead) as partial:
         partial.write_text(found.model_dump_json(indent=1), encoding="utf-8")
     write_page(found, page)
@@ -608,6 +619,7 @@ def analyze(model: Path, output: Path) -> None:
 @click.option(
     "--min-elements", type=click.IntRange(0), default=4096, show_default=True, help="Smaller weights are not INT8."
 )
+@_strategy
 def quantize(model: Path, output: Path, analysis: Path | None, **rules: Any) -> None:
     """Write MODEL with its weights in INT8, and everything else that its folder has.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tiny_models
@@ -15,6 +16,7 @@ from trtconvert.diffusion_model import InputSpec
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.sites import Layer, LayerFinder, layer_hooks
 from trtconvert.models import DiffusionModel
+from trtconvert.weights.weight_files import read_tensors
 
 WIDTH, SIDE = 32, 4
 
@@ -97,6 +99,13 @@ class Layered(nn.Module):
 def build(denoiser: Callable[[], nn.Module] = Layered) -> DiffusionModel:
     """A model that knows nothing, which is enough: its INT8 samples are compared with its own."""
     return replace(tiny_models.build(), denoiser=denoiser().eval().requires_grad_(False))
+
+
+def build_from(weights: Path) -> DiffusionModel:
+    """The same with weights from a file, as it is read for every recipe."""
+    model = build()
+    model.denoiser.load_state_dict(read_tensors([weights]))
+    return model
 
 
 def model_of(denoiser: nn.Module, shape: tuple[int | str, ...], output: tuple[int | str, ...] = ()) -> DiffusionModel:

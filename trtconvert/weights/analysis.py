@@ -20,6 +20,7 @@ from trtconvert.progress import Bar
 from trtconvert.weights import blocks
 from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
 from trtconvert.weights.sources import Source, StoredTensor
+from trtconvert.weights.structure import Role, Structure, structure_of
 
 MIN_SQNR = 30.0
 """dB that a weight keeps in INT8: 3 % relative error. Normally distributed ones have 40."""
@@ -51,12 +52,15 @@ class Rules(_Record):
 
     Attributes:
         granularity: of the scales; fallback: type of what is neither INT8 nor FP32.
+        strategy: "names": embeddings and final layers are told by their names; "kandinsky": by their place in the model, as are
+            its blocks, modulations, encoders and its VAE, see `structure`.
         fp32: patterns (fnmatch) of names that stay in FP32, beside norms, embeddings and final layers.
         max_outliers: share of elements, see `blocks.OUTLIER`; min_elements: of a weight in INT8.
     """
 
     granularity: Literal["block", "channel"] = "block"
     fallback: Literal["bf16", "fp16"] = "bf16"
+    strategy: Literal["names", "kandinsky"] = "names"
     fp32: tuple[str, ...] = ()
     max_outliers: Annotated[float, Field(ge=0, le=1)] = 0.01
     min_elements: Annotated[int, Field(ge=0)] = 4096
@@ -98,6 +102,7 @@ class TensorReport(_Record):
         name: as `StoredTensor.path`; dtype: it is stored in; elements, bytes: there.
         bytes_after: with its verdict; bytes_int8: with blocks in INT8, None of what is no matrix.
         nonfinite: NaN and Inf: with any, or without elements, what follows is None.
+        role: in the model, where the rules' strategy asks for it.
         outliers: share of elements; histogram: elements by octave of magnitude, the largest's first.
         quality: by granularity of the scales.
     """
@@ -111,6 +116,7 @@ class TensorReport(_Record):
     bytes_int8: int | None
     nonfinite: int
     verdict: Verdict
+    role: str = ""
     outliers: NonNegative | None = None
     blocks: BlockStatistics | None = None
     quality: dict[Granularity, Quality] = {}
@@ -123,6 +129,7 @@ class Analysis(_Record):
     Attributes:
         model: its file's or folder's name; fingerprint: see `Source.fingerprint`.
         rules: that the verdicts follow.
+        reads_images: see `Structure`; None where the rules' strategy does not ask.
     """
 
     version: Literal[1] = 1
@@ -130,6 +137,7 @@ class Analysis(_Record):
     fingerprint: str
     rules: Rules
     tensors: list[TensorReport]
+    reads_images: bool | None = None
 
     @property
     def parameters(self) -> int:
@@ -158,21 +166,48 @@ def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
     """Go through all tensors, one in memory at a time.
 
     Raises:
-        UserError: a file is damaged, or a tensor cannot be read.
+        UserError: a file is damaged, a tensor cannot be read, or the strategy is for other models.
     """
     rules = rules or Rules()
+    structure = structure_for(source, rules)
     tensors = list(source.tensors)
     bar.total(len(tensors))
     reports = []
     with blocks.one_thread():
         for tensor in tensors:
-            reports.append(_report(tensor, rules))
+            reports.append(_report(tensor, rules, structure))
             bar.step()
     name = os.fsencode(source.place.resolve().name).decode("utf-8", "replace")
-    return Analysis(model=name, fingerprint=source.fingerprint, rules=rules, tensors=reports)
+    return Analysis(
+        model=name,
+        fingerprint=source.fingerprint,
+        rules=rules,
+        tensors=reports,
+        reads_images=structure and structure.reads_images,
+    )
 
 
-def _report(tensor: StoredTensor, rules: Rules) -> TensorReport:
+def structure_for(source: Source, rules: Rules) -> Structure | None:
+    """The model's structure, where the rules go by it.
+
+    Raises:
+        UserError: there is no denoiser.
+    """
+    if rules.strategy == "names":
+        return None
+    structure = structure_of(source)
+    if not structure.has("denoiser"):
+        found = sorted({role.unit for role in structure.roles.values()})
+        raise UserError(
+            f"--strategy {rules.strategy} finds no denoiser in {source.place}",
+            expected="blocks with attention, which are no text encoder's, image encoder's or VAE's",
+            got=", ".join(found) or "no tensors",
+            remedy="name the pipeline's folder or the denoiser's; or leave --strategy out",
+        )
+    return structure
+
+
+def _report(tensor: StoredTensor, rules: Rules, structure: Structure | None) -> TensorReport:
     x = tensor.read()
     shared = {
         "name": tensor.path,
@@ -181,9 +216,10 @@ def _report(tensor: StoredTensor, rules: Rules) -> TensorReport:
         "elements": x.numel(),
         "bytes": tensor.nbytes,
         "bytes_int8": int8_bytes(tensor.shape, "block") if len(tensor.shape) > 1 else None,
+        "role": str(structure.roles[tensor.path]) if structure else "",
     }
     if not x.is_floating_point() or not x.numel():
-        verdict = decide(tensor, rules, x, None, None)
+        verdict = decide(tensor, rules, structure, x, None, None)
         return TensorReport(**shared, nonfinite=0, verdict=verdict, bytes_after=bytes_of(tensor, verdict, rules))
     matrix = as_matrix(x)
     measured = blocks.measure(matrix, histogram=True)
@@ -191,7 +227,8 @@ def _report(tensor: StoredTensor, rules: Rules) -> TensorReport:
         verdict = Verdict(stored="kept", reason=f"{measured.nonfinite:,} of its numbers are NaN or Inf")
         return TensorReport(**shared, nonfinite=measured.nonfinite, verdict=verdict, bytes_after=tensor.nbytes)
     quality: dict[Granularity, Quality] = {kind: _quality(matrix, measured, kind) for kind in GRANULARITIES}
-    verdict = decide(tensor, rules, x, outlier_share(measured, x), quality[rules.granularity].relative_error)
+    error = quality[rules.granularity].relative_error
+    verdict = decide(tensor, rules, structure, x, outlier_share(measured, x), error)
     return TensorReport(
         **shared,
         nonfinite=0,
@@ -239,20 +276,25 @@ def _block_statistics(measured: Measured, matrix: Tensor) -> BlockStatistics:
     )
 
 
-def by_name(tensor: StoredTensor, rules: Rules, *, floating: bool) -> Verdict | None:
-    """What a tensor's name, shape and type decide; None where its numbers do."""
+def by_name(
+    tensor: StoredTensor, rules: Rules, structure: Structure | None = None, *, floating: bool
+) -> Verdict | None:
+    """What a tensor's name, shape and type decide, or its role; None where its numbers do."""
     if not floating:
         return Verdict(stored="kept", reason="no floating-point numbers")
     module, _, last = tensor.name.rpartition(".")
     elements = math.prod(tensor.shape)
     if pattern := next((p for p in rules.fp32 if fnmatchcase(tensor.path, p) or fnmatchcase(tensor.name, p)), None):
         return Verdict(stored="fp32", reason=f"--fp32 {pattern}")
+    role = structure.roles[tensor.path] if structure else None
+    if role is not None and (verdict := _by_role(tensor, rules, role, structure)) is not None:
+        return verdict
     # A weight of one dimension is no layer's: norms have such, also where they are called by a number.
     if len(tensor.shape) < 2 and (NORMS.search(module) or (len(tensor.shape) == 1 and last == "weight")):
         return Verdict(stored="fp32", reason="norm")
-    if EMBEDDINGS.search(tensor.name):
+    if role is None and EMBEDDINGS.search(tensor.name):
         return Verdict(stored="fp32", reason="embedding")
-    if FINAL.search(tensor.name):
+    if role is None and FINAL.search(tensor.name):
         return Verdict(stored="fp32", reason="final layer")
     if len(tensor.shape) < 2 or last != "weight" or not module:
         return Verdict(stored=rules.fallback, reason="no weight of a linear layer or a convolution")
@@ -263,13 +305,36 @@ def by_name(tensor: StoredTensor, rules: Rules, *, floating: bool) -> Verdict | 
     return None
 
 
-def decide(tensor: StoredTensor, rules: Rules, x: Tensor, outliers: float | None, error: float | None) -> Verdict:
+def _by_role(tensor: StoredTensor, rules: Rules, role: Role, structure: Structure | None) -> Verdict | None:
+    """What a tensor's role decides: more bits than it has make nothing more exact."""
+    if role.unit == "VAE decoder":
+        return Verdict(stored="kept", reason="VAE decoder")
+    if role.unit == "VAE encoder" and structure and structure.reads_images:
+        return Verdict(stored="kept", reason="VAE encoder, of images that the denoiser reads")
+    is_weight = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
+    if role.unit == "denoiser" and is_weight and role.kind in ("modulation", "outside of blocks"):
+        reason = "modulation" if role.kind == "modulation" else "embedding, first or last layer"
+        return Verdict(stored="kept", reason=reason)
+    if role.kind == "vocabulary":  # looked up, not multiplied with
+        return Verdict(stored="kept", reason="vocabulary")
+    return None
+
+
+def decide(
+    tensor: StoredTensor,
+    rules: Rules,
+    structure: Structure | None,
+    x: Tensor,
+    outliers: float | None,
+    error: float | None,
+) -> Verdict:
     """What becomes of a tensor.
 
     Args:
-        x: its numbers; outliers, error: share and relative error with the rules' granularity, of what is not decided by name.
+        structure: of the model, see `structure_for`; x: the tensor's numbers.
+        outliers, error: share and relative error with the rules' granularity, of what is not decided by name.
     """
-    verdict = by_name(tensor, rules, floating=x.is_floating_point())
+    verdict = by_name(tensor, rules, structure, floating=x.is_floating_point())
     if verdict is None:
         assert outliers is not None and error is not None
         if outliers > rules.max_outliers:

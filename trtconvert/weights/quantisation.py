@@ -25,11 +25,13 @@ from trtconvert.weights.analysis import (
     outlier_share,
     read_analysis,
     required,
+    structure_for,
 )
 from trtconvert.weights.blocks import as_matrix
 from trtconvert.weights.conversion import Conversion, Converted, Outcome, Record, convert, records_of
 from trtconvert.weights.finite import is_finite
 from trtconvert.weights.sources import Source, StoredTensor
+from trtconvert.weights.structure import Structure
 
 SCALE = "_scale"
 """What the name of a weight's scales has behind the weight's."""
@@ -46,7 +48,7 @@ def quantise_model(source: Source, output: Path, rules: Rules, analysis: Path | 
             decisions are known from the start.
     Raises:
         UserError: the model is quantised already, a weight is NaN or Inf, the analysis is of another model, a file is damaged, or
-            the output's place is taken.
+            the output's place is taken, or the rules' strategy is for other models.
     """
     if any(records_of(said, path) for part in source.parts for path, said in part.metadata.items()):
         raise UserError(
@@ -56,13 +58,14 @@ def quantise_model(source: Source, output: Path, rules: Rules, analysis: Path | 
             remedy=f"take the model that it was made from, or `trtconvert dequantize {source.place}` first",
         )
     _require_use(source, rules)
+    structure = structure_for(source, rules)
     reports = read_analysis(analysis, source) if analysis else {}
     conversion = Conversion(
         request={"quantise": rules.model_dump(), "analysis": sha256(analysis) if analysis else "", "format": _FORMAT},
         granularity=rules.granularity,
         names=lambda tensor: (tensor.name, tensor.name + SCALE),
         most=lambda tensor: max(tensor.nbytes, 4 * math.prod(tensor.shape)),
-        convert=functools.partial(_quantised, rules=rules, reports=reports, analysis=analysis),
+        convert=functools.partial(_quantised, rules=rules, structure=structure, reports=reports, analysis=analysis),
     )
     return convert(source, output, conversion, bar)
 
@@ -85,24 +88,30 @@ def _require_use(source: Source, rules: Rules) -> None:
 
 
 def _quantised(
-    tensor: StoredTensor, rules: Rules, reports: Mapping[str, TensorReport], analysis: Path | None
+    tensor: StoredTensor,
+    rules: Rules,
+    structure: Structure | None,
+    reports: Mapping[str, TensorReport],
+    analysis: Path | None,
 ) -> Converted:
     x = tensor.read()
     floating = x.is_floating_point()
     if floating:
         _refuse_nonfinite(tensor, x)
-    if by_name(tensor, rules, floating=floating) is not None:
-        return _cast(tensor, x, decide(tensor, rules, x, None, None).stored)
+    if by_name(tensor, rules, structure, floating=floating) is not None:
+        return _cast(tensor, x, decide(tensor, rules, structure, x, None, None).stored)
     matrix = as_matrix(x)
     measured = blocks.measure(matrix)
     scale = blocks.scales(measured, rules.granularity)
     if analysis is not None:
         figures = required(analysis, reports[tensor.path], rules.granularity)
-        if (stored := decide(tensor, rules, x, *figures).stored) != "int8":
+        if (stored := decide(tensor, rules, structure, x, *figures).stored) != "int8":
             return _cast(tensor, x, stored)
     whole, error = blocks.quantise(matrix, scale)
-    if analysis is None and (stored := decide(tensor, rules, x, outlier_share(measured, x), error).stored) != "int8":
-        return _cast(tensor, x, stored)
+    if analysis is None:
+        stored = decide(tensor, rules, structure, x, outlier_share(measured, x), error).stored
+        if stored != "int8":
+            return _cast(tensor, x, stored)
     record = Record(stored="int8", original=_type_name(tensor.dtype), relative_error=error)
     parts = [(tensor.name, whole.reshape(x.shape), torch.int8), (tensor.name + SCALE, scale, torch.float32)]
     return Converted(parts, record)

@@ -24,6 +24,8 @@ def print_analysis(console: Console, found: Analysis) -> None:
     say(console, f"FP32, {found.rules.fallback.upper()} and others: {other:,} ({share(other, found.parameters)})")
     saved = found.bytes - found.bytes_after
     say(console, f"{size(found.bytes)} before, {size(found.bytes_after)} after: {share(saved, found.bytes)} less")
+    if found.reads_images is not None:
+        _print_structure(console, found)
     if damaged := [tensor for tensor in found.tensors if tensor.nonfinite]:
         say(console, f"{len(damaged)} tensors with NaN or Inf, {damaged[0].name} the first of them")
     if candidates := found.candidates():
@@ -42,6 +44,26 @@ def print_analysis(console: Console, found: Analysis) -> None:
         table.add_row(f"{count:,}", stored, Text(reason))
     if reasons:
         console.print(table)
+
+
+def _print_structure(console: Console, found: Analysis) -> None:
+    """What there is of each role, and what becomes of it."""
+    reads = "images beside latents (I2V, inpainting)" if found.reads_images else "latents alone (T2V, T2I)"
+    say(console, f"the denoiser reads {reads}")
+    roles: dict[str, list[TensorReport]] = {}
+    for tensor in found.tensors:
+        roles.setdefault(tensor.role, []).append(tensor)
+    table = Table(title="what the model is made of", title_justify="left", pad_edge=False)
+    table.add_column("role", overflow="fold")
+    for head in ("tensors", "parameters", "INT8", "before", "after"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for role, tensors in sorted(roles.items()):
+        parameters = sum(tensor.elements for tensor in tensors)
+        in_int8 = sum(tensor.elements for tensor in tensors if tensor.verdict.stored == "int8")
+        before, after = (sum(sizes) for sizes in zip(*((t.bytes, t.bytes_after) for t in tensors), strict=True))
+        figures = f"{len(tensors):,}", f"{parameters:,}", share(in_int8, parameters), size(before), size(after)
+        table.add_row(role, *figures)
+    console.print(table)
 
 
 def _figures(tensor: TensorReport, granularity: str) -> tuple[str, ...]:

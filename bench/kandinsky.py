@@ -1,0 +1,184 @@
+"""Kandinsky in INT8: what `trtconvert quantize --strategy kandinsky` makes of a video model, and how fast its blocks are then.
+
+    python bench/kandinsky.py --table                 # from shapes alone, on any machine
+    python bench/kandinsky.py [--blocks 2] [--frames 13] [--height 48] [--width 80]      # a GPU, some ten seconds
+
+`Kandinsky5Transformer3DModel` of diffusers. None that was published has 5 or 8 billion parameters (2 and 19): its classes with a
+width of 3,072 and 30 blocks have 5.2 billion, with 4,096 and 25 blocks, which read an image beside the latents, 8.1 billion.
+The table is of BF16 files, and counts what becomes INT8 where no weight has too many outliers.
+
+Times are of some blocks of the first with everything around them, random weights, one forward after another: FP16 as it is, and
+with linear layers of blocks in INT8 as `load_quantized` puts them there. Sizes are those of latents: 13 × 48 × 80 is two seconds
+of 384 × 640.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import statistics
+from pathlib import Path
+
+import diffusers
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.linear.groups import GROUP
+from trtconvert.weights import Int8Linear
+from trtconvert.weights.analysis import Rules, Verdict, by_name, bytes_of, structure_for
+from trtconvert.weights.sources import Part, Source, StoredTensor
+from trtconvert.weights.structure import Structure
+
+SHARED = {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 3584, "in_text_dim2": 768, "num_text_blocks": 2,
+          "axes_dims": (32, 48, 48)}  # fmt: skip
+CONFIGURATIONS = {
+    "T2V, 5B": {"model_dim": 3072, "ff_dim": 12288, "time_dim": 512, "num_visual_blocks": 30},
+    "I2V, 8B": {"model_dim": 4096, "ff_dim": 16384, "time_dim": 1024, "num_visual_blocks": 25, "visual_cond": True},
+}
+RULES = Rules(strategy="kandinsky")
+WORDS, ROUNDS, WARM_UP = 256, 10, 3
+
+
+def made(name: str, **other: int) -> nn.Module:
+    return diffusers.Kandinsky5Transformer3DModel(**SHARED | CONFIGURATIONS[name] | other)
+
+
+def source_of(model: nn.Module, name: str) -> Source:
+    """A model's tensors as a file of it in BF16 has them."""
+    tensors = [
+        StoredTensor(key, "", tuple(x.shape), torch.bfloat16, 2 * x.numel(), functools.partial(torch.empty, 0))
+        for key, x in model.state_dict().items()
+    ]
+    return Source(Path(name), (Part("", (), (), (), tuple(tensors), {}),))
+
+
+def verdict_of(tensor: StoredTensor, structure: Structure | None) -> Verdict:
+    """What becomes of a tensor whose numbers are no obstacle."""
+    return by_name(tensor, RULES, structure, floating=True) or Verdict(stored="int8", reason="")
+
+
+def print_table() -> None:
+    print(
+        "| Kandinsky 5 | parameters | in INT8 | others | FP32, GB | BF16, GB | INT8, GB | less than FP32 | than BF16 |"
+    )
+    print("| --- |" + " ---: |" * 8)
+    for name in CONFIGURATIONS:
+        with torch.device("meta"):
+            source = source_of(made(name), name)
+        structure = structure_for(source, RULES)
+        tensors = list(source.tensors)
+        verdicts = [verdict_of(tensor, structure) for tensor in tensors]
+        total = sum(tensor.nbytes // 2 for tensor in tensors)
+        in_int8 = sum(t.nbytes // 2 for t, verdict in zip(tensors, verdicts, strict=True) if verdict.stored == "int8")
+        after = sum(bytes_of(t, verdict, RULES) for t, verdict in zip(tensors, verdicts, strict=True))
+        print(
+            f"| {name} | {total:,} | {in_int8:,} ({in_int8 / total:.1%}) | {total - in_int8:,} | {4 * total / 1e9:.1f} | "
+            f"{2 * total / 1e9:.1f} | {after / 1e9:.1f} | {1 - after / 4 / total:.1%} | {1 - after / 2 / total:.1%} |"
+        )
+
+
+def prepared(model: nn.Module, dtype: torch.dtype) -> None:
+    """In 16 bits but for what `from_pretrained` leaves in FP32. Modulations are drawn, whose zeros would hide the blocks."""
+    in_fp32 = set(type(model)._keep_in_fp32_modules)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+        parameter.data = parameter.to(torch.float32 if in_fp32 & set(name.split(".")) else dtype)
+
+
+def quantised(model: nn.Module) -> None:
+    """Put INT8 layers where `trtconvert quantize` would have their weights so."""
+    source = source_of(model, "blocks")
+    structure = structure_for(source, RULES)
+    for tensor in source.tensors:
+        if verdict_of(tensor, structure).stored != "int8":
+            continue
+        parent, _, last = tensor.name.removesuffix(".weight").rpartition(".")
+        layer = getattr(model.get_submodule(parent), last)
+        weight = layer.weight.detach().float()
+        scale = F.max_pool2d(weight.abs()[None], GROUP, ceil_mode=True)[0] / 127
+        of_each = scale.repeat_interleave(GROUP, 0)[: len(weight)].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+        stored = (weight / of_each).round().to(torch.int8)
+        setattr(model.get_submodule(parent), last, Int8Linear(stored, scale, layer.bias, layer.weight.dtype))
+
+
+def inputs(frames: int, height: int, width: int) -> dict[str, object]:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").half()
+
+    return {
+        "hidden_states": drawn(1, frames, height, width, SHARED["in_visual_dim"]),
+        "encoder_hidden_states": drawn(1, WORDS, SHARED["in_text_dim"]),
+        "pooled_projections": drawn(1, SHARED["in_text_dim2"]),
+        "timestep": torch.full((1,), 500.0, device="cuda").half(),
+        "visual_rope_pos": [torch.arange(size, device="cuda") for size in (frames, height // 2, width // 2)],
+        "text_rope_pos": torch.arange(WORDS, device="cuda"),
+        "return_dict": False,
+    }
+
+
+def milliseconds(model: nn.Module, given: dict[str, object]) -> tuple[float, Tensor]:
+    """Median of a forward, and what it gives."""
+    times = []
+    output = torch.empty(0)
+    for turn in range(WARM_UP + ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        output = model(**given)[0]
+        end.record()
+        torch.cuda.synchronize()
+        if turn >= WARM_UP:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times), output.float()
+
+
+@torch.inference_mode()
+def print_times(blocks: int, frames: int, height: int, width: int) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = made("T2V, 5B", num_visual_blocks=blocks, num_text_blocks=1).eval()
+    for module in (model.time_embeddings, model.out_layer, *model.modules()):
+        if (
+            isinstance(module, nn.Linear) and not module.weight.any()
+        ):  # modulations begin as zeros, which hide the blocks
+            nn.init.normal_(module.weight, std=0.02)
+    model.half()
+    given = inputs(frames, height, width)
+    print(f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16")
+    print(
+        f"{blocks} blocks of {CONFIGURATIONS['T2V, 5B']['num_visual_blocks']}, {frames * height * width // 4:,} tokens\n"
+    )
+    print("| | step, ms | weights, GB | memory of a step, GB | error |\n| --- | ---: | ---: | ---: | ---: |")
+    wanted, slow = torch.empty(0), 0.0
+    for name in ("FP16, eager", "INT8 blocks, eager"):
+        if wanted.numel():
+            quantised(model)
+        torch.cuda.empty_cache()
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        milliseconds(model, given)  # where tiles are measured
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        time, output = milliseconds(model, given)
+        peak = torch.cuda.max_memory_allocated() - held
+        error = float((output - wanted).norm() / wanted.norm()) if wanted.numel() else 0.0
+        faster = f" ({slow / time:.2f}×)" if slow else ""
+        print(f"| {name} | {time:.2f}{faster} | {weights / 1e9:.2f} | {peak / 1e9:.2f} | {error:.4f} |", flush=True)
+        wanted, slow = (wanted, slow) if wanted.numel() else (output, time)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="what the whole models take, from shapes alone")
+    for name, default in (("blocks", 2), ("frames", 13), ("height", 48), ("width", 80)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    if given.table:
+        print_table()
+    else:
+        print_times(given.blocks, given.frames, given.height, given.width)
+
+
+if __name__ == "__main__":
+    main()
