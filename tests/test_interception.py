@@ -90,9 +90,23 @@ def test_torchs_own_multi_head_attention_is_seen_through(need_weights, batch_fir
     with torch.no_grad():
         got, expected = denoiser(*feeds.values()), model(*feeds.values())
     assert linears == ["attn", "attn#2"]
-    # With weights it is products and a softmax, which nobody hooks.
-    assert attended == ([] if need_weights else ["attn"])
+    assert attended == ["attn"]  # with weights they are computed beside it
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_weights_of_torchs_own_multi_head_attention_are_its_own(average):
+    attention = nn.MultiheadAttention(64, 2, batch_first=True)
+    model = Called(
+        lambda self, x: x + self.attn(x, x, x, average_attn_weights=average)[1].flatten(1).mean(1)[:, None, None],
+        attn=attention,
+    )
+    hooks, attended = noting(scaled_dot_product_attention, "attention")
+    feeds = inputs()
+    denoiser = InterceptedDenoiser(model, feeds, "timestep", hooks)
+    with torch.no_grad():
+        torch.testing.assert_close(denoiser(*feeds.values()), model(*feeds.values()))
+    assert attended == ["attn"]
 
 
 def test_projections_of_other_widths_are_seen_one_by_one():

@@ -6,6 +6,8 @@ the path of the module that makes it.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 Hook = Callable[["Caller", tuple[Any, ...], dict[str, Any]], Any]
-"""What is done instead of a call: gets the caller, positional and named arguments, and returns what the function would. Of a
-function that calls others which are of interest, torch's multi-head attention, it is told before, and returns nothing."""
+"""What is done instead of a call: gets the caller, positional and named arguments, and returns what the function would."""
 
 Hooks = Mapping[Callable[..., Any], Hook]
 """Function of torch, as `TorchFunctionMode` names it: its hook."""
@@ -90,17 +92,32 @@ class Interception(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _COMPOSITE:
-            if (hook := self._hooks.get(func)) is not None:  # to look at it
-                hook(self._caller, args, dict(kwargs or {}))
-            query = args[0] if args else (kwargs or {})["query"]
-            self._caller.tokens_first = query.shape[1] if query.dim() == 3 else 1
-            try:
-                with self:  # while a mode handles a call it sees none of those within
-                    return _COMPOSITE[func](*args, **(kwargs or {}))
-            finally:
-                self._caller.tokens_first = None
+            return self._see_through(func, args, kwargs or {})
         hook = self._hooks.get(func)
         return func(*args, **(kwargs or {})) if hook is None else hook(self._caller, args, dict(kwargs or {}))
+
+    def _see_through(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What torch's multi-head attention does, so that its own calls are seen. Where it gives its weights it calls no
+        attention: then it is asked for its output alone, and for the weights by themselves, which most models throw away."""
+        bound = _signature_of(func).bind(*args, **named)
+        bound.apply_defaults()
+        query = bound.arguments["query"]
+        both = bound.arguments["need_weights"] and scaled_dot_product_attention in self._hooks
+        weights = func(*bound.args, **bound.kwargs)[1] if both else None
+        if both:
+            bound.arguments["need_weights"] = False
+        self._caller.tokens_first = query.shape[1] if query.dim() == 3 else 1
+        try:
+            with self:  # while a mode handles a call it sees none of those within
+                output, own = _COMPOSITE[func](*bound.args, **bound.kwargs)
+        finally:
+            self._caller.tokens_first = None
+        return output, weights if both else own
+
+
+@functools.cache
+def _signature_of(func: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(func)
 
 
 def _transparent(function: FunctionType) -> FunctionType:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trtconvert.attention.sites import Handler, attention_hooks, find_sites, select_sites
+from trtconvert.attention.sites import Handler, attention_hooks, filled_up, find_sites, select_sites
 from trtconvert.errors import UserError
 from trtconvert.interception import InterceptedDenoiser
 
@@ -23,6 +23,14 @@ class Attention(nn.Module):
         for _ in range(self.calls):
             heads = scaled_dot_product_attention(heads, heads, heads, **self.options)
         return heads.transpose(1, 2).reshape(x.shape)
+
+
+class Wide(nn.Module):
+    """Heads that no kernel takes."""
+
+    def forward(self, x):
+        heads = x[..., :1].expand(*x.shape[:2], 264)[:, None]
+        return scaled_dot_product_attention(heads, heads, heads)[:, 0, :, : x.shape[-1]]
 
 
 class Model(nn.Module):
@@ -131,7 +139,7 @@ def test_forwards_of_one_model_run_side_by_side():
 
 @pytest.mark.parametrize(
     ("attention", "reason"),
-    [(Attention(dim=16), "head_dim 16"), (Attention(is_causal=True), "causal"), (Attention(dropout_p=0.5), "dropout")],
+    [(Wide(), "head_dim 264"), (Attention(is_causal=True), "causal"), (Attention(dropout_p=0.5), "dropout")],
 )
 def test_what_the_kernels_cannot_take_is_left_with_a_reason(attention, reason):
     chosen, left = select_sites(find_sites(Model(Attention(), attention), INPUTS, "timestep"), ["*"], [])
@@ -240,8 +248,8 @@ def test_nothing_to_convert_is_an_error_that_says_what_is_there(model, include, 
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("need_weights", "obstacle"), [(False, ""), (True, "it returns its weights too")])
-def test_torchs_multi_head_attention_is_a_site_or_listed_with_the_reason(need_weights, obstacle, training):
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_torchs_multi_head_attention_is_a_site(need_weights, training):
     class Weighted(nn.Module):
         def __init__(self):
             super().__init__()
@@ -252,4 +260,28 @@ def test_torchs_multi_head_attention_is_a_site_or_listed_with_the_reason(need_we
 
     (site,) = find_sites(Weighted().train(training), INPUTS, "timestep")
     assert (site.name, site.heads, site.head_dim, site.query_tokens, site.key_tokens) == ("attn", 2, 32, 6, 6)
-    assert site.obstacle.startswith(obstacle) and bool(site.obstacle) == bool(obstacle)
+    assert not site.obstacle
+
+
+@pytest.mark.parametrize(("dim", "taken"), [(4, 32), (31, 32), (33, 40), (72, 72), (100, 104), (250, 256)])
+def test_heads_of_other_sizes_are_filled_up(dim, taken):
+    """With zeros: the handler computes attention of whole heads, and the model gets what it would have computed itself."""
+    inputs = INPUTS | {"x": torch.randn(2, 6, 2 * dim, generator=torch.Generator().manual_seed(0))}
+    (site,) = find_sites(Model(Attention(dim=dim)), inputs, "timestep")
+    assert not site.obstacle and (site.head_dim, site.scale) == (taken, dim**-0.5)
+
+    def whole(call):
+        assert call.q.shape[-1] == call.k.shape[-1] == call.v.shape[-1] == taken
+        return torch.nn.functional.scaled_dot_product_attention(call.q, call.k, call.v, call.mask, scale=call.scale)
+
+    model = Model(Attention(dim=dim))
+    given = InterceptedDenoiser(model, inputs, "timestep", attention_hooks(whole))(*inputs.values())
+    torch.testing.assert_close(given, model(**inputs)[0])
+
+
+def test_values_of_another_size_are_filled_up_too():
+    q, k, v = torch.randn(2, 2, 6, 48), torch.randn(2, 2, 6, 48), torch.randn(2, 2, 6, 20)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    wide = filled_up(q, k, v)
+    assert {x.shape[-1] for x in wide} == {48}
+    torch.testing.assert_close(sdpa(*wide, scale=48**-0.5)[..., :20], sdpa(q, k, v))

@@ -115,9 +115,11 @@ def test_torchs_own_multi_head_attention_is_exported_with_its_layers(need_weight
     assert error(run(graph, **inputs), model.torch(**inputs)) < tolerances.SAME_ARITHMETIC
 
 
-def test_attention_and_a_layer_of_one_module_have_tables_of_their_own():
-    model = with_multi_head_attention(False, attention=True)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_and_a_layer_of_one_module_have_tables_of_their_own(need_weights):
+    model = with_multi_head_attention(need_weights, attention=True)
     graph = model.graph()
+    assert "Softmax" not in {node.op_type for node in graph.graph}  # weights that nobody reads are not computed
     (node,) = attention_nodes(graph).values()
     modes = next(value for value in node.inputs if value.name.endswith("modes"))
     assert modes.const_value.numpy().tolist() == model.attention["attn"].modes.tolist()

@@ -5,7 +5,6 @@ One handler decides what happens at each: observe it, run INT8 attention, or emi
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,16 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtconvert.errors import UserError
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
 
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
-
-_MULTI_HEAD = inspect.signature(multi_head_attention_forward)
-_WITH_WEIGHTS = "it returns its weights too: call torch's multi-head attention with need_weights=False"
 
 MAX_BATCH = 65_535
 """Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
@@ -34,12 +30,13 @@ class SiteCall:
 
     Attributes:
         name: the calling module's path, with `#2`, `#3`, … for further calls of the same module in one forward.
-        q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D].
+        q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D]. Heads of a size that kernels do not take, or whose values have
+            another, are filled up with zeros, which change neither the logits nor the other channels of the output.
         mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
         scale: factor of the logits.
         timestep: [B] FP32, what the denoiser was given for the sample that each element of the batch belongs to.
         obstacle: why this call cannot become INT8 attention; empty when it can.
-        exact: computes the call as the model wrote it.
+        exact: computes the call as the model wrote it, with its own head size.
         folds: neighbouring elements of the batch that belong to one sample: its frames, windows or places.
     """
 
@@ -78,9 +75,22 @@ def attention_hooks(handler: Handler) -> Hooks:
     """Hooks that pass calls of attention to a handler, which returns their output."""
 
     def attend(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        return handler(_call(caller, *args, **named))
+        call = _call(caller, *args, **named)
+        output = handler(call)
+        own = (named["value"] if "value" in named else args[2]).shape[-1]
+        return output if output.shape[-1] == own else output[..., :own]
 
     return {scaled_dot_product_attention: attend}
+
+
+def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with heads of the nearest size that kernels take, zeros at their ends; as they are where none is large enough."""
+    size = max(q.shape[-1], v.shape[-1])
+    taken = next((dim for dim in HEAD_DIMS if dim >= size), size)
+    if q.dim() != 4 or q.shape[-1] == v.shape[-1] == taken or k.shape[-1] != q.shape[-1]:
+        return q, k, v
+    q, k, v = (pad(x, (0, taken - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
 
 
 def _call(
@@ -94,15 +104,21 @@ def _call(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
+    obstacle = obstacle_to(query, key, value, dropout_p, is_causal, folds)
+    q, k, v = query, key, value
+    if obstacle:
+        filled = filled_up(query, key, value)
+        if filled[0] is not query and not obstacle_to(*filled, dropout_p, is_causal, folds):
+            (q, k, v), obstacle = filled, ""
     return SiteCall(
         caller.name("attention"),
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         attn_mask,
         query.shape[-1] ** -0.5 if scale is None else scale,
         timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
-        obstacle_to(query, key, value, dropout_p, is_causal, folds),
+        obstacle,
         exact,
         max(folds, 1),
     )
@@ -190,17 +206,8 @@ def find_sites(
                 found[call.name] = replace(found[call.name], obstacle=mixed)
         return call.exact()
 
-    def weighted(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        call = _MULTI_HEAD.bind(*args, **named)
-        call.apply_defaults()
-        if (given := call.arguments)["need_weights"]:
-            name, heads = caller.name("attention with weights"), given["num_heads"]
-            dim, queries, keys = given["embed_dim_to_check"] // heads, given["query"].shape[0], given["key"].shape[0]
-            masked = given["attn_mask"] is not None or given["key_padding_mask"] is not None
-            found.setdefault(name, Site(name, heads, heads, dim, dim**-0.5, masked, queries, keys, _WITH_WEIGHTS))
-
     with torch.no_grad():
-        hooks = {**attention_hooks(handler), multi_head_attention_forward: weighted, **(also or {})}
+        hooks = {**attention_hooks(handler), **(also or {})}
         InterceptedDenoiser(denoiser, inputs, timestep_input, hooks)(*inputs.values())
         if seen and samples_of(inputs, timestep_input) > 1:
             others = _with_another_last_sample(inputs, timestep_input)
@@ -258,7 +265,18 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
         raise UserError(
             "no attention site can be converted",
             expected="at least one",
-            got="; ".join(f"{site.name}: {site.obstacle}" for site in left),
+            got=_by_reason(left),
             remedy="change attention.include and attention.exclude in the recipe, or the model",
         )
     return chosen, left
+
+
+def _by_reason(left: list[Site]) -> str:
+    """Sites with what keeps them from being converted, each reason once."""
+    groups: dict[str, list[str]] = {}
+    for site in left:
+        groups.setdefault(site.obstacle, []).append(site.name)
+    return "; ".join(
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") + f": {reason}"
+        for reason, names in groups.items()
+    )

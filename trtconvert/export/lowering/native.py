@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
+from trtconvert.export.matching import constant_of, producer_of
 from trtconvert.export.nodes.attention import mask_of, require_attention_nodes
 
 
@@ -29,14 +30,33 @@ def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> in
         assert node.graph is not None
         old = node.outputs[0]
         out.name, out.shape, out.type = old.name, old.shape, old.type
+        if old.shape is not None and (own := _filled_from(node)):
+            out.shape = ir.Shape([*old.shape[:3], own[0].shape[3]])  # type: ignore[index]  # `_filled_from` has seen it
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [old], [out])
     for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
         clean(model)
     return len(nodes)
 
 
+def _filled_from(node: ir.Node) -> list[ir.Value]:
+    """q, k and v of a node before their heads were filled up with zeros for our kernels, which nobody else needs: what cuts the
+    output to the model's own size then finds it so. Empty where they were not, or to more than one size."""
+    found = []
+    for x in node.inputs[:3]:
+        pad = producer_of(x, "Pad")
+        ends = constant_of(pad.inputs[1]) if pad is not None else None
+        if pad is None or ends is None or pad.attributes.get_string("mode", "constant") != "constant":
+            return []
+        value = constant_of(pad.inputs[2]) if len(pad.inputs) > 2 and pad.inputs[2] is not None else np.zeros(1)
+        if ends.size != 8 or ends[:7].any() or value is None or value.any():
+            return []
+        found.append(pad.inputs[0])
+    sizes = {x.shape[3] if x.shape is not None else None for x in found}
+    return found if len(sizes) == 1 and None not in sizes else []
+
+
 def _attention(tape: Tape, node: ir.Node) -> ir.Value:
-    q, k, v = (x for x in node.inputs[:3] if x is not None)
+    q, k, v = _filled_from(node) or [x for x in node.inputs[:3] if x is not None]
     assert q.dtype is not None  # the exporter types every value
     dtype = q.dtype.numpy()
     heads_last = node.attributes["layout"].as_string() == "BNHD"
