@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import onnx
-import onnx.numpy_helper
 import pytest
 import torch
+from exports import int8_weights
 from safetensors.torch import load_file
 from support import run, tiny_recipe
 from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
@@ -19,7 +19,7 @@ from trtconvert.calib.plan import make_plan
 from trtconvert.engine import tensorrt_rtx
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.nodes.layers import LAYER_METADATA, WEIGHT_METADATA
+from trtconvert.export.nodes.layers import LAYER_METADATA
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import AttentionSection
@@ -102,17 +102,14 @@ def test_weights_that_were_quantised_by_channel_are_in_the_engine_number_by_numb
     sections = {
         "model": {"source": "tiny_layers:build_from", "weights": "q/model.safetensors"},
         "layers": {"modes": "dynamic", "include": WITH_CONV},
+        "attention": {"modes": "precision"},
+        "calibration": {"steps": 2, "bins": 1},
+        "verify": {"samples": 1, "steps": 1},
     }
     outcome = run("build", tiny_recipe(tmp_path, **sections), "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
     assert outcome.exit_code == 0, outcome.output
     stored = load_file(tmp_path / "q" / "model.safetensors")
-    graph = onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph
-    constants = {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
-    found = {}
-    for node in graph.node:
-        metadata = {entry.key: entry.value for entry in node.metadata_props}
-        if WEIGHT_METADATA in metadata:
-            found[metadata[WEIGHT_METADATA]] = [constants[name] for name in node.input[1:3]]
+    found = int8_weights(tmp_path / "bundle" / "denoiser.onnx")
     assert found.keys() == {f"{name}.weight" for name in CHOSEN if "#" not in name}
     for name, (weight, scale) in found.items():
         assert weight.dtype == np.int8 and np.array_equal(weight, stored[name].numpy())

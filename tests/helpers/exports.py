@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
+import onnx.numpy_helper
 import onnx_ir as ir
 import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from trtconvert.export.nodes.layers import WEIGHT_METADATA
 from trtconvert.export.storage import ROOT
 
 
@@ -53,3 +57,16 @@ def run_from_root(content: bytes, feeds: dict[str, np.ndarray]) -> np.ndarray:
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(ROOT))
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})[0]
+
+
+def int8_weights(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """INT8 weights of layers and their scales in an ONNX file, by their names in the model's state dict."""
+    graph = onnx.load(path).graph
+    constants = {constant.name: constant for constant in graph.initializer}
+    found = {}
+    for node in graph.node:
+        metadata = {entry.key: entry.value for entry in node.metadata_props}
+        if WEIGHT_METADATA in metadata:
+            weight, scale = (onnx.numpy_helper.to_array(constants[name]) for name in node.input[1:3])
+            found[metadata[WEIGHT_METADATA]] = weight, scale
+    return found

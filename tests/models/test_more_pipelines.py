@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from exports import int8_weights
 from further_pipelines import CONVERTIBLE, REFUSED
 from models_page import PAGE, page
 from rich.console import Console
+from safetensors.torch import load_file
 from support import run
 from tiny_pipelines import WIDTH, errors_beside, picture
 from tolerances import INT8_CALL
@@ -206,3 +209,29 @@ def test_a_bundle_of_marigold_looks_at_images_by_itself(tmp_path):
 
 def test_the_page_of_models_is_what_the_tests_convert():
     assert PAGE.read_text(encoding="utf-8") == page(), "python tests/helpers/models_page.py writes it"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["kandinsky5", "kandinsky22"])
+def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, name):
+    recipe = save(tmp_path, name, layers={"modes": "dynamic", "exclude": ["*embed*"]}, attention={"modes": "precision"})
+    outcome = run(
+        "quantize", tmp_path / "pipeline", "-o", tmp_path / "q", "--strategy", "kandinsky", "--granularity", "channel",
+        "--min-elements", "256",
+    )  # fmt: skip
+    assert outcome.exit_code == 0, outcome.output
+    sections = json.loads(recipe.read_text())
+    sections["model"]["weights"] = "q"
+    recipe.write_text(json.dumps(sections))
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    (weights,) = (tmp_path / "q" / {"kandinsky5": "transformer"}.get(name, "unet")).glob("*.safetensors")
+    stored = load_file(weights)
+    taken = 0
+    for named, (weight, scale) in int8_weights(tmp_path / "bundle" / "denoiser.onnx").items():
+        name_in_file = named.partition(".")[2]
+        if stored[name_in_file].dtype == torch.int8:
+            taken += 1
+            assert np.array_equal(weight, stored[name_in_file].numpy())
+            assert np.array_equal(scale, stored[f"{name_in_file}_scale"].numpy())
+    assert taken >= 10
