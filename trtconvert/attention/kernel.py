@@ -312,7 +312,7 @@ def _unquantised_gradients(
     """Gradients of q, k and v, heads first, through unquantised attention and its log-sum-exp."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shared = q.shape[1] != k.shape[1]  # said without need, it leaves torch fewer kernels to choose from
+        shared = bool(q.shape[1] != k.shape[1])  # said without need, it leaves torch fewer kernels to choose from
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
 
     q_grad, k_grad, v_grad = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
