@@ -498,7 +498,7 @@ def _planned(
     for site in manifest.sites:
         if site.modes and site.name in saved.tables:
             own = torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced
-            scaling = getattr(site, "scaling", "") or attention.scaling
+            scaling = site.scaling or attention.scaling
             tables = AttentionTables(**saved.tables[site.name], modes=own)
             found[site.name] = _Calibrated(tables, scaling, attention.smooth_k)
     common = torch.full((saved.bins,), int(Mode.PRECISION), dtype=torch.int32) if forced is None else forced
