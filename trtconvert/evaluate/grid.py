@@ -31,7 +31,7 @@ def save_sheet(images: Tensor, path: Path, columns: int = 10) -> None:
     """All samples in rows of `columns`, a single one alone, none smaller than it is. images: [N, C, H, W] in [0, 1], C 1 or 3."""
     largest = max(images.shape[2:])
     if len(images) == 1 and largest >= TILE:
-        _picture(images[0]).save(path)
+        picture(images[0]).save(path)
     else:
         _save_rows([("", row) for row in images.split(columns)], path, largest, 0)
 
@@ -54,10 +54,11 @@ def _save_rows(rows: Sequence[tuple[str, Tensor]], path: Path, limit: int, label
         pen.text((GAP, top + height // 2), label, fill="black", anchor="lm", font_size=16)
         for c, image in enumerate(images):
             left = label_width + GAP + c * (width + GAP)
-            sheet.paste(_picture(image).resize((width, height), smooth), (left, top))
+            sheet.paste(picture(image).resize((width, height), smooth), (left, top))
     sheet.save(path)
 
 
-def _picture(image: Tensor) -> Image.Image:
+def picture(image: Tensor) -> Image.Image:
+    """An image [C, H, W] in [0, 1], C 1 or 3, in RGB."""
     pixels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
     return Image.fromarray(np.repeat(pixels, 3, 2) if pixels.shape[2] == 1 else pixels)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from trtconvert.recipe import ONNX
 from trtconvert.weights.lora_names import DENOISER
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
     from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec, Sampler
     from trtconvert.models.samplers import initial_noise, sample
@@ -123,10 +126,24 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
         return sampler
     if prompts:
         raise _no_prompts(bundle, f"a bundle of {section.source} without components")
-    if section.source == DIGITS:
-        from trtconvert.models.digits import draw_digits
+    return load_conditional_sampler(bundle)[0]
 
-        return draw_digits
+
+def load_conditional_sampler(
+    bundle: LoadedBundle,
+) -> tuple[Sampler, Callable[[Sequence[str]], Mapping[str, Tensor]] | None]:
+    """What samples with the denoiser of a bundle that does not hold the whole pipeline, and what makes its captions conditions,
+    see `DiffusionModel.condition`.
+
+    Raises:
+        UserError: see `load_sampler`.
+    """
+    manifest = bundle.manifest
+    section = model_section(bundle.folder, manifest)
+    if section.source == DIGITS:
+        from trtconvert.models.digits import digit_labels, draw_digits
+
+        return draw_digits, digit_labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its own weights, which this bundle does not hold",
@@ -135,7 +152,8 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
             remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
         )
     # The denoiser is the bundle's own, with its LoRAs; what prompts become is for the model's other parts.
-    return load(section, [lora for lora in manifest.recipe.loras if lora.target != DENOISER]).sample
+    model = load(section, [lora for lora in manifest.recipe.loras if lora.target != DENOISER])
+    return model.sample, model.condition
 
 
 def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:

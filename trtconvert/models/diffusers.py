@@ -273,20 +273,12 @@ class PipelineSampler:
         # An engine has a device, and the pipeline goes there; other denoisers take tensors from the CPU to theirs.
         device = getattr(denoiser, "device", torch.device("cpu"))
         images, counted = [], _Counted(denoiser)
-        taken = self.caller.taken_steps(steps)
         for start in range(0, len(seeds), self.batch):
             chunk = seeds[start : start + self.batch]
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
-            dropped_in = DiffusersDenoiser(
-                self.captions.given_to(counted, given) if given else counted,
-                self.record,
-                self.timestep_input,
-                dtype=torch.float32,
-                device=device,
-            )
-            with torch.no_grad(), self.caller.denoising_with(dropped_in):
-                drawn = self.caller(chunk, taken, self.sizes, [self.captions.stand_in] * len(chunk) if given else None)
-                images.append(as_images(drawn.cpu(), decoded=self.caller.decodes))
+            captioned = self.captions.given_to(counted, given) if given else counted
+            captions = [self.captions.stand_in] * len(chunk) if given else None
+            images.append(self.draw(captioned, device, chunk, steps, captions))
         if not counted.calls:
             raise UserError(
                 f"{self.record.pipeline} does not call its {self.record.component} in {steps} steps",
@@ -295,6 +287,26 @@ class PipelineSampler:
                 remedy="take more steps",
             )
         return torch.cat(images)
+
+    def draw(
+        self,
+        denoiser: Denoiser,
+        device: torch.device,
+        seeds: Sequence[int],
+        steps: int,
+        captions: Sequence[str] | None = None,
+    ) -> Tensor:
+        """Images of one call of the pipeline.
+
+        Args:
+            device: of the denoiser's inputs; captions: one per seed, instead of the prompts.
+        Raises:
+            UserError: see `PipelineCaller`.
+        """
+        dropped_in = DiffusersDenoiser(denoiser, self.record, self.timestep_input, dtype=torch.float32, device=device)
+        with torch.no_grad(), self.caller.denoising_with(dropped_in):
+            drawn = self.caller(seeds, self.caller.taken_steps(steps), self.sizes, captions)
+        return as_images(drawn.cpu(), decoded=self.caller.decodes)
 
 
 @dataclass
