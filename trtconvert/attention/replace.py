@@ -24,7 +24,7 @@ from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.schedules import scheduler_sigmas, sigma_rule_modes
-from trtconvert.attention.sites import HEAD_DIMS, folds_of, obstacle_to, too_many
+from trtconvert.attention.sites import HEAD_DIMS, folds_of, taken, too_many
 from trtconvert.attention.tables import read_tables
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
@@ -167,11 +167,12 @@ class _Site:
         enable_gqa: bool = False,
     ) -> Tensor:
         """One call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
-        plan, timestep = self.denoiser.plan, self.denoiser.timestep
+        plan, timestep, (q, k, v) = self.denoiser.plan, self.denoiser.timestep, (query, key, value)
         reason, folds = "it was called outside of its denoiser, or without a timestep", 1
         if timestep is not None:
             folds = folds_of(query, key, value, len(timestep))
-            reason = obstacle_to(query, key, value, dropout_p, is_causal, folds) or too_many(query.shape[0])
+            q, k, v, reason = taken(query, key, value, dropout_p, is_causal, folds)
+            reason = reason or too_many(query.shape[0])
             if not reason and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
                 reason = f"it computes in {query.dtype}: kernels take float16 and bfloat16"
         if not torch.compiler.is_compiling():
@@ -186,12 +187,15 @@ class _Site:
         if folds > 1:
             steps = steps[:, None].expand(-1, folds).reshape(-1)
         modes, calibrated = self.on(query.device)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         options: dict[str, Any] = {"mask": attn_mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
         call = calibrated.get(number)
         if call is None:
-            return measured.attention(query, key, value, steps, modes, plan.present, **options)
-        options |= {"scaling": call.scaling, "smooth_k": call.smooth_k}
-        return kernel.attention(query, key, value, steps, call.tables, **options)
+            out = measured.attention(q, k, v, steps, modes, plan.present, **options)
+        else:
+            options |= {"scaling": call.scaling, "smooth_k": call.smooth_k}
+            out = kernel.attention(q, k, v, steps, call.tables, **options)
+        return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]]
 
 
 class _Mode(TorchFunctionMode):
@@ -262,7 +266,7 @@ def replace_attention_with_int8(
     """Let the attention of a diffusers pipeline compute in INT8, self- and cross-attention of U-Nets and transformers.
 
     In place: the same pipeline is returned. Text encoders and VAEs stay as they are. Calls that kernels do not take (causal,
-    with dropout, head sizes other than 32, 40, 48, …, 256) are computed as before; `attention_report` names them.
+    with dropout, of heads larger than 256) are computed as before; `attention_report` names them.
 
     Args:
         pipe: a pipeline, or a denoiser alone: a module whose forward has a timestep.
@@ -438,10 +442,14 @@ def _calls_attention(module: nn.Module) -> bool:
 
 def _known_obstacle(module: nn.Module) -> str:
     """Why a module's attention cannot be INT8, as far as its attributes tell; empty where they do not."""
+    dim = _head_dim(module)
+    return f"head_dim {dim} is more than {HEAD_DIMS[-1]}" if dim > HEAD_DIMS[-1] else ""
+
+
+def _head_dim(module: nn.Module) -> int:
+    """Of a module that says so, as diffusers' own; 0 else."""
     heads, width = getattr(module, "heads", None), getattr(module, "inner_dim", None)
-    if isinstance(heads, int) and isinstance(width, int) and heads > 0 and width // heads not in HEAD_DIMS:
-        return f"head_dim {width // heads} is not one of 32, 40, 48, …, 256"
-    return ""
+    return width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else 0
 
 
 # What is to be computed -----------------------------------------------------------------------------------------------
@@ -586,15 +594,12 @@ def _refuse_strangers(prepared: Sequence[_Denoiser], saved: Mapping[str, _Calibr
 
 def _other_heads(module: nn.Module, site: str, tables: AttentionTables) -> str:
     """What the tables say of heads that a module, as far as its attributes tell, has not; empty where they fit."""
-    heads, width = getattr(module, "heads", None), getattr(module, "inner_dim", None)
-    if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
+    dim = _head_dim(module)
+    if not dim:
         return ""
-    found = (tables.q_scale.shape[1], tables.v_scale.shape[2])
-    return (
-        ""
-        if found == (heads, width // heads)
-        else f"{site} with {found[0]} heads of {found[1]}, not {heads} of {width // heads}"
-    )
+    size = next((size for size in HEAD_DIMS if size >= dim), dim)  # others are filled up
+    heads, found = module.heads, (tables.q_scale.shape[1], tables.v_scale.shape[2])
+    return "" if found == (heads, size) else f"{site} with {found[0]} heads of {found[1]}, not {heads} of {size}"
 
 
 # Classes --------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,18 @@ def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def taken(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, folds: int
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Tensors that kernels take in a call's place, and why there are none; empty where there are. folds: see `folds_of`."""
+    obstacle = obstacle_to(q, k, v, dropout, causal, folds)
+    if obstacle:
+        filled = filled_up(q, k, v)
+        if filled[0] is not q and not obstacle_to(*filled, dropout, causal, folds):
+            return *filled, ""
+    return q, k, v, obstacle
+
+
 def _call(
     caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> SiteCall:
@@ -104,12 +116,7 @@ def _call(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    obstacle = obstacle_to(query, key, value, dropout_p, is_causal, folds)
-    q, k, v = query, key, value
-    if obstacle:
-        filled = filled_up(query, key, value)
-        if filled[0] is not query and not obstacle_to(*filled, dropout_p, is_causal, folds):
-            (q, k, v), obstacle = filled, ""
+    q, k, v, obstacle = taken(query, key, value, dropout_p, is_causal, folds)
     return SiteCall(
         caller.name("attention"),
         q,
