@@ -173,6 +173,10 @@ _FORMS: dict[str, tuple[str, dict]] = {
         f"{TO_HEADS}\nattended = Attention(q, k, v, mask)\n{FROM_HEADS}",
         {"opset": 23, "inputs": ",bool[batch, 1, 12, 12] mask"},
     ),
+    "attention_of_opset_23_with_a_mask_of_keys": (
+        f"{TO_HEADS}\nattended = Attention(q, k, v, mask)\n{FROM_HEADS}",
+        {"opset": 23, "inputs": ",bool[batch, 1, 1, 12] mask"},
+    ),
     "multi_head_attention": (
         f"{TO_HEADS}\njoined = com.microsoft.MultiHeadAttention<num_heads = 2>(q0, k0, v0)",
         {},
@@ -198,6 +202,24 @@ def test_a_form_of_attention_is_one_site(form, tmp_path):
     # Of packed queries, keys and values there is one layer.
     outputs = [layer.out_channels for layer in (*parts.layers, *parts.left_layers) if layer.rows > 1]
     assert sorted(outputs) == ([WIDTH, 3 * WIDTH] if "packed" in form else [WIDTH] * 4)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "r = Constant<value_float = 1.4142135> ()\nd = Div(y, r)\ne = Erf(d)\na = Add(e, o)\nm = Mul(y, a)\nz = Mul(m, h)",
+        "r = Constant<value_float = 0.70710677> ()\nd = Mul(r, y)\ne = Erf(d)\na = Add(o, e)\nm = Mul(h, y)\nz = Mul(m, a)",
+        "r = Constant<value_float = 0.70710677> ()\nd = Mul(r, y)\ne = Erf(d)\na = Add(o, e)\nm = Mul(h, a)\nz = Mul(m, y)",
+    ],
+)
+def test_gelus_are_one_step_however_they_are_written(line, tmp_path):
+    body = plain(f"{_LOGITS}\np = Softmax<axis = -1>(s)").replace(
+        "joined = Reshape(back, flat)",
+        "y = Reshape(back, flat)\no = Constant<value_float = 1.0> ()\nh = Constant<value_float = 0.5> ()\n"
+        f"{line}\njoined = Identity(z)",
+    )
+    model = onnx_model(onnx_graphs.denoiser(tmp_path / "model.onnx", body))
+    assert [step.op for step in model.denoiser._steps if step.op in ("Gelu", "Erf")] == ["Gelu"]
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])

@@ -130,6 +130,12 @@ def test_a_model_in_float16_computes_waves_of_the_timestep_in_float32(model, fil
     assert float((found.float() - exact).norm() / exact.norm()) < 2e-3
 
 
+@pytest.mark.parametrize("exporter", ["traced", "new"])
+def test_gelus_are_found_in_what_exporters_write_for_them(exporter, files):
+    made = onnx_model(files("dit", exporter), **_options("dit"))
+    assert [step.attributes["approximate"] for step in made.denoiser._steps if step.op == "Gelu"] == ["tanh"]
+
+
 def test_group_norms_are_found_in_what_exporters_write_for_them(files):
     made = onnx_model(files("unet", "traced"), **_options("unet"))
     norms = [step for step in made.denoiser._steps if step.op == "trtconvert::group_norm"]

@@ -19,7 +19,7 @@ from trtconvert.errors import TrtconvertError, UserError, first_line
 from trtconvert.models.onnx import operators, sizes
 from trtconvert.models.onnx.attention import Left, Shapes, fuse_attention
 from trtconvert.models.onnx.call import Types, Value
-from trtconvert.models.onnx.layers import fuse_group_norms, fuse_linear
+from trtconvert.models.onnx.layers import fuse_gelus, fuse_group_norms, fuse_linear
 from trtconvert.models.onnx.operators import OPERATORS
 from trtconvert.models.onnx.sizes import Numbers, numbers
 from trtconvert.models.onnx.steps import Branch, Graph, Step
@@ -180,7 +180,7 @@ def _condition(before: Graph, values: Mapping[str, Value], types: Types, inputs:
 
 
 def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> list[Left]:
-    """Make one step of each attention, linear layer and group norm, in place.
+    """Make one step of each attention, linear layer, group norm and GELU, in place.
 
     Args:
         values: constants; takes up weights in other forms. inputs: an example of each.
@@ -191,6 +191,7 @@ def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[
     left = fuse_attention(graph, shapes, known)
     fuse_linear(graph, values)
     fuse_group_norms(graph, shapes, values)
+    fuse_gelus(graph, values)
     for name in values.keys() - {name for step in graph.steps for name in step.inputs}:
         del values[name]
     return left

@@ -1,7 +1,9 @@
-"""Layers that are written out: products with constant weights and their biases, and group norms by way of instance norms."""
+"""Layers that are written out: products with constant weights and their biases, group norms by way of instance norms, GELUs."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -54,6 +56,60 @@ def fuse_linear(graph: Graph, constants: dict[str, Value]) -> None:
             if isinstance(bias, Tensor) and bias.dim() != 1:
                 constants[step.inputs[2]] = bias.reshape(-1)
             changes[step] = [Step("trtconvert::linear", tuple(inputs), step.outputs, {}, step.scope, step.title)]
+    graph.replace(changes)
+
+
+def fuse_gelus(graph: Graph, values: Mapping[str, Value]) -> None:
+    """Make one step of each GELU that is written with Erf or Tanh, in place."""
+    made, read = graph.producers(), graph.readers()
+    changes = dict[Step, Sequence[Step]]()
+
+    def number(name: str) -> float | None:
+        value = values.get(name)
+        return float(value.ravel()[0]) if isinstance(value, np.ndarray) and value.size == 1 else None
+
+    def factors(name: str) -> tuple[float, list[str]]:
+        """Of a product its number, and what else is multiplied."""
+        step, known = made.get(name), number(name)
+        if known is not None:
+            return known, []
+        if step is not None and step.op == "Div" and (divisor := number(step.inputs[1])):
+            among, others = factors(step.inputs[0])
+            return among / divisor, others
+        if step is None or step.op != "Mul":
+            return 1.0, [name]
+        (a, of_a), (b, of_b) = (factors(x) for x in step.inputs)
+        return a * b, [*of_a, *of_b]
+
+    def argument(step: Step) -> str:
+        """Of which value an Erf or a Tanh is that of its GELU; empty where it is none."""
+        inner, others = factors(step.inputs[0])
+        if step.op == "Erf":
+            return others[0] if len(others) == 1 and abs(inner - 0.5**0.5) < 1e-4 else ""
+        total = made.get(others[0]) if len(others) == 1 and abs(inner - (2 / math.pi) ** 0.5) < 1e-4 else None
+        for x, cubed in itertools.permutations(total.inputs, 2) if total is not None and total.op == "Add" else ():
+            share, parts = factors(cubed)
+            power = made.get(parts[0]) if len(parts) == 1 else None
+            if power is not None and power.op == "Pow" and number(power.inputs[1]) == 3:
+                parts = [power.inputs[0]] * 3
+            if parts == [x] * 3 and abs(share - 0.044715) < 1e-5:
+                return x
+        return ""
+
+    for step in graph.steps:
+        if step.op not in ("Erf", "Tanh") or not (x := argument(step)):
+            continue
+        after = read[step.outputs[0]]
+        if len(after) != 1 or after[0].op != "Add" or 1 not in map(number, after[0].inputs):
+            continue
+        last = after[0]
+        while len(follows := read[last.outputs[0]]) == 1 and follows[0].op in ("Mul", "Div"):
+            last = follows[0]
+            share, others = factors(last.outputs[0])
+            if sorted(others) == sorted([after[0].outputs[0], x]) and abs(share - 0.5) < 1e-4:
+                kind = {"approximate": "tanh" if step.op == "Tanh" else "none"}
+                changes[last] = [Step("Gelu", (x,), last.outputs, kind, step.scope, step.title)]
+                break
     graph.replace(changes)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trtconvert.attention.sites import Site
 from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec
 from trtconvert.errors import UserError, did_you_mean, first_line
-from trtconvert.export.float32 import in_float32
+from trtconvert.export import storage
+from trtconvert.export.float32 import widen
+from trtconvert.export.nodes.common import HALF
+from trtconvert.files import temporary_folder
 from trtconvert.models.onnx.attention import Left
 from trtconvert.models.onnx.call import Types
 from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
@@ -262,12 +265,10 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
     feeds[inputs.timestep] = np.asarray(timestep[0]) if not own else timestep[:1] if alone else timestep
     types = {value.name: value.dtype for value in model.graph.inputs}
     feeds = {name: x.astype(np.int32) if types[name] == ir.DataType.INT32 else x for name, x in feeds.items()}
-    in_16_bits = any(value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) for value in _values(model))
-    copy: AbstractContextManager[Path] = in_float32(path) if in_16_bits else nullcontext(path)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
-        with copy as file:
+        with _as_runtime_takes_it(path) as file:
             session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
             names = {value.name for value in session.get_inputs()}
             feeds = {name: x for name, x in feeds.items() if name in names}
@@ -295,6 +296,35 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
 
 def _array(x: Tensor, is_truth: bool) -> np.ndarray:
     return (x.bool() if is_truth else x).numpy()
+
+
+@contextmanager
+def _as_runtime_takes_it(path: Path) -> Iterator[Path]:
+    """A file itself, or a temporary copy that ONNX Runtime computes on a CPU: in FP32, and with masks of Attention that have a
+    row for each query, which it does not broadcast."""
+    model = ir.load(path)
+    masked = [node for node in model.graph if node.op_type == "Attention" and not node.domain and len(node.inputs) > 3]
+    for node in masked:
+        q, mask = node.inputs[0], node.inputs[3]
+        if q is None or mask is None:
+            continue
+        flat = len(q.shape) == 3 if q.shape is not None else "q_num_heads" in node.attributes
+        axis = 1 if flat else 2
+        queries = ir.node("Shape", [q], {"start": axis, "end": axis + 1})
+        one = ir.node("Constant", [], {"value_ints": [1]})
+        shape = ir.node("Concat", [queries.outputs[0], one.outputs[0]], {"axis": 0})
+        rows = ir.node("Expand", [mask, shape.outputs[0]])
+        model.graph.insert_before(node, [queries, one, shape, rows])
+        node.replace_input_with(3, rows.outputs[0])
+    in_16_bits = any(value.dtype in HALF for value in _values(model))
+    if not masked and not in_16_bits:
+        yield path
+        return
+    if in_16_bits:
+        widen(model)
+    with temporary_folder() as folder:
+        storage.save(model, folder / path.name)
+        yield folder / path.name
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
