@@ -145,6 +145,9 @@ class _Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:
     """Turn diffusion models into TensorRT engines with INT8 attention that follows the denoising timestep."""
+    from trtconvert.entry_point import look_in
+
+    look_in(Path())
 
 
 @main.command()

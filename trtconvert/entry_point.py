@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,14 @@ from typing import Any
 
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
+
+
+def look_in(folder: Path) -> None:
+    """Functions are looked for in a folder too, after all that Python knows by itself: that of a recipe, and the current one of
+    the command line."""
+    place = str(folder.resolve())
+    if place not in sys.path:
+        sys.path.append(place)
 
 
 def import_function(name: str, role: str) -> Any:
@@ -37,7 +46,7 @@ def import_function(name: str, role: str) -> Any:
             f"{role} '{name}' cannot be imported",
             expected="an importable module with that function",
             got=f"{type(error).__name__}: {error}",
-            remedy="install the module, or set PYTHONPATH to the folder that holds it",
+            remedy="put the module beside the recipe or into the current folder, install it, or set PYTHONPATH to its folder",
         ) from error
 
 

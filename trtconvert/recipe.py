@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trtconvert.documents import YAML_CHARACTERS, YamlError, parse_yaml
+from trtconvert.entry_point import look_in
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import read_limited
 
@@ -540,6 +541,7 @@ def load_recipe(path: Path) -> Recipe:
         raise UserError("\n".join(_problems(path, document, error.errors()))) from error
     _refuse_unseen_bins(path, document, recipe)
     _refuse_unfit_targets(path, document, recipe)
+    look_in(path.parent)
     return _anchored(recipe, path.parent)
 
 

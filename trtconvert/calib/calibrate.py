@@ -103,7 +103,8 @@ def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
                 f"{model.name} cannot be run",
                 expected="a model that takes " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
                 got=kind_and_first_line(error),
-                remedy="correct the sizes in model.options, or the model; --debug shows where it failed",
+                remedy="correct the model, or what it says of its inputs and sizes (of a pipeline: model.options); "
+                "--debug shows where it failed",
             ) from error
 
     found = find()

@@ -212,7 +212,13 @@ def _from_function(section: ModelSection) -> DiffusionModel:
                 got=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} are NaN or Inf",
                 remedy="get the weights again, or load them in a type that holds their range",
             )
-    return model
+    return model if section.source in _FUNCTIONS.values() else _with_own_sampler(model, section.source)
+
+
+def _with_own_sampler(model: DiffusionModel, source: str) -> DiffusionModel:
+    from trtconvert.models.own_sampler import OwnSampler
+
+    return replace(model, sample=OwnSampler(source, model.sample))
 
 
 def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

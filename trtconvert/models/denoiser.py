@@ -14,6 +14,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
+from trtconvert.models.own_sampler import SamplerError
 
 
 class _Reached(BaseException):
@@ -36,6 +37,8 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
         model.sample(denoiser, [0], steps=steps, solver=solver)
     except _Reached:
         pass
+    except SamplerError:
+        raise
     except UserError as error:
         raise UserError(
             f"{field}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy

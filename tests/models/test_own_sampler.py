@@ -1,0 +1,64 @@
+"""What users' samplers raise and give, and functions beside their recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import run
+
+from trtconvert.errors import TrtconvertError
+from trtconvert.models.own_sampler import OwnSampler, SamplerError
+
+
+def denoiser(*_inputs):
+    return torch.zeros(1)
+
+
+def asked(sampler):
+    return OwnSampler("mine:load", sampler)(denoiser, [3, 4], steps=5, solver="ddim")
+
+
+def test_images_come_through():
+    images = torch.rand(2, 3, 8, 8)
+    assert asked(lambda denoiser, seeds, *, steps, solver: images) is images
+
+
+def fails(*_inputs, **_named):
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "got"),
+    [
+        (fails, "KeyError: 'x'"),
+        (lambda *_, **__: [1], "list"),
+        (lambda *_, **__: torch.rand(1, 3, 8, 8), "float32 [1, 3, 8, 8]"),
+        (lambda *_, **__: torch.zeros(2, 3, 8, 8, dtype=torch.int64), "int64 [2, 3, 8, 8]"),
+        (lambda denoiser, seeds: None, "TypeError"),
+    ],
+)
+def test_faults_are_told_as_the_samplers(sampler, got):
+    with pytest.raises(SamplerError, match="the sampler of mine:load") as refused:
+        asked(sampler)
+    assert got in refused.value.got
+
+
+def test_what_the_denoiser_raises_stays_as_it_is():
+    def own(denoiser, seeds, *, steps, solver):
+        return denoiser()
+
+    def refuses():
+        raise TrtconvertError("no memory", expected="some", got="none", remedy="add some")
+
+    with pytest.raises(TrtconvertError, match="no memory") as refused:
+        OwnSampler("mine:load", own)(refuses, [3], steps=5, solver="ddim")
+    assert not isinstance(refused.value, SamplerError)
+
+
+def test_a_function_lies_beside_its_recipe(tmp_path):
+    (tmp_path / "beside_its_recipe.py").write_text("def load():\n    raise ValueError('found')\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {source: 'beside_its_recipe:load'}\n")
+    outcome = run("build", recipe, "-o", tmp_path / "out", "--no-cache")
+    assert outcome.exit_code == 2
+    assert "ValueError: found" in outcome.output
