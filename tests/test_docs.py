@@ -35,11 +35,7 @@ def commands() -> list[tuple[str, str]]:
         lines = [line.strip() for _, block in _BLOCK.findall(text) for line in block.splitlines()]
         lines += [line.strip() for line in text.splitlines() if line.startswith("    trtconvert ")]
         lines += _INLINE.findall(" ".join(_BLOCK.sub("", text).split()))
-        found += [
-            (page.name, line.removeprefix("PYTHONPATH=. "))
-            for line in lines
-            if re.match(r"(PYTHONPATH=. )?trtconvert ", line)
-        ]
+        found += [(page.name, line) for line in lines if line.startswith("trtconvert ")]
     return sorted(set(found))
 
 
