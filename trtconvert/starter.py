@@ -145,7 +145,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
                 remedy="check the path; it is relative to the current folder",
             )
     if model.endswith(ONNX_SUFFIX) and Path(model).is_file():
-        return _of_onnx(Path(model), at, prompts, loras)
+        return _of_onnx(Path(model), _beside(Path(model), at), at, prompts, loras)
     found = _published(model) if model in PUBLISHED and not Path(model).exists() else _looked_at(Path(model), at)
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
@@ -224,8 +224,17 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
     return _Found(f"{kind} of {weights.name}", _relative(weights, at), known, dtype=dtype)
 
 
-def _of_onnx(place: Path, at: Path, prompts: Path | None, loras: Sequence[Path]) -> str:
+def _beside(place: Path, at: Path) -> str:
+    """A file as a recipe names it, relative or absolute as `_relative`, but under its own name where that is a link: weights
+    beside it are."""
+    relative = os.path.relpath(os.path.abspath(place), at.resolve().parent)
+    return relative if relative.count("..") <= 2 else os.path.abspath(place)
+
+
+def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Sequence[Path]) -> str:
     """
+    Args:
+        source: what the recipe, which will lie at a path, says instead of the file's.
     Raises:
         UserError: the file cannot be used, or there are prompts, which it does not read.
     """
@@ -240,7 +249,7 @@ def _of_onnx(place: Path, at: Path, prompts: Path | None, loras: Sequence[Path])
             remedy="leave --prompts out, and put rows of those inputs into a file that model.options.conditions names",
         )
     section = with_dtype(ModelSection(source=ONNX, weights=place))
-    lines = [f"# {place.name}. {_HEADER.format(name=at.name)}", "model:", f"  source: {_quoted(_relative(place, at))}"]
+    lines = [f"# {place.name}. {_HEADER.format(name=at.name)}", "model:", f"  source: {_quoted(source)}"]
     lines += [f"  dtype: {section.dtype} # in which it is saved; float32, float16 or bfloat16", "  options:"]
     for name, (value, meaning) in proposed_options(place, read_graph(place)).items():
         if isinstance(value, dict):
@@ -259,7 +268,7 @@ def recipe_of(place: Path) -> Iterator[Path]:
     """A temporary file with the first recipe of an ONNX file."""
     with temporary_folder() as folder:
         file = folder / "recipe.yaml"
-        file.write_text(_of_onnx(place, file, None, ()), encoding="utf-8")
+        file.write_text(_of_onnx(place, os.path.abspath(place), file, None, ()), encoding="utf-8")
         yield file
 
 

@@ -22,6 +22,7 @@ from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.models.digits_dit import DigitsDiT
 from trtconvert.models.onnx.model import onnx_model
 from trtconvert.recipe import AttentionSection, LayersSection, load_recipe
+from trtconvert.starter import recipe_of
 
 _EXPORTERS = {"traced": {"opset": 17}, "new": {"opset": 18, "dynamo": True}, "opset_23": {"opset": 23, "dynamo": True}}
 
@@ -193,6 +194,18 @@ def test_files_that_no_recipe_can_be_for_are_refused(files, tmp_path, monkeypatc
     (tmp_path / "broken.onnx").write_bytes(file.read_bytes()[:-100])
     refusal(run("build", "broken.onnx"), "no ONNX model, or damaged")
     refusal(run("init", file, "--prompts", _file(tmp_path / "prompts.txt", "a cat")), "does not read prompts")
+
+
+def test_a_file_stands_for_its_first_recipe(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blob").write_bytes(files("unet", "traced").read_bytes())
+    (tmp_path / "link.onnx").symlink_to("blob")
+    with recipe_of(Path("link.onnx")) as file:
+        recipe = load_recipe(file)
+    assert recipe.model.weights == tmp_path / "link.onnx" and recipe.model.options["sizes"]["length"] == 77
+    assert run("init", "link.onnx", "-o", "sub/recipe.yaml").exit_code == 0
+    weights = load_recipe(tmp_path / "sub" / "recipe.yaml").model.weights
+    assert weights is not None and weights.name == "link.onnx" and weights.is_file()
 
 
 def _file(path: Path, text: str) -> Path:

@@ -65,6 +65,11 @@ def onnx_model(
     Raises:
         UserError: the file is none, or damaged, or the graph cannot be converted, or an option does not fit.
     """
+    _refuse_unfit_options(
+        texts={"sample": sample, "timestep": timestep, "output": output, "conditions": conditions},
+        mappings={"sizes": sizes, "values": values},
+        factor=timestep_factor,
+    )
     noise = noise_of(schedule, timesteps, prediction, shift)
     model = read_graph(weights)
     refuse_loops(weights, model)
@@ -97,6 +102,28 @@ def onnx_model(
     _check_sizes(weights, found)
     _check_numbers(weights, model, inputs, found, opt)
     return found
+
+
+def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any], factor: Any) -> None:
+    """
+    Raises:
+        UserError: an option is of another kind.
+    """
+    number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor < 1e9
+    wrong = [(name, "text", value) for name, value in texts.items() if value is not None and not isinstance(value, str)]
+    wrong += [
+        (name, "a mapping of names to numbers", value)
+        for name, value in mappings.items()
+        if value is not None and not isinstance(value, Mapping)
+    ]
+    wrong += [] if number else [("timestep_factor", "a positive number", factor)]
+    for name, expected, got in wrong:
+        raise UserError(
+            f"model.options.{name} does not fit",
+            expected=expected,
+            got=repr(got),
+            remedy="correct it in the recipe",
+        )
 
 
 def _denoiser(
