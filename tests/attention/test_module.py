@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trtconvert.attention import Int8Attention, compute_adaptive_scales, compute_sigma_schedule, fused_cfg
+from trtconvert.attention import (
+    Int8Attention,
+    block_mask_of_data,
+    compute_adaptive_scales,
+    compute_sigma_schedule,
+    fused_cfg,
+    pruning_schedule,
+)
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.module import PRECISION_MODES
 from trtconvert.attention.reference import attention as reference
@@ -282,6 +289,37 @@ def test_block_q_is_how_far_apart_queries_are_asked() -> None:
     assert not torch.equal(*masks)
 
 
+def test_data_tells_how_many_keys_may_go() -> None:
+    q, k, v = focused(kept=120)
+    even = tensors()
+    ratios = pruning_schedule([(q, k, v, torch.tensor([150, 350])), (*even, 350), (q, k, v, 950)], lost=0.01, bins=4)
+    # The keys that nobody attends to, and some of the least of the others.
+    assert 0.4 <= ratios[0] < 0.5 and ratios[1] < 0.1 and ratios[2] == 0 and 0.4 <= ratios[3] < 0.5
+    pruning = Int8Attention(H, D, enable_pruning=True, pruning_ratio=ratios, precision_mode="fp16")
+    out, kept = pruning(q, k, v, 950, return_mask=True)
+    assert not kept.all() and error(out, exact(q, k, v)) < 0.02
+    for data, lost, named in (([], 0.1, "nothing to find"), ([(q, k, v, 5)], 1.0, "cannot be left out")):
+        for find in (pruning_schedule, block_mask_of_data):
+            with pytest.raises(UserError, match=named):
+                find(data, lost)
+
+
+def test_data_tells_which_blocks_hold_attention() -> None:
+    """Of tokens that attend to their own block, in one of two heads."""
+    tokens = 300
+    place = torch.nn.functional.one_hot(torch.arange(tokens) // 128, 32).float()
+    q = torch.stack([place, torch.zeros_like(place)])[None] * 60
+    k, v = q[:, :1].clone(), tensors(1, 1, 1, queries=tokens, keys=tokens, dim=32)[2]
+    found = block_mask_of_data([(q, k, v, 500)], lost=0.01)
+    assert torch.equal(found[0, 0], torch.eye(3, dtype=torch.bool)) and found[0, 1].all()
+    attention = Int8Attention(2, 32, num_kv_heads=1, precision_mode="fp16")
+    assert error(attention(q, k, v, 500, block_mask=found), exact(q, k, v)) < 0.01
+    both = block_mask_of_data([(q, k, v, 500), (q.flip(2), k, v, 500)], lost=0.01)
+    assert (both >= found).all() and both.sum() > found.sum()
+    with pytest.raises(UserError, match="such calls"):
+        block_mask_of_data([(q, k, v, 5), (q[:, :, :100], k, v, 5)])
+
+
 @pytest.mark.parametrize("ratio", [1.0, 1.5, -0.1, float("nan"), (), (0.1, 1)])
 def test_pruning_keeps_something(ratio) -> None:
     with pytest.raises(UserError, match="pruning_ratio"):
@@ -448,6 +486,7 @@ def test_bad_options_are_refused_by_name(options: dict, named: str) -> None:
         (lambda q, k, v: (q, k, v[:, :, :9], 5), "K and V"),
         (lambda q, k, v: (q, k[:1], v[:1], 5), "K and V"),
         (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0], 5), "Q and K"),
+        (lambda q, k, v: (q[:0], k[:0], v[:0], 5), "Q and K"),
         (lambda q, k, v: (q.half(), k, v, 5), "Q, K and V"),
         (lambda q, k, v: (q.double(), k.double(), v.double(), 5), "Q, K and V"),
         (lambda q, k, v: (q, k, v.to("meta"), 5), "one device"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trtconvert.attention.masks import neighbourhood_mask, window_mask
     from trtconvert.attention.module import Int8Attention, fused_cfg
+    from trtconvert.attention.pruning import block_mask_of_data, pruning_schedule
     from trtconvert.attention.replace import attention_report, replace_attention_with_int8, restore_attention
     from trtconvert.attention.schedules import compute_adaptive_scales, compute_sigma_schedule
     from trtconvert.attention.sequence_parallel import SequenceParallelAttention
@@ -17,10 +18,12 @@ __all__ = [
     "Int8Attention",
     "SequenceParallelAttention",
     "attention_report",
+    "block_mask_of_data",
     "compute_adaptive_scales",
     "compute_sigma_schedule",
     "fused_cfg",
     "neighbourhood_mask",
+    "pruning_schedule",
     "replace_attention_with_int8",
     "restore_attention",
     "window_mask",
@@ -29,6 +32,7 @@ __all__ = [
 _PLACES = {
     "masks": ("neighbourhood_mask", "window_mask"),
     "module": ("Int8Attention", "fused_cfg"),
+    "pruning": ("block_mask_of_data", "pruning_schedule"),
     "replace": ("attention_report", "replace_attention_with_int8", "restore_attention"),
     "schedules": ("compute_adaptive_scales", "compute_sigma_schedule"),
     "sequence_parallel": ("SequenceParallelAttention",),

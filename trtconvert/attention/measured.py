@@ -15,18 +15,15 @@ from trtconvert.attention.reference import AttentionTables, timestep_bin
 
 
 @torch.no_grad()
-def measured_tables(
-    q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Collection[Mode], k_mean: Tensor | None = None
-) -> AttentionTables:
+def measured_tables(q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Collection[Mode]) -> AttentionTables:
     """Tables with a bin for each sample of the batch, so that no sample's result depends on its neighbours.
 
-    What no mode reads is not measured: the mean key is one pass over the keys, INT8 and FP8 values take three over the values,
-    and `Mode.AGGRESSIVE`, which takes all scales from tables, two more over queries and keys.
+    What no mode reads is not measured: the mean key is one pass over the keys, INT8 and FP8 values take two over the values, and
+    `Mode.AGGRESSIVE`, which takes all scales from tables, one more over queries and keys each.
 
     Args:
         q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D] twice.
         modes: [B] INT32, of each sample; present: all that may be among them.
-        k_mean: [B, Hkv, D] FP32 to subtract from the keys; their mean by default.
     """
     batch, heads = q.shape[:2]
     kv_heads, dim = k.shape[1], k.shape[3]
@@ -38,9 +35,9 @@ def measured_tables(
     ranges = {"q": constant(1.0, batch, heads), "k": constant(1.0, batch, kv_heads), "v": one}
     means = {"k_offset": zero, "v_offset": zero}
     if any(mode != Mode.FP16 for mode in present):
-        means["k_offset"] = k.mean(2, dtype=torch.float32) if k_mean is None else k_mean
+        means["k_offset"] = k.mean(2, dtype=torch.float32)
     if Mode.AGGRESSIVE in present:
-        ranges["q"] = torch.maximum(q.amax((2, 3)), -q.amin((2, 3))).float()
+        ranges["q"] = _largest_about(q, zero[:, :1]).amax(-1)
         ranges["k"] = _largest_about(k, means["k_offset"]).amax(-1)
     if any(mode >= Mode.BALANCED for mode in present):
         means["v_offset"] = v.mean(2, dtype=torch.float32)
@@ -50,7 +47,8 @@ def measured_tables(
 
 def _largest_about(x: Tensor, offset: Tensor) -> Tensor:
     """[B, Hkv, D] largest |x - offset| over the tokens."""
-    return torch.maximum(x.amax(2).float() - offset, offset - x.amin(2).float())
+    low, high = torch.aminmax(x, dim=2)
+    return torch.maximum(high.float() - offset, offset - low.float())
 
 
 def attention(
@@ -62,7 +60,6 @@ def attention(
     present: Collection[Mode],
     *,
     timestep_max: float = 1000.0,
-    k_mean: Tensor | None = None,
     **options: Any,
 ) -> Any:
     """`kernel.attention` with measured tables. Differentiable, compiles, and nothing waits for the device.
@@ -74,7 +71,7 @@ def attention(
     """
     batch = q.shape[0]
     each = modes[timestep_bin(timestep, timestep_max, modes.shape[0])]
-    tables = measured_tables(q, k, v, each, present, k_mean)
+    tables = measured_tables(q, k, v, each, present)
     # Sample b takes bin b of the measured tables; one whose timestep is NaN is NaN, as with others.
     place = torch.arange(batch, dtype=torch.float32, device=q.device) + 0.5
     place = torch.where(timestep.isnan(), timestep, place)

@@ -464,8 +464,8 @@ class Int8Attention(nn.Module):
             raise _misfit("head_dim", "32, 40, 48, …, 256", dim)
         if K.shape != V.shape or K.shape[0] != Q.shape[0]:
             raise _misfit("K and V", f"batch {Q.shape[0]}, and one shape", f"{list(K.shape)} and {list(V.shape)}")
-        if Q.shape[2] == 0 or K.shape[2] == 0:
-            raise _misfit("Q and K", "at least one token", f"{Q.shape[2]} and {K.shape[2]}")
+        if not Q.shape[0] or not Q.shape[2] or not K.shape[2]:
+            raise _misfit("Q and K", "at least one sample and one token", f"{list(Q.shape)} and {list(K.shape)}")
         types = (torch.float16, torch.bfloat16) if Q.is_cuda else (torch.float16, torch.bfloat16, torch.float32)
         if Q.dtype not in types or K.dtype != Q.dtype or V.dtype != Q.dtype:
             wanted = "float16 or bfloat16" if Q.is_cuda else "float16, bfloat16 or float32"
@@ -602,7 +602,7 @@ def fused_cfg(
 
 
 def _checked_ratios(ratio: float | Sequence[float]) -> tuple[float, ...]:
-    ratios = (float(ratio),) if isinstance(ratio, (int, float)) else tuple(float(each) for each in ratio)
+    ratios = tuple(float(each) for each in ratio) if isinstance(ratio, Sequence) else (float(ratio),)
     _require(len(ratios) > 0, "pruning_ratio", "one share, or one for each part of the schedule", "none")
     for each in ratios:
         check_ratio(each)

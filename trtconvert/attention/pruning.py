@@ -1,10 +1,15 @@
-"""Token pruning: the keys that least attention goes to are left out, so that attention computes less."""
+"""Token pruning: the keys that least attention goes to are left out, so that attention computes less; and what data tells of
+which keys, and which blocks of them, that may be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from trtconvert.attention.reference import BLOCK, timestep_bin
 from trtconvert.errors import UserError
 
 SAMPLED_QUERIES = 256
@@ -66,3 +71,106 @@ def check_ratio(ratio: float) -> None:
             got=str(ratio),
             remedy="0.2 drops a fifth of the keys; 1 would drop all of them",
         )
+
+
+@torch.no_grad()
+def pruning_schedule(
+    data: Iterable[tuple[Tensor, Tensor, Tensor, int | float | Tensor]],
+    lost: float = 0.01,
+    *,
+    bins: int = 10,
+    num_timesteps: int = 1000,
+    stride: int = 64,
+    softmax_scale: float | None = None,
+) -> tuple[float, ...]:
+    """The `pruning_ratio` that data allows: in each part of the schedule the largest share of keys that together get at most a
+    share `lost` of the attention, in every head, sample and call.
+
+    Args:
+        data: (Q, K, V, timestep) of calls, as `Int8Attention.calibrate` takes them.
+        lost: of the attention, in [0, 1).
+        bins: parts of the schedule; one that no call belongs to is not pruned.
+        num_timesteps: where the last part ends; stride, softmax_scale: see `key_importance`.
+    Raises:
+        UserError: no data, or no such share.
+    """
+    _check_lost(lost)
+    found: list[float | None] = [None] * bins
+    for q, k, _, timestep in data:
+        steps = torch.as_tensor(timestep, dtype=torch.float32).cpu().reshape(-1).expand(len(q))
+        mass = key_importance(q, k, stride=stride, softmax_scale=softmax_scale).sort(-1).values.cumsum(-1)
+        shares = ((mass <= lost).sum(-1).amin(1) / k.shape[2]).tolist()
+        for place, share in zip(timestep_bin(steps, float(num_timesteps), bins).tolist(), shares, strict=True):
+            known = found[place]
+            found[place] = share if known is None else min(known, share)
+    if all(share is None for share in found):
+        raise _no_data()
+    return tuple(min(share or 0.0, 1 - 1e-6) for share in found)
+
+
+@torch.no_grad()
+def block_mask_of_data(
+    data: Iterable[tuple[Tensor, Tensor, Tensor, int | float | Tensor]],
+    lost: float = 0.01,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """A block mask without the blocks that data sends almost no attention to.
+
+    Of each block of queries the least blocks of keys are dropped that together get at most a share `lost` of its attention; what
+    any sample or call needs stays. Attention is computed exactly, a block of queries at a time.
+
+    Args:
+        data: (Q, K, V, timestep) of calls with the same numbers of tokens.
+        lost: in [0, 1); softmax_scale: factor of the logits, 1/√D when absent.
+    Returns:
+        [1, H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on the CPU.
+    Raises:
+        UserError: no data, no such share, or calls of other numbers of heads or tokens.
+    """
+    _check_lost(lost)
+    seen: Tensor | None = None
+    for q, k, _, _ in data:
+        found = _needed_blocks(q, k, lost, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        if seen is not None and seen.shape != found.shape:
+            raise UserError(
+                "one block mask cannot be found from such calls",
+                expected=f"heads and blocks of tokens {list(seen.shape[1:])}, as in the first call",
+                got=str(list(found.shape[1:])),
+                remedy="make a mask for each size of image",
+            )
+        seen = found if seen is None else seen | found
+    if seen is None:
+        raise _no_data()
+    return seen
+
+
+def _needed_blocks(q: Tensor, k: Tensor, lost: float, scale: float) -> Tensor:
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(2, 3)
+    rows = []
+    for queries in q.float().split(BLOCK, 2):
+        weights = ((queries * scale) @ keys).softmax(-1).mean(2)  # [B, H, Nk]
+        mass = pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
+        least, order = mass.sort(-1)
+        dropped = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, order, least.cumsum(-1) <= lost)
+        rows.append(~dropped.all(0))
+    return torch.stack(rows, 1)[None].cpu()
+
+
+def _check_lost(lost: float) -> None:
+    if not 0 <= lost < 1:  # written so that NaN fails
+        raise UserError(
+            "so much attention cannot be left out",
+            expected="a share of 0 or more and less than 1",
+            got=str(lost),
+            remedy="0.01 leaves out a hundredth of the attention",
+        )
+
+
+def _no_data() -> UserError:
+    return UserError(
+        "there is nothing to find it from",
+        expected="(Q, K, V, timestep) of one call or more",
+        got="none",
+        remedy="collect the tensors that the model passes to attention at several timesteps",
+    )
