@@ -12,7 +12,6 @@ from typing import Any
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
-from trtconvert.models.onnx.files import external_files
 from trtconvert.models.saved import INDEX, pipeline_folder
 from trtconvert.recipe import ONNX, LoraSection, ModelSection
 from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
@@ -61,6 +60,8 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = ()) -> str:
 
 def _beside(section: ModelSection) -> list[Path]:
     """Files of weights beside an ONNX model, and that of conditions which its options name."""
+    from trtconvert.models.onnx.files import external_files  # other models do without the library
+
     assert section.weights is not None
     conditions = section.options.get("conditions")
     named = section.weights.parent / conditions if isinstance(conditions, str) else None

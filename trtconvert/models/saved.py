@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 from trtconvert.documents import parse_json, safetensors_header
-from trtconvert.models.onnx.files import TYPES, read_graph, stored_type
 from trtconvert.recipe import ONNX, ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
@@ -46,6 +45,8 @@ def with_dtype(section: ModelSection) -> ModelSection:
     if section.dtype != "auto":
         return section
     if section.source == ONNX and section.weights is not None:
+        from trtconvert.models.onnx.files import TYPES, read_graph, stored_type  # other models do without the library
+
         return section.model_copy(update={"dtype": TYPES[stored_type(read_graph(section.weights))]})
     sizes = Counter[str]()
     if section.source == "diffusers" and section.weights is not None:
