@@ -503,6 +503,22 @@ def test_bad_tensors_are_refused_by_name(change, named: str) -> None:
         Int8Attention(H, D)(*change(*tensors()))
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(N, N + 1, dtype=torch.bool),
+        torch.ones(3, N, dtype=torch.bool),
+        torch.ones(1, 1, 1, 1, N, dtype=torch.bool),
+        torch.ones(N, N, dtype=torch.int32),
+        torch.ones(N, N, dtype=torch.bool, device="meta"),
+    ],
+    ids=lambda mask: f"{list(mask.shape)} {mask.dtype} {mask.device}",
+)
+def test_bad_masks_are_refused(mask: Tensor) -> None:
+    with pytest.raises(UserError, match="mask does not fit"):
+        Int8Attention(H, D)(*tensors(), 5, mask=mask)
+
+
 def test_options_of_a_call_that_do_not_fit_each_other() -> None:
     q, k, v = tensors()
     attention = Int8Attention(H, D)
