@@ -9,28 +9,35 @@ LoRAs, IP-Adapters, CPU offload and torch.compile work as before, whether they c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
-from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.replaced import (
+    DENOISER,
+    SITE,
+    TIMESTEPS,
+    Calibrated,
+    Denoiser,
+    Plan,
+    Site,
+    calling_attention,
+    denoising,
+    swap,
+    undo,
+)
 from trtconvert.attention.schedules import scheduler_sigmas, sigma_rule_modes
-from trtconvert.attention.sites import HEAD_DIMS, folds_of, taken, too_many
+from trtconvert.attention.sites import HEAD_DIMS
 from trtconvert.attention.tables import read_tables
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
-
-TIMESTEPS = ("timestep", "timesteps", "t")
-"""What forwards of denoisers call their timestep."""
 
 BINS = 10
 """Timestep bins of modes, where no calibration says how many."""
@@ -38,7 +45,6 @@ BINS = 10
 _ALONE = "model"
 """Name of a denoiser that is no pipeline's component."""
 
-_DENOISER, _SITE = "_int8_denoiser", "_int8_site"
 _FUNCTIONS = ("scaled_dot_product_attention", "dispatch_attention_fn")
 """Names by which a forward's code calls attention, in diffusers too."""
 
@@ -62,197 +68,6 @@ class AttentionReport:
         lines += [f"  {name}: {reason}" for name, reason in self.left.items()]
         lines += [f"  {name}, some calls: {reason}" for name, reason in self.exceptions.items()]
         return "\n".join(lines)
-
-
-class _Plan:
-    """How sites compute: what they share.
-
-    Attributes:
-        modes: [T] INT32; present: what is among them.
-        timestep_max: where the last bin ends; factor: by which the denoiser's timesteps are multiplied before.
-        fractions: whether timesteps may be shares of the schedule, as some flow-matching pipelines pass them.
-    """
-
-    def __init__(self, modes: Tensor, timestep_max: float, factor: float, fractions: bool) -> None:
-        self.modes, self.timestep_max, self.factor, self.fractions = modes, timestep_max, factor, fractions
-        self.present = frozenset(Mode(mode) for mode in modes.tolist())
-
-
-@dataclass(frozen=True)
-class _Calibrated:
-    """One call of a site, as a calibration has it; `scaling` and `smooth_k` as in `kernel.int8_attention`."""
-
-    tables: AttentionTables
-    scaling: str = "calibrated"
-    smooth_k: bool = True
-
-
-class _Denoiser:
-    """One denoiser while its attention is replaced.
-
-    Attributes:
-        name: its component of the pipeline, or `_ALONE`.
-        plan: see `_Plan`.
-        timestep: [B] FP32 of the call that is running.
-        sites: by path; left: path: reason.
-    """
-
-    def __init__(self, model: nn.Module, name: str, plan: _Plan, left: Mapping[str, str]) -> None:
-        parameters = list(inspect.signature(type(model).forward).parameters)[1:]
-        self.timestep_name = next(name for name in TIMESTEPS if name in parameters)
-        self.timestep_place, self.sample_name = parameters.index(self.timestep_name), parameters[0]
-        self.name, self.plan, self.left = name, plan, dict(left)
-        self.timestep: Tensor | None = None
-        self.sites: dict[str, _Site] = {}
-        self.swapped: list[tuple[nn.Module, type]] = []
-
-    def enter(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Note the timestep of a call."""
-        if self.timestep_name in named:
-            timestep = named[self.timestep_name]
-        elif len(args) > self.timestep_place:
-            timestep = args[self.timestep_place]
-        else:
-            return
-        sample = args[0] if args else named.get(self.sample_name)
-        self.timestep = None if sample is None or timestep is None else self._steps(sample, timestep)
-
-    def _steps(self, sample: Tensor | list[Tensor], timestep: Tensor | float) -> Tensor:
-        batch = len(sample)
-        if not isinstance(timestep, Tensor):
-            device = sample.device if isinstance(sample, Tensor) else sample[0].device
-            timestep = torch.full((1,), float(timestep), device=device)
-        steps = timestep.detach().float()
-        if steps.dim() > 1:  # of each token or frame: the noisiest tells how large activations may be
-            steps = steps.flatten(1).amax(1)
-        steps = steps.reshape(-1) * self.plan.factor
-        if self.plan.fractions:  # on the device, as the host would have to wait for them
-            steps = torch.where(steps.max() <= 1, steps * self.plan.timestep_max, steps)
-        return steps.expand(batch) if len(steps) == 1 else steps
-
-
-class _Site:
-    """One module that calls attention.
-
-    Args:
-        denoiser: that it belongs to.
-        module: that it is.
-        calibrated: its calls by their number from 1; empty where scales are measured.
-    """
-
-    def __init__(self, denoiser: _Denoiser, module: nn.Module, calibrated: Mapping[int, _Calibrated]) -> None:
-        self.denoiser, self.module, self.calibrated = denoiser, module, dict(calibrated)
-        self.exceptions: dict[str, None] = {}
-        self.called = False
-        self._on: dict[torch.device, tuple[Tensor, dict[int, _Calibrated]]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, dict[int, _Calibrated]]:
-        """Modes of the plan and tables on a device; copied there once. The module's own moves and casts do not touch them."""
-        found = self._on.get(device)
-        if found is None:
-            calls = {number: replace(call, tables=call.tables.to(device)) for number, call in self.calibrated.items()}
-            found = self._on[device] = (self.denoiser.plan.modes.to(device), calls)
-        return found
-
-    def attend(
-        self,
-        number: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """One call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
-        plan, timestep, (q, k, v) = self.denoiser.plan, self.denoiser.timestep, (query, key, value)
-        reason, folds = "it was called outside of its denoiser, or without a timestep", 1
-        if timestep is not None:
-            folds = folds_of(query, key, value, len(timestep))
-            q, k, v, reason = taken(query, key, value, dropout_p, is_causal, folds)
-            reason = reason or too_many(query.shape[0])
-            if not reason and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
-                reason = f"it computes in {query.dtype}: kernels take float16 and bfloat16"
-        if not torch.compiler.is_compiling():
-            self.called = True
-            if reason:
-                self.exceptions[reason] = None
-        if reason or timestep is None:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        steps = timestep.to(query.device)
-        if folds > 1:
-            steps = steps[:, None].expand(-1, folds).reshape(-1)
-        modes, calibrated = self.on(query.device)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        options: dict[str, Any] = {"mask": attn_mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
-        call = calibrated.get(number)
-        if call is None:
-            out = measured.attention(q, k, v, steps, modes, plan.present, **options)
-        else:
-            options |= {"scaling": call.scaling, "smooth_k": call.smooth_k}
-            out = kernel.attention(q, k, v, steps, call.tables, **options)
-        return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]]
-
-
-class _Mode(TorchFunctionMode):
-    """One call of a module that calls attention."""
-
-    def __init__(self, site: _Site) -> None:
-        super().__init__()
-        self.site, self.calls = site, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = {} if kwargs is None else kwargs
-        if func is scaled_dot_product_attention:
-            self.calls += 1
-            return self.site.attend(self.calls, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _calling_attention(cls: type) -> type:
-    """A class whose instances run under a `_Mode`."""
-    call: Any = cls.__call__
-
-    def __call__(self: nn.Module, *args: Any, **named: Any) -> Any:
-        site = self.__dict__.get(_SITE)
-        if site is None:  # compiled code may keep this function after it was undone
-            return call(self, *args, **named)
-        with _Mode(site):
-            return call(self, *args, **named)
-
-    return _like(cls, __call__)
-
-
-def _denoising(cls: type) -> type:
-    """A class whose instances note their timestep."""
-    call: Any = cls.__call__
-
-    def __call__(self: nn.Module, *args: Any, **named: Any) -> Any:
-        denoiser = getattr(self, _DENOISER, None)
-        if denoiser is None:
-            return call(self, *args, **named)
-        denoiser.enter(args, named)
-        try:
-            return call(self, *args, **named)
-        finally:
-            denoiser.timestep = None
-
-    return _like(cls, __call__)
-
-
-def _like(cls: type, call: Any) -> type:
-    """A subclass under the same name, by which pipelines save their models and find what belongs to them."""
-    names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), names)
-
-
-_CLASSES: dict[tuple[Any, type], type] = {}
-"""What was made of which class by which of the two functions: modules of one class stay of one class, which torch.compile needs
-to compile repeated blocks once."""
 
 
 def replace_attention_with_int8(
@@ -284,7 +99,7 @@ def replace_attention_with_int8(
     """
     denoisers = _denoisers_of(pipe)
     for name, model in denoisers.items():
-        if getattr(_inner(model), _DENOISER, None) is not None:
+        if getattr(_inner(model), DENOISER, None) is not None:
             raise UserError(
                 f"the attention of {name} is INT8 already",
                 expected="a pipeline as it was loaded",
@@ -313,14 +128,14 @@ def replace_attention_with_int8(
             first = len(changed)
             inner = _inner(model)
             for site in found.sites.values():
-                _swap(site.module, _calling_attention, changed)
-                vars(site.module)[_SITE] = site
+                swap(site.module, calling_attention, changed)
+                vars(site.module)[SITE] = site
             for outer in {id(model): model, id(inner): inner}.values():
-                _swap(outer, _denoising, changed)
-            vars(inner)[_DENOISER] = found
+                swap(outer, denoising, changed)
+            vars(inner)[DENOISER] = found
             found.swapped = changed[first:]
     except TypeError as error:
-        _undo(changed)
+        undo(changed)
         raise UserError(
             "a module of the pipeline cannot be replaced",
             expected="modules whose classes are written in Python",
@@ -348,7 +163,7 @@ def restore_attention(pipe: Any) -> Any:
     denoisers = _denoisers_of(pipe)
     found = _replaced_in(denoisers)
     for denoiser in found.values():
-        _undo(denoiser.swapped)
+        undo(denoiser.swapped)
     _forget_compiled(denoisers.values())
     return pipe
 
@@ -408,9 +223,9 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _replaced_in(denoisers: Mapping[str, nn.Module]) -> dict[str, _Denoiser]:
+def _replaced_in(denoisers: Mapping[str, nn.Module]) -> dict[str, Denoiser]:
     found = {
-        name: made for name, model in denoisers.items() if (made := getattr(_inner(model), _DENOISER, None)) is not None
+        name: made for name, model in denoisers.items() if (made := getattr(_inner(model), DENOISER, None)) is not None
     }
     if not found:
         raise UserError(
@@ -457,7 +272,7 @@ def _head_dim(module: nn.Module) -> int:
 
 def _planned(
     pipe: Any, calibration: str | Path | None, precision_mode: str | None
-) -> tuple[_Plan, dict[str, _Calibrated] | None]:
+) -> tuple[Plan, dict[str, Calibrated] | None]:
     """The plan, and the sites of the calibration if there is one."""
     choices = ("auto", *(mode.name.lower() for mode in Mode))
     if precision_mode is not None and precision_mode not in choices:
@@ -487,14 +302,14 @@ def _planned(
 
     if calibration is None:
         bins = BINS if precision_mode == "auto" else 1
-        return _Plan(modes(precision_mode or "precision", bins), float(length), 1.0, flows), None
+        return Plan(modes(precision_mode or "precision", bins), float(length), 1.0, flows), None
     path = Path(calibration)
     if not path.is_dir():
         saved = read_tables(path)
         common = modes(precision_mode or "precision", saved.bins)
-        plan = _Plan(common, saved.timestep_max, 1.0, flows)
+        plan = Plan(common, saved.timestep_max, 1.0, flows)
         return plan, {
-            site: _Calibrated(AttentionTables(**tables, modes=common)) for site, tables in saved.tables.items()
+            site: Calibrated(AttentionTables(**tables, modes=common)) for site, tables in saved.tables.items()
         }
     manifest = read_manifest(path)
     saved = read_tables(path / manifest.calibration)
@@ -508,26 +323,26 @@ def _planned(
             own = torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced
             scaling = site.scaling or attention.scaling
             tables = AttentionTables(**saved.tables[site.name], modes=own)
-            found[site.name] = _Calibrated(tables, scaling, attention.smooth_k)
+            found[site.name] = Calibrated(tables, scaling, attention.smooth_k)
     common = torch.full((saved.bins,), int(Mode.PRECISION), dtype=torch.int32) if forced is None else forced
-    return _Plan(common, component.timestep_max, factor, False), found
+    return Plan(common, component.timestep_max, factor, False), found
 
 
 def _prepare(
     model: nn.Module,
     name: str,
-    plan: _Plan,
-    saved: Mapping[str, _Calibrated] | None,
+    plan: Plan,
+    saved: Mapping[str, Calibrated] | None,
     include: Sequence[str],
     exclude: Sequence[str],
     *,
     alone: bool,
-) -> _Denoiser:
+) -> Denoiser:
     """What will be replaced in a denoiser; nothing is changed."""
-    found = _Denoiser(model, name, plan, {})
+    found = Denoiser(model, name, plan, {})
     prefix = "" if alone else f"{name}."
     paths = {(prefix + path) or name for path, _ in model.named_modules()}
-    calls: dict[str, dict[int, _Calibrated]] = {}
+    calls: dict[str, dict[int, Calibrated]] = {}
     for site, call in (saved or {}).items():
         path, _, number = site.partition("#")
         path = _path_of(path, paths)
@@ -545,11 +360,11 @@ def _prepare(
         elif saved is not None and full not in calls:
             found.left[full] = "the calibration has no scales for it"
         else:
-            found.sites[full] = _Site(found, module, calls.get(full, {}))
+            found.sites[full] = Site(found, module, calls.get(full, {}))
     return found
 
 
-def _refuse_patterns(prepared: Sequence[_Denoiser], include: Sequence[str], exclude: Sequence[str]) -> None:
+def _refuse_patterns(prepared: Sequence[Denoiser], include: Sequence[str], exclude: Sequence[str]) -> None:
     names = [name for found in prepared for name in (*found.sites, *found.left)]
     for pattern in (*include, *exclude):
         if names and not any(fnmatchcase(name, pattern) for name in names):
@@ -569,7 +384,7 @@ def _path_of(site: str, paths: Collection[str]) -> str:
     return site if site in paths else site.partition(".")[2]
 
 
-def _refuse_strangers(prepared: Sequence[_Denoiser], saved: Mapping[str, _Calibrated], file: Path) -> None:
+def _refuse_strangers(prepared: Sequence[Denoiser], saved: Mapping[str, Calibrated], file: Path) -> None:
     """
     Raises:
         UserError: the calibration has sites that the pipeline has not, or of other heads.
@@ -600,29 +415,6 @@ def _other_heads(module: nn.Module, site: str, tables: AttentionTables) -> str:
     size = next((size for size in HEAD_DIMS if size >= dim), dim)  # others are filled up
     heads, found = module.heads, (tables.q_scale.shape[1], tables.v_scale.shape[2])
     return "" if found == (heads, size) else f"{site} with {found[0]} heads of {found[1]}, not {heads} of {size}"
-
-
-# Classes --------------------------------------------------------------------------------------------------------------
-
-
-def _swap(module: nn.Module, make: Callable[[type], type], changed: list[tuple[nn.Module, type]]) -> None:
-    """Give a module a class that is made of its own.
-
-    Raises:
-        TypeError: its class is of another layout, as of what is not written in Python.
-    """
-    cls = type(module)
-    if (made := _CLASSES.get((make, cls))) is None:
-        made = _CLASSES[make, cls] = make(cls)
-    object.__setattr__(module, "__class__", made)  # a module of torch.compile would set that of what it wraps
-    changed.append((module, cls))
-
-
-def _undo(changed: Sequence[tuple[nn.Module, type]]) -> None:
-    for module, cls in reversed(changed):
-        object.__setattr__(module, "__class__", cls)
-        for name in (_SITE, _DENOISER):
-            vars(module).pop(name, None)
 
 
 def _forget_compiled(models: Iterable[nn.Module]) -> None:
