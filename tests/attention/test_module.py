@@ -320,7 +320,7 @@ def test_data_tells_which_blocks_hold_attention() -> None:
         block_mask_of_data([(q, k, v, 5), (q[:, :, :100], k, v, 5)])
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1.5, -0.1, float("nan"), (), (0.1, 1)])
+@pytest.mark.parametrize("ratio", [1.0, 1.5, -0.1, float("nan"), (), (0.1, 1), "0.2"])
 def test_pruning_keeps_something(ratio) -> None:
     with pytest.raises(UserError, match="pruning_ratio"):
         Int8Attention(H, D, enable_pruning=True, pruning_ratio=ratio)
@@ -364,6 +364,9 @@ def test_a_failed_calibration_changes_nothing() -> None:
         made.calibrate([(5 * q, k, v, 500), (bad, k, v, 500)])
     with pytest.raises(UserError, match="nothing to calibrate on"):
         made.calibrate([])
+    for data in ((q, k, v, 500), [(q, k, v)]):
+        with pytest.raises(UserError, match="data does not fit"):
+            made.calibrate(data)  # type: ignore[arg-type]
     assert all(torch.equal(x, before[name]) for name, x in made.state_dict().items())
 
 
@@ -490,6 +493,8 @@ def test_bad_options_are_refused_by_name(options: dict, named: str) -> None:
         (lambda q, k, v: (q.half(), k, v, 5), "Q, K and V"),
         (lambda q, k, v: (q.double(), k.double(), v.double(), 5), "Q, K and V"),
         (lambda q, k, v: (q, k, v.to("meta"), 5), "one device"),
+        (lambda q, k, v: (q, k, v, "500"), "timestep"),
+        (lambda q, k, v: (q, k, v, None), "timestep"),
         (lambda q, k, v: (q, k, v, -1), "timestep"),
         (lambda q, k, v: (q, k, v, 1001), "timestep"),
         (lambda q, k, v: (q, k, v, float("nan")), "timestep"),

@@ -440,6 +440,8 @@ class Int8Attention(nn.Module):
         """[B] FP32 on Q's device, and the modes that they may have."""
         batch, top = Q.shape[0], self.num_timesteps
         if not isinstance(timestep, Tensor):
+            if not isinstance(timestep, (int, float)):
+                raise _misfit("timestep", "a number or a tensor", type(timestep).__name__)
             if not 0 <= timestep <= top:  # written so that NaN fails
                 raise _misfit("timestep", f"0 to {top}, from low noise up", timestep, "num_timesteps=… of the schedule")
             # The bin is found in FP32 on the device: near an edge it may be either.
@@ -499,7 +501,11 @@ class Int8Attention(nn.Module):
         """
         _require(0 < percentile <= 100, "percentile", "more than 0, at most 100", percentile)
         observer = RangeObserver(["attention"], float(self.num_timesteps), self.bins)
-        for Q, K, V, timestep in data:
+        for call in data:
+            if not isinstance(call, (tuple, list)) or len(call) != 4:
+                got = f"{len(call)} values" if isinstance(call, (tuple, list)) else type(call).__name__
+                raise _misfit("data", "a list of (Q, K, V, timestep)", got, "calibrate([(Q, K, V, timestep), …])")
+            Q, K, V, timestep = call
             self.check(Q, K, V)
             steps, _ = self.timesteps(timestep, Q)
             scale = Q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -533,6 +539,7 @@ class Int8Attention(nn.Module):
         """[T] largest factor of each bin, FP32."""
         if scales is None:
             return None
+        scales = torch.as_tensor(scales)
         _require(self.use_adaptive_scaling, "timestep_scales", "none without use_adaptive_scaling", list(scales.shape))
         if tuple(scales.shape) != (self.num_timesteps,):
             raise _misfit("timestep_scales", f"[{self.num_timesteps}], one for each timestep", list(scales.shape))
@@ -608,6 +615,8 @@ def fused_cfg(
 
 
 def _checked_ratios(ratio: float | Sequence[float]) -> tuple[float, ...]:
+    if isinstance(ratio, str):
+        raise _misfit("pruning_ratio", "a share, or one for each part of the schedule", repr(ratio))
     ratios = tuple(float(each) for each in ratio) if isinstance(ratio, Sequence) else (float(ratio),)
     _require(len(ratios) > 0, "pruning_ratio", "one share, or one for each part of the schedule", "none")
     for each in ratios:
