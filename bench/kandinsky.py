@@ -22,10 +22,9 @@ from pathlib import Path
 
 import diffusers
 import torch
+from int8_linear import BlockLayer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from trtconvert.linear.groups import GROUP
 from trtconvert.weights import Int8Linear
 from trtconvert.weights.analysis import Rules, Verdict, by_name, bytes_of, structure_for
 from trtconvert.weights.sources import Part, Source, StoredTensor
@@ -97,11 +96,10 @@ def quantised(model: nn.Module) -> None:
             continue
         parent, _, last = tensor.name.removesuffix(".weight").rpartition(".")
         layer = getattr(model.get_submodule(parent), last)
-        weight = layer.weight.detach().float()
-        scale = F.max_pool2d(weight.abs()[None], GROUP, ceil_mode=True)[0] / 127
-        of_each = scale.repeat_interleave(GROUP, 0)[: len(weight)].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-        stored = (weight / of_each).round().to(torch.int8)
-        setattr(model.get_submodule(parent), last, Int8Linear(stored, scale, layer.bias, layer.weight.dtype))
+        stored = BlockLayer.of(layer.weight.detach(), layer.bias)
+        setattr(
+            model.get_submodule(parent), last, Int8Linear(stored.weight, stored.scale, layer.bias, layer.weight.dtype)
+        )
 
 
 def inputs(frames: int, height: int, width: int) -> dict[str, object]:
@@ -139,12 +137,7 @@ def print_times(blocks: int, frames: int, height: int, width: int) -> None:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = made("T2V, 5B", num_visual_blocks=blocks, num_text_blocks=1).eval()
-    for module in (model.time_embeddings, model.out_layer, *model.modules()):
-        if (
-            isinstance(module, nn.Linear) and not module.weight.any()
-        ):  # modulations begin as zeros, which hide the blocks
-            nn.init.normal_(module.weight, std=0.02)
-    model.half()
+    prepared(model, torch.float16)
     given = inputs(frames, height, width)
     print(f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16")
     print(

@@ -89,3 +89,26 @@ def test_one_large_weight_spoils_its_block_alone():
     scale = blocks.scales(found := blocks.measure(x), "block")
     assert int(found.outliers[0, 0]) == 1
     assert float(scale[0, 0]) > 7 and float(scale[1:].amax()) < 0.05
+
+
+def test_threads_find_what_one_finds():
+    """To the last bit, on tiles that do not end with the matrix."""
+    x = matrix(700, 9000)
+
+    def found() -> tuple[list[Tensor], list[int], Tensor, float]:
+        measured = blocks.measure(x, histogram=True)
+        stored, error = blocks.quantise(x, blocks.scales(measured, "block"))
+        return [measured.blocks, measured.rows, measured.squares, measured.outliers], measured.histogram, stored, error
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = found()
+        torch.set_num_threads(3)
+        with blocks.threads_by_tile():
+            together = found()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(alone[0], together[0], strict=True))
+    assert alone[1] == together[1] and torch.equal(alone[2], together[2]) and alone[3] == together[3]

@@ -53,9 +53,7 @@ MANY_ROWS = (
     Tiles(128, 128, 2, 8, 4),
     Tiles(128, 128, 2, 8, 3),
     Tiles(256, 128, 1, 16, 4),
-    Tiles(256, 128, 1, 16, 3),
     Tiles(128, 128, 1, 8, 4),
-    Tiles(128, 128, 1, 4, 3),
     Tiles(128, 64, 2, 8, 4),
     Tiles(64, 128, 2, 4, 3),
     Tiles(64, 128, 1, 4, 4),
@@ -70,6 +68,8 @@ FEW_ROWS = (
 )
 MOST_FEW = 64
 """Rows up to which small tiles are tried."""
+_UNMEASURED = Tiles(128, 128, 1, 8, 4), FEW_ROWS[0]
+"""Of many rows and of few, where nothing can be measured."""
 
 _BAND = 8  # tiles of rows that come together, so that what they read stays in the L2 cache
 
@@ -227,7 +227,7 @@ def int8_gemm(
             _fastest[key] = min(
                 MANY_ROWS if rows > MOST_FEW else FEW_ROWS, key=lambda one: milliseconds(lambda: launch(one))
             )
-        tiles = _fastest.get(key, MANY_ROWS[4] if rows > MOST_FEW else FEW_ROWS[0])
+        tiles = _fastest.get(key, _UNMEASURED[rows <= MOST_FEW])
     launch(tiles)
     return y
 

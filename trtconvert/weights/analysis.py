@@ -173,7 +173,7 @@ def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
     tensors = list(source.tensors)
     bar.total(len(tensors))
     reports = []
-    with blocks.one_thread():
+    with blocks.threads_by_tile():
         for tensor in tensors:
             reports.append(_report(tensor, rules, structure))
             bar.step()

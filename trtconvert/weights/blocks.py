@@ -14,10 +14,11 @@ All functions go through a matrix by tiles of whole blocks, so that they need li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,15 +65,23 @@ class Measured:
         return float(self.rows.amax()) if self.rows.numel() else 0.0
 
 
+_threads = 1  # that go through tiles
+_MOST_THREADS = 4  # each keeps some tens of megabytes
+
+
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Of torch's, inside this block. Operators on tiles take a tenth of a millisecond each: threads that meet after each were six
-    times as slow as one beside other programs (`bench/weights.py`), and alone one keeps up with a disk."""
+def threads_by_tile() -> Iterator[None]:
+    """As many threads as torch has, up to four, inside this block, each on tiles of its own. Operators on them take a tenth of a
+    millisecond: torch's own threads, which meet after each, were six times as slow as one beside other programs
+    (`bench/weights.py`)."""
+    global _threads
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    _threads = min(before, _MOST_THREADS)
     try:
         yield
     finally:
+        _threads = 1
         torch.set_num_threads(before)
 
 
@@ -100,31 +109,47 @@ def measure(matrix: Tensor, *, histogram: bool = False) -> Measured:
     blocks, squares = torch.zeros(grid), torch.zeros(grid, dtype=torch.float64)
     outliers, rows = torch.zeros(grid, dtype=torch.int64), torch.zeros(matrix.shape[0])
     nonfinite, octaves = 0, torch.zeros(256, dtype=torch.int64)
-    for height, width in _tiles(*matrix.shape):
-        place = (
-            slice(height.start // BLOCK, -(-height.stop // BLOCK)),
-            slice(width.start // BLOCK, -(-width.stop // BLOCK)),
-        )
-        tile = matrix[height, width].float()
-        magnitude = _padded(tile).abs()  # [R, 128, C, 128]
-        by_row = magnitude.amax(-1)
-        peaks = by_row.amax(1)
-        blocks[place] = peaks
-        rows[height] = torch.maximum(rows[height], by_row.amax(-1).flatten()[: tile.shape[0]])
-        if not bool(peaks.isfinite().all()):
-            nonfinite += int((~tile.isfinite()).sum())
-            continue
-        if histogram:
-            octaves += torch.bincount(magnitude.view(torch.int32).bitwise_right_shift(23).flatten(), minlength=256)
-            octaves[0] -= magnitude.numel() - tile.numel()  # the padding
-        # Relative to the block's largest, so that squares neither overflow nor vanish.
-        powers = magnitude.div_(peaks.clamp_min(TINY_SCALE)[:, None, :, None]).square_()
-        sums = powers.sum((1, 3))
-        real = _padded(torch.ones(1, 1).expand(tile.shape)).sum((1, 3)) if tile.numel() < powers.numel() else BLOCK**2
-        beyond = powers > (OUTLIER**2 * sums / real)[:, None, :, None]
-        outliers[place] = beyond.sum(-1, dtype=torch.int32).sum(1)  # thirty times as fast as both at once
-        squares[place] = sums.double() * peaks.double().square()
+    for (height, width), found in _through(matrix, lambda tile, _: _measured(tile, histogram)):
+        place = _blocks_of(height), _blocks_of(width)
+        blocks[place] = found.peaks
+        rows[height] = torch.maximum(rows[height], found.rows)
+        nonfinite += found.nonfinite
+        if not found.nonfinite:
+            octaves += found.octaves
+            outliers[place] = found.outliers
+            squares[place] = found.squares
     return Measured(blocks, rows, squares, outliers, _from_largest(octaves), nonfinite)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What `measure` finds of a tile, see `Measured`; with NaN or Inf no more than how many there are."""
+
+    peaks: Tensor
+    rows: Tensor
+    nonfinite: int
+    octaves: Tensor | int = 0
+    outliers: Tensor | int = 0
+    squares: Tensor | int = 0
+
+
+def _measured(tile: Tensor, histogram: bool) -> _Tile:
+    magnitude = _padded(tile).abs()  # [R, 128, C, 128]
+    by_row = magnitude.amax(-1)
+    peaks, rows = by_row.amax(1), by_row.amax(-1).flatten()[: tile.shape[0]]
+    if not bool(peaks.isfinite().all()):
+        return _Tile(peaks, rows, int((~tile.isfinite()).sum()))
+    octaves = 0
+    if histogram:
+        octaves = torch.bincount(magnitude.view(torch.int32).bitwise_right_shift(23).flatten(), minlength=256)
+        octaves[0] -= magnitude.numel() - tile.numel()  # the padding
+    # Relative to the block's largest, so that squares neither overflow nor vanish.
+    powers = magnitude.div_(peaks.clamp_min(TINY_SCALE)[:, None, :, None]).square_()
+    sums = powers.sum((1, 3))
+    real = _padded(torch.ones(1, 1).expand(tile.shape)).sum((1, 3)) if tile.numel() < powers.numel() else BLOCK**2
+    beyond = powers > (OUTLIER**2 * sums / real)[:, None, :, None]
+    outliers = beyond.sum(-1, dtype=torch.int32).sum(1)  # thirty times as fast as both at once
+    return _Tile(peaks, rows, 0, octaves, outliers, sums.double() * peaks.double().square())
 
 
 def _from_largest(octaves: Tensor) -> list[int]:
@@ -162,21 +187,24 @@ def relative_error(matrix: Tensor, scale: Tensor) -> float:
 
 
 def _go_through(matrix: Tensor, scale: Tensor, stored: Tensor | None) -> float:
-    errors = powers = 0.0
     largest = float(scale.amax()) * LEVELS if scale.numel() else 0.0
     exact = None if _SQUARES[0] < largest < _SQUARES[1] else torch.float64
-    for height, width in _tiles(*matrix.shape):
-        tile = matrix[height, width].float()
-        step = _of_tile(scale, height, width)
+
+    def rounded(tile: Tensor, place: tuple[slice, slice]) -> tuple[float, float]:
+        """Squared norms of the errors and of the weights."""
+        step = _of_tile(scale, *place)
         quantised = (_padded(tile) / step).round_() if scale.dim() == 2 else (tile / step).round_()
         quantised.clamp_(-LEVELS, LEVELS)
         if stored is not None:
             whole = quantised.to(torch.int8)
-            stored[height, width] = _cut(whole, tile) if scale.dim() == 2 else whole
+            stored[place] = _cut(whole, tile) if scale.dim() == 2 else whole
         quantised *= step
         restored = _cut(quantised, tile) if scale.dim() == 2 else quantised
-        powers += float(torch.linalg.vector_norm(tile, dtype=exact)) ** 2
-        errors += float(torch.linalg.vector_norm(restored.sub_(tile), dtype=exact)) ** 2
+        power = float(torch.linalg.vector_norm(tile, dtype=exact)) ** 2
+        return float(torch.linalg.vector_norm(restored.sub_(tile), dtype=exact)) ** 2, power
+
+    found = [of_tile for _, of_tile in _through(matrix, rounded)]
+    errors, powers = (math.fsum(numbers) for numbers in zip(*found, strict=True)) if found else (0.0, 0.0)
     return math.sqrt(errors / powers) if powers else 0.0
 
 
@@ -205,6 +233,30 @@ def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
 
 
+_Found = TypeVar("_Found")
+
+
+def _through(
+    matrix: Tensor, work: Callable[[Tensor, tuple[slice, slice]], _Found]
+) -> Iterator[tuple[tuple[slice, slice], _Found]]:
+    """What is found of each tile in FP32, in order, by the threads of `threads_by_tile`."""
+    places = list(_tiles(*matrix.shape))
+
+    def found(place: tuple[slice, slice]) -> _Found:
+        return work(matrix[place].float(), place)
+
+    if _threads == 1 or len(places) == 1:
+        yield from zip(places, map(found, places), strict=True)
+        return
+    with ThreadPoolExecutor(min(_threads, len(places))) as pool:
+        yield from zip(places, pool.map(found, places), strict=True)
+
+
+def _blocks_of(size: slice) -> slice:
+    """The blocks that rows or columns of a tile are in."""
+    return slice(size.start // BLOCK, -(-size.stop // BLOCK))
+
+
 def _padded(tile: Tensor) -> Tensor:
     """[R, 128, C, 128] with zeros at the ends."""
     rows, columns = (-size % BLOCK for size in tile.shape)
@@ -222,7 +274,5 @@ def _cut(blocks: Tensor, tile: Tensor) -> Tensor:
 def _of_tile(scale: Tensor, height: slice, width: slice) -> Tensor:
     """The scales of a tile: for `_padded` of blocks, else for its rows."""
     if scale.dim() == 2:
-        rows = slice(height.start // BLOCK, -(-height.stop // BLOCK))
-        columns = slice(width.start // BLOCK, -(-width.stop // BLOCK))
-        return scale[rows, columns][:, None, :, None]
+        return scale[_blocks_of(height), _blocks_of(width)][:, None, :, None]
     return scale[height, None] if scale.dim() == 1 else scale

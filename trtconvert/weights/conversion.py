@@ -23,7 +23,7 @@ from torch import Tensor
 from trtconvert.errors import TrtconvertError, UserError, first_line
 from trtconvert.files import link_files, one_at_a_time, path_of, whole_file, whole_folder
 from trtconvert.progress import Bar
-from trtconvert.weights.blocks import one_thread
+from trtconvert.weights.blocks import threads_by_tile
 from trtconvert.weights.sources import METADATA, Part, Source, StoredTensor
 from trtconvert.weights.tensor_files import TensorWriter, read_entries
 
@@ -171,7 +171,7 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
     with one_at_a_time(work, _INSTEAD):
         refuse_output(source, output)  # another process may have been there
         try:
-            with whole_folder(output, _INSTEAD) as partial, one_thread():
+            with whole_folder(output, _INSTEAD) as partial, threads_by_tile():
                 records = _write_all(shards, work, conversion, source, bar)
                 names = [str(Path(shard.part.folder, shard.name)) for shard in shards]
                 link_files(names, work, partial)
