@@ -207,7 +207,7 @@ def plan_stage(
     if searched is not None:
         reads |= {"search": searched.key, "point": section.point}
     elif attention.scaling == "auto":
-        reads |= {"kernel_cost": kernel_cost_hash(section), "shapes": _ranges(recipe)}
+        reads["kernel_cost"] = kernel_cost_hash(section)
 
     def make(folder: Path, bar: Bar) -> None:
         if searched is not None:
@@ -222,7 +222,7 @@ def plan_stage(
 
             source, sites = model(), [site for site in _sites(calibration) if not site.obstacle]
             bins = recipe.calibration.bins
-            scalings = site_scalings(attention, section, sites, _opt_batch(recipe, source))
+            scalings = site_scalings(attention, section, sites, _opt_batch(source, source.dims))
             plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
             modes = {site: row.tolist() for site, row in plan.items()}
             layers = {
@@ -254,7 +254,7 @@ def search_stage(
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
         made = Calibration.load(calibration.folder / CALIBRATION)
-        batch = _opt_batch(recipe, source)
+        batch = _opt_batch(source, _profiles(recipe, source)[0])
         scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
         (folder / SCALINGS).write_text(json.dumps(scalings, indent=1))
         budget = load_budget(recipe.plan)
@@ -545,11 +545,11 @@ def _input_ranges(calibration: Stage) -> dict[str, list[float]]:
     return {name: x.tolist() for name, x in Calibration.load(calibration.folder / CALIBRATION).inputs.items()}
 
 
-def _opt_batch(recipe: Recipe, model: DiffusionModel) -> int:
-    """Samples of a call at the opt sizes of the first profile."""
+def _opt_batch(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> int:
+    """Samples of a call at the opt sizes."""
     from trtconvert.runtime.signature import shape_of
 
-    opt = {name: size for name, (_, size, _) in _profiles(recipe, model)[0].items()}
+    opt = {name: size for name, (_, size, _) in dims.items()}
     return shape_of(model.inputs[0].shape, opt)[0]
 
 

@@ -12,6 +12,7 @@ import torch
 from exports import int8_weights
 from further_pipelines import CONVERTIBLE, REFUSED
 from models_page import PAGE, page
+from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 from support import run
@@ -235,3 +236,33 @@ def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, na
             assert np.array_equal(weight, stored[name_in_file].numpy())
             assert np.array_equal(scale, stored[f"{name_in_file}_scale"].numpy())
     assert taken >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_denoiser_behind_a_controlnet_takes_16_bits(tmp_path, dtype):
+    """What the ControlNet adds arrives in the pipeline's type, and is drawn with in it."""
+    name = next(name for name in CONVERTIBLE if "control" in name)
+    document = json.loads(save(tmp_path, name).read_text())
+    document["model"]["dtype"] = dtype
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    build(
+        load_recipe(tmp_path / "recipe.yaml"),
+        tmp_path / "bundle",
+        Cache(tmp_path / "cache"),
+        Reporter(Console(quiet=True)),
+    )
+    pipe = CONVERTIBLE[name].make().to(getattr(torch, dtype))
+    original = CONVERTIBLE[name].make().unet
+    with runtime.load(tmp_path / "bundle") as bundle:
+        denoiser = bundle.as_diffusers()
+        errors = errors_beside(denoiser, original)
+        pipe.unet = denoiser
+        text = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(1)).to(denoiser.dtype)
+        image = Image.open(document["model"]["images"]["image"])
+        drawn = pipe(
+            prompt_embeds=text, negative_prompt_embeds=torch.zeros_like(text), image=image, height=32, width=32,
+            num_inference_steps=2, output_type="latent",
+        )[0]  # fmt: skip
+    assert drawn.dtype == denoiser.dtype == getattr(torch, dtype) and drawn.isfinite().all()
+    assert errors and max(errors) <= INT8_CALL
