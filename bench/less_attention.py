@@ -2,8 +2,8 @@
 
     python bench/less_attention.py [--output FOLDER]
 
-`Int8Attention` in `precision`, calibrated, FP16. Device time of calls in a CUDA graph, median; quantisation, the choice of keys and
-the making of masks are inside. Writes less_attention.md; nothing is asserted.
+`Int8Attention` in `precision`, calibrated, FP16. Device time of calls in a CUDA graph, median; quantisation, the choice of keys
+and the making of masks are inside. Writes less_attention.md; nothing is asserted.
 """
 
 from __future__ import annotations
