@@ -159,6 +159,17 @@ def test_prompts_that_are_not_padded_have_any_length_in_the_range(tmp_path):
     with pytest.raises(UserError, match=r"(?s)come to lengths.*remedy: give model.options.tokens as "):
         diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=[held[0], held[0], held[0] + 1])
 
+    # What guidance leads away from has a length of its own, in a call of its own.
+    away = {"negative_prompt": "a blurry picture of nothing in particular", "true_cfg_scale": 4.0}
+    narrow = [held[0], held[0], held[1]]
+    with pytest.raises(UserError, match=r"(?s)come to lengths.*what guidance leads away from") as error:
+        diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=narrow, call=away)
+    held = json.loads(str(error.value).partition("give model.options.tokens as ")[2])
+    assert held[2] > narrow[2]
+    model = diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=held, call=away)
+    assert model.components is not None
+    assert model.components("text_encoder").dims["tokens"] == tuple(n + 34 for n in held)
+
 
 def binned(**own: Any) -> dict[str, Any]:
     """PixArt for images of 256 × 256."""

@@ -131,3 +131,21 @@ def test_each_sample_is_held_to_the_range_of_its_timestep(x, timestep, shared, e
 def test_the_same_is_told_of_tensors_on_a_gpu(x, timestep, shared, expected):
     component = record(x=[1.0, 1.0, 5.0, 5.0], shared=[1.0, 2.0, 2.0, 1.0])
     assert len(looked_at(component, x, timestep, shared, "cuda")) == expected
+
+
+@pytest.mark.gpu
+def test_calls_that_are_recorded_into_a_graph_of_the_callers_are_left_alone():
+    watch = InputWatch(record(x=[1.0] * 4, shared=[1.0] * 4))
+    inputs = [torch.full((1, 4), 9.0), torch.zeros(1), torch.ones(3)]
+    inputs = [x.cuda() for x in inputs]
+    with pytest.warns(RuntimeWarning, match="'x' 9 times"):
+        watch(inputs)
+        watch.close()
+    watch(inputs)  # something is on its way while the next call is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        watch(inputs)
+        inputs[0].mul_(1)
+    graph.replay()
+    watch.close()

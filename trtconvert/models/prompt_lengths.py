@@ -180,9 +180,10 @@ def prompt_lengths(
                         continue
                     if not given[0] <= tokens <= given[2]:
                         _refuse_outside(record, given, tokens, text)
-                    found[text] = tokens
-        if text not in found:  # a fixed axis: one length
-            found[text] = given[1]
+                    found.setdefault(
+                        text, tokens
+                    )  # the first call is of the prompt, as is the first of its text encoder
+        found.setdefault(text, given[1])  # a fixed axis: one length
     return PromptLengths(given, found)
 
 

@@ -62,13 +62,13 @@ class InputWatch:
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of a call, in the signature's order, whose shapes were checked."""
+        on_gpu = any(x.is_cuda for x in tensors)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # in which not even an event may be asked for
         self._look(wait=False)
         if len(self._told) > len(self._ranges):
             return  # nothing is left to tell
         timestep = tensors[self._timestep].detach().float().reshape(-1)
-        on_gpu = timestep.is_cuda or any(tensors[place].is_cuda for place in self._ranges)
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            return
         found = [timestep.amin(), timestep.amax()]
         for place, ranges in self._ranges.items():
             x = tensors[place].detach()
