@@ -54,8 +54,9 @@ def compare(
         ("half", bias, dtype),
     ):
         y = triton_kernels.int8_gemm(q, step, stored, scale, added, wanted_type, tiles)
-        wanted = groups.int8_gemm(wanted_q, wanted_step, stored, scale, added, torch.float32)
-        found[name] = float((y.float() - wanted).norm() / wanted.norm())
+        exact_x = wanted_q.double() * wanted_step.double().repeat_interleave(groups.GROUP, 1)[:, :channels]
+        wanted = exact_x @ blocks.dequantise(stored, scale, torch.float64).T + (0 if added is None else added.double())
+        found[name] = float((y.double() - wanted).norm() / wanted.norm())
     return found
 
 

@@ -37,7 +37,8 @@ def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = group_count(channels)
     grouped = torch.nn.functional.pad(x.float(), (0, groups * GROUP - channels)).view(rows, groups, GROUP)
     largest = grouped.abs().amax(-1)
-    step = (largest / LEVELS).clamp_min(TINY_SCALE).masked_fill(~largest.isfinite(), torch.nan)
+    levels = torch.full((), float(LEVELS), device=x.device)  # by a number torch divides on a GPU as by its reciprocal
+    step = (largest / levels).clamp_min(TINY_SCALE).masked_fill(~largest.isfinite(), torch.nan)
     whole = (grouped * (1 / step)[..., None]).nan_to_num(0).round().clamp(-LEVELS, LEVELS)
     return whole.to(torch.int8).view(rows, groups * GROUP)[:, :channels].contiguous(), step
 

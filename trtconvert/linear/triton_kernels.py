@@ -218,7 +218,7 @@ def int8_gemm(
             TensorDescriptor(weight, [outputs, channels], list(weight.stride()), [tiles.strip, GROUP]),
             scale, bias, y, rows, outputs, channels, *step.stride(), scale.shape[-1],
             GROUP=GROUP, BY_BLOCK=scale.dim() == 2, BLOCK=tiles.rows, STRIP=tiles.strip, STRIPS=tiles.strips,
-            BAND=_BAND, num_warps=tiles.warps, num_stages=tiles.stages,
+            BAND=_BAND, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
         )  # fmt: skip
 
     if tiles is None:
