@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -57,6 +57,7 @@ class LoadedBundle:
     components: Mapping[str, Component]
     backend: str
     _scratch: Scratch | None = None
+    _watches: Sequence[InputWatch] = ()
 
     def __getitem__(self, name: str) -> Component:
         if name not in self.components:
@@ -85,8 +86,8 @@ class LoadedBundle:
         with ExitStack() as closing:  # all of them, whatever one says
             for component in self.components.values():
                 closing.callback(component.close)
-                if component.signature.watch is not None:
-                    closing.callback(component.signature.watch.close)
+            for watch in self._watches:
+                closing.callback(watch.close)
 
     def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
         """A component for a diffusers pipeline, in the place of its `unet` or `transformer`, of a text encoder, or of its `vae`.
@@ -224,15 +225,17 @@ def load(
         lambda manifest: _loaded(folder, manifest, backend, device, graphs, streams, weight_budget),
         LoadedBundle.close,
     )
+    watches = list[InputWatch]()
     for name, component in loaded.manifest.components.items() if check else ():
         if component.is_denoiser:
-            loaded[name].signature.watch = InputWatch(component)
+            watches.append(InputWatch(component))
+            loaded[name].signature.watch = watches[-1]
             if not component.input_ranges:
                 warn(
                     f"{folder} does not say what its denoiser was calibrated on, so that timesteps alone are checked; remedy: "
                     "build it again, without calibration.from or with a calibration of this version"
                 )
-    return loaded
+    return replace(loaded, _watches=watches)
 
 
 def _loaded(
