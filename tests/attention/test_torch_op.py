@@ -220,11 +220,90 @@ def test_two_parts_are_checked_without_a_gpu(fields: dict[str, int], said: str) 
 
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block_mask_batch": 1, "block_mask_heads": 1}, ""),
+        ({"block_mask_batch": 3, "block_mask_heads": 2}, ""),
+        ({"source_keys": 150}, ""),
+        ({"source_keys": 1, "block_mask_batch": 1, "block_mask_heads": 2}, ""),
+        ({"block_mask_batch": 2, "block_mask_heads": 1}, "block_mask_batch: expected 0, 1 or batch (3), got 2"),
+        ({"block_mask_batch": 1, "block_mask_heads": 3}, "block_mask_heads: expected 0, 1 or num_heads (2), got 3"),
+        ({"block_mask_heads": 1}, "block_mask_heads: expected 0 with block_mask_batch 0 only, got 1 and 0"),
+        ({"block_mask_batch": 1}, "block_mask_heads: expected 0 with block_mask_batch 0 only, got 0 and 1"),
+        ({"source_keys": -1}, "source_keys: expected 0..1073741824, got -1"),
+        ({"source_keys": 9, "norm_across_heads": 1}, "norm_across_heads: expected 0 with source_keys, got 1"),
+        ({"source_keys": 9, "norm_split": 77}, "norm_split: expected 0 with source_keys, got 77"),
+        ({"source_keys": 9, "token_split": 128}, "token_split: expected 0 with source_keys, got 128"),
+    ],
+    ids=str,
+)
+def test_block_masks_and_indices_are_checked_without_a_gpu(fields: dict[str, int], said: str) -> None:
+    size, status, message = _workspace(fields)
+    assert (status, message) == ((1, said) if said else (0, ""))
+    assert said or size > 0
+
+
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+def test_a_block_mask_takes_little_memory() -> None:
+    """Four bytes for each block and some for each row, for every element and head that has blocks of its own."""
+    long = {"num_queries": 1 << 17, "num_keys": 1 << 17}
+    without, *_ = _workspace(long)
+    shared, *_ = _workspace(long | {"block_mask_batch": 1, "block_mask_heads": 1})
+    own, *_ = _workspace(long | {"block_mask_batch": 3, "block_mask_heads": 2})
+    assert 3 * 4 * 1024 * 1024 <= shared - without < 3 * 4 * 1024 * 1024 + (1 << 17)
+    assert 6 * 4 * 1024 * 1024 <= own - without < 6 * 4 * 1024 * 1024 + (1 << 17)
+
+
+def _workspace(fields: dict[str, int]) -> tuple[int, int, str]:
+    """Bytes, status and message of the query for batch 3, 2 heads, 200 tokens of 64 channels."""
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    shape = {"batch": 3, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
+    for name, value in (shape | {"head_dim": 64} | fields).items():
+        setattr(params, name, value)
+    size, message = ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    status = kernel._library().trtconvert_attention_workspace_size(params, size, message, 256)
+    return size.value, status, message.value.decode()
+
+
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block_mask": 64}, "block_mask: expected null with block_mask_batch 0"),
+        ({"block_mask_batch": 1, "block_mask_heads": 1}, "block_mask: expected a device pointer, got null"),
+        ({"key_index": 64}, "key_index: expected null with source_keys 0"),
+        ({"source_keys": 300}, "key_index: expected a device pointer, got null"),
+        ({"source_keys": 300, "key_index": 66}, "key_index: expected a pointer aligned to 4 bytes"),
+        ({"source_keys": 300, "key_index": 64, "rotary": 64}, "rotary: expected null with source_keys"),
+        ({"source_keys": 300, "key_index": 64, "q_norm": 64, "k_norm": 64}, "q_norm: expected null with source_keys"),
+        ({"lse": 66}, "lse: expected a pointer aligned to 4 bytes"),
+    ],
+    ids=str,
+)
+def test_pointers_of_block_masks_and_indices_are_checked(fields: dict[str, int], said: str) -> None:
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    shape = {"batch": 3, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
+    tensors = dict.fromkeys(("q", "k", "v", "out", "timestep", *kernel._TABLES[1:], "modes", "workspace"), 256)
+    for name, value in (shape | tensors | {"head_dim": 64, "softmax_scale": 0.1, "timestep_max": 1.0} | fields).items():
+        setattr(params, name, value)
+    message = ctypes.create_string_buffer(256)
+    assert kernel._library().trtconvert_attention_run(params, message, 256) == 1
+    assert message.value.decode().startswith(said)
+
+
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+@pytest.mark.parametrize(
     ("fields", "named"),
     [
         (
             {"batch": 4837, "num_heads": 7913, "num_kv_heads": 7913, "num_keys": 7239103 * 128, "head_dim": 128},
             "num_keys",
+        ),
+        ({"num_heads": 65535, "num_kv_heads": 65535, "source_keys": 1 << 30}, "source_keys"),
+        (
+            dict.fromkeys(("batch", "num_heads", "block_mask_batch", "block_mask_heads"), 16384)
+            | {"num_keys": 1 << 22, "num_queries": 1 << 10},
+            "block_mask",
         ),
         ({"batch": 65535, "num_heads": 65535, "num_queries": 1 << 30, "head_dim": 256}, "num_queries"),
         ({"num_heads": 65535, "num_bins": 1 << 30}, "num_bins"),

@@ -17,6 +17,7 @@ __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const 
     Element element;
     int batch, unit_of_element;
     const bool found = elements.find(p, schedule, unit, batch, unit_of_element, element);
+    if (n == 0 && p.block_mask_heads > 0) wait_for_previous_kernel();  // the order of rows is of a kernel before the pre-pass
     if (lane_id() == 0) {
       Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
       task = found ? task_of<S::kKeys, S::kConsumers>(p, schedule, batch, unit_of_element, element, phases) : Task();
@@ -42,7 +43,7 @@ __device__ __forceinline__ void for_each_task(uint8_t* shared, const Feed& feed)
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     feed(n, task);
     if (task.active == 0) return;
-    if (!task.ordinary(S::kConsumers)) {
+    if (!task.ordinary) {
       mbarrier_arrive(barriers.task_done());
       mbarrier_wait(barriers.task_done(), done_parity);
       done_parity ^= 1;
@@ -50,7 +51,8 @@ __device__ __forceinline__ void for_each_task(uint8_t* shared, const Feed& feed)
   }
 }
 
-// The tiles of a task, in the order of the ring: feed(tile of its kind, step, head of K and V, place in the ring).
+// The tiles of a task, in the order of the ring: feed(tile of its kind, place among all steps over the keys, head of K and V, place
+// in the ring).
 template <typename S, typename Feed>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task, const Feed& feed) {
   constexpr int kParts = kKeyTile / S::kKeys;
@@ -58,6 +60,17 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task,
   const unsigned heads = task.batch * p.kv_heads;
   int kv_head = p.group == 1 ? head : head / p.group;
   Cursor<S::kStages> at(task.phases);
+  if (const int32_t* next = task.tiles) {  // a loop of its own: the other one has no registers to spare
+    int tile = 0;                           // of the next step, on its way while this one waits for room
+    if (end > 0) tile = *next;
+    for (int step = 0; step < end; ++step) {
+      const int place = tile * kParts + step % kParts;
+      if (step % kParts == kParts - 1 && step + 1 < end) tile = *++next;
+      feed((heads + kv_head) * p.key_tiles + place / kParts, place, kv_head, at);
+      at.advance(1);
+    }
+    return;
+  }
   for (int step = task.first_step; step < end; ++step)
     for (int stream = 0; stream < streams; ++stream) {
       if (streams > 1) kv_head = p.group == 1 ? head + stream : (head + stream) / p.group;
