@@ -7,6 +7,7 @@ inference, gradients, compilation, graphs, errors.
 from __future__ import annotations
 
 import ctypes
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -170,6 +171,107 @@ def test_bad_input_is_refused_with_a_reason(position: int, change, said: str) ->
     args[position] = change(args[position])
     with pytest.raises(ValueError, match=said.replace("[", r"\[").replace("]", r"\]")):
         OP(*args)
+
+
+def sparse_options(index: bool = True) -> dict[str, Tensor]:
+    """A block mask and rows of the keys for `inputs(queries=300, keys=400)`."""
+    generator = torch.Generator().manual_seed(SEED)
+    rows = torch.stack([torch.randperm(400, generator=generator)[:260] for _ in range(4)]).view(2, 2, 260).int()
+    block_mask = torch.rand(1, 4, 3, 3 if index else 4, generator=generator) > 0.5
+    block_mask[..., 1] = True
+    return {"block_mask": block_mask} | ({"key_index": rows} if index else {})
+
+
+@pytest.mark.parametrize(("op", "layout"), [("int8_attention", "BNHD"), ("int8_attention_lse", "BHND")])
+def test_opcheck_of_block_masks_and_indices(op: str, layout: str) -> None:
+    args = inputs(layout=layout, grad=True, queries=300, keys=400)
+    torch.library.opcheck(getattr(torch.ops.trtconvert, op).default, (*args, None, None, layout), sparse_options())
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_cpu_runs_the_reference_with_block_masks_and_indices(return_lse: bool) -> None:
+    args = inputs(queries=300, keys=400)
+    tables = reference.AttentionTables(*args[4:])
+    got, expected = (
+        attend(*args[:4], tables, return_lse=return_lse, **sparse_options())  # type: ignore[call-overload]
+        for attend in (kernel.attention, reference.attention)
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("lengths", [None, [260, 200]])
+def test_gradients_through_blocks_and_indices_and_of_the_log_sum_exp(layout: str, lengths: list[int] | None) -> None:
+    args = inputs(layout=layout, grad=True, queries=300, keys=400, dim=32)
+    options = sparse_options()
+    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    tables = reference.AttentionTables(*args[4:])
+    out, lse = kernel.attention(*args[:4], tables, layout=layout, key_lengths=key_lengths, return_lse=True, **options)
+    q, k, v = (x if layout == "BHND" else x.transpose(1, 2) for x in args[:3])
+    k, v = (x.repeat_interleave(2, 1) for x in reference.gather_keys(k, v, options["key_index"]))
+    visible = reference.expand_blocks(options["block_mask"], 300, 260)
+    if key_lengths is not None:
+        visible = visible & (torch.arange(260) < key_lengths[:, None])[:, None, None]
+    logits = (q @ k.transpose(2, 3) * 32**-0.5).masked_fill(~visible, -torch.inf)
+    plain, plain_lse = logits.softmax(-1) @ v, logits.logsumexp(-1)
+    plain = plain if layout == "BHND" else plain.transpose(1, 2)
+    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=0.1)
+    generator = torch.Generator().manual_seed(SEED)
+    weights, lse_weights = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    got, expected = (
+        torch.autograd.grad((a * weights).sum() + (b * lse_weights).sum(), args[:3])
+        for a, b in ((out, lse), (plain, plain_lse))
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_the_gradient_of_many_queries_under_a_block_mask() -> None:
+    """More than are written out at once."""
+    args = inputs(grad=True, queries=1100, keys=130, dim=32)
+    block_mask = torch.rand(2, 1, 9, 2, generator=torch.Generator().manual_seed(SEED)) > 0.5
+    block_mask[..., 0] = True
+    got = torch.autograd.grad(OP(*args, block_mask=block_mask).sum(), args[:3])
+    mask = reference.expand_blocks(block_mask, 1100, 130)
+    expected = torch.autograd.grad(sdpa(*args[:3], mask=mask).sum(), args[:3])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"block_mask": torch.ones(3, 4, dtype=torch.bool)},
+            "block_mask: expected shape [1 or 2, 1 or 4, 3, 4], one entry",
+        ),
+        ({"block_mask": torch.ones(1, 2, 3, 4, dtype=torch.bool)}, "128 queries and 128 keys, got [1, 2, 3, 4]"),
+        ({"block_mask": torch.ones(1, 1, 3, 4)}, "block_mask: expected bool, got torch.float32"),
+        ({"block_mask": torch.eye(3, 4).bool()[None, None] & (torch.arange(4) != 1)}, "got none at [0, 0, 1]"),
+        ({"key_index": torch.zeros(2, 4, 9, dtype=torch.int32)}, "key_index: expected shape [2, 2, 9], got [2, 4, 9]"),
+        ({"key_index": torch.zeros(2, 2, 0, dtype=torch.int32)}, "key_index: expected shape [2, 2, K], K at least 1"),
+        (
+            {"key_index": torch.zeros(9, dtype=torch.int32)},
+            "key_index: expected shape [2, 2, K], K at least 1, got [9]",
+        ),
+        ({"key_index": torch.zeros(2, 2, 9)}, "key_index: expected int32, got torch.float32"),
+        ({"key_index": torch.full((2, 2, 9), 400)}, "key_index: expected rows of k, 0 to 399, got 400 to 400"),
+        ({"key_index": torch.full((2, 2, 9), -1)}, "key_index: expected rows of k, 0 to 399, got -1 to -1"),
+        (
+            {
+                "block_mask": torch.ones(1, 1, 3, 4, dtype=torch.bool),
+                "key_index": torch.zeros(2, 2, 9, dtype=torch.int32),
+            },
+            "block_mask: expected shape [1 or 2, 1 or 4, 3, 1]",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_block_masks_and_indices_are_refused(change: dict[str, Tensor], said: str) -> None:
+    args = inputs(queries=300, keys=400)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        OP(*args, **change)
 
 
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")

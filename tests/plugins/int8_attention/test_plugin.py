@@ -170,11 +170,11 @@ def test_broken_collections_are_refused(driver: Driver) -> None:
 def test_engines_of_other_versions_are_refused(driver: Driver) -> None:
     whole = {"layout": "BHND", "softmax_scale": 0.0, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
     whole |= {"rotary": 0, "norm": 0, "norm_eps": 0.0, "norm_split": 0, "kv_heads": 0, "k_head": 0, "v_head": 0}
-    whole |= {"parts": 1}
+    whole |= {"parts": 1, "block_mask": 0, "key_index": 0}
     assert not driver.create(RUNTIME, serialization_version=4, **whole)
     assert "build the engine again" in driver.messages()
     assert not driver.create(RUNTIME, **whole)  # no version at all
-    assert "expected the 14 fields" in driver.messages()
+    assert "expected the 16 fields" in driver.messages()
     assert driver.create(RUNTIME, serialization_version=5, **whole)
 
 
