@@ -110,7 +110,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (!takes_part(mine, task, consumer, barriers)) continue;
+    if (!takes_part(p, mine, task, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     const uint32_t row_scales = ring + own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
@@ -221,7 +221,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     }
     const float row_scale[2] = {load_shared(row_scales), load_shared(row_scales + 32)};
     finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, nullptr, 0.f, kBf16);
-    if (!task.ordinary) mbarrier_arrive(barriers.task_done());
+    if (!is_ordinary<S>(p, task)) mbarrier_arrive(barriers.task_done());
   }
 }
 

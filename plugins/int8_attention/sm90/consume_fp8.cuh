@@ -141,7 +141,7 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (!takes_part(mine, task, consumer, barriers)) continue;
+    if (!takes_part(p, mine, task, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     const uint32_t row_scales = own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
@@ -235,7 +235,7 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     const int beside = S::kConsumerArea + consumer * S::kConsumerBytes + S::kQueryBytes + n % 2 * S::kBesideBytes;
     finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o,
                    reinterpret_cast<const float*>(shared + beside + S::kRowScaleBytes), kLog2OfLargestWeight, p.bf16);
-    if (!task.ordinary) mbarrier_arrive(barriers.task_done());
+    if (!is_ordinary<S>(p, task)) mbarrier_arrive(barriers.task_done());
   }
 }
 
