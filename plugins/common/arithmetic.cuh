@@ -6,6 +6,7 @@
 namespace trtconvert {
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float result;

@@ -41,6 +41,9 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
     double elements;
   } tensors[] = {{"num_queries", double(p->batch) * p->num_heads * p->num_queries * p->head_dim},
                  {"num_keys", double(p->batch) * p->num_kv_heads * p->num_keys * p->head_dim},
+                 {"source_keys", double(p->batch) * p->num_kv_heads * p->source_keys * p->head_dim},
+                 {"block_mask", double(p->batch) * p->block_mask_heads * ceil_div(p->num_queries, kBlock) *
+                                    ceil_div(p->num_keys, kBlock)},
                  {"num_bins", double(p->num_bins) * p->num_heads * p->head_dim}};
   for (const auto& t : tensors)
     if (t.elements > kMostElements)
@@ -51,6 +54,22 @@ TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report
     return report.invalid_int("scaling", "0 (calibrated) or 1 (dynamic)", p->scaling);
   if (p->mask_kind < TRTCONVERT_MASK_NONE || p->mask_kind > TRTCONVERT_MASK_ADDITIVE)
     return report.invalid_int("mask_kind", "0 (none), 1 (bool) or 2 (additive)", p->mask_kind);
+  if (p->block_mask_batch && p->block_mask_batch != 1 && p->block_mask_batch != p->batch)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "block_mask_batch: expected 0, 1 or batch (%d), got %d", p->batch,
+                       p->block_mask_batch);
+  if (p->block_mask_heads && p->block_mask_heads != 1 && p->block_mask_heads != p->num_heads)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "block_mask_heads: expected 0, 1 or num_heads (%d), got %d", p->num_heads,
+                       p->block_mask_heads);
+  if (!p->block_mask_batch != !p->block_mask_heads)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "block_mask_heads: expected 0 with block_mask_batch 0 only, got %d and %d",
+                       p->block_mask_heads, p->block_mask_batch);
+  if (p->source_keys < 0 || p->source_keys > kMaxTokens)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "source_keys: expected 0..%lld, got %d", (long long)kMaxTokens, p->source_keys);
+  if (p->source_keys) {
+    if (p->norm_across_heads) return report.invalid_int("norm_across_heads", "0 with source_keys", p->norm_across_heads);
+    if (p->norm_split) return report.invalid_int("norm_split", "0 with source_keys", p->norm_split);
+    if (p->token_split) return report.invalid_int("token_split", "0 with source_keys", p->token_split);
+  }
   if (p->norm_split) {
     if (p->norm_across_heads) return report.invalid_int("norm_split", "0 with norm_across_heads", p->norm_split);
     if (p->num_queries != p->num_keys)
@@ -97,6 +116,27 @@ TrtConvertStatus check_second_part(const TrtConvertAttentionParams& c, Report& r
       return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected null with token_split 0, got %p", t.name, t.pointer);
     if (c.token_split && check_tensor(t.name, t.pointer, t.strides, report)) return report.status;
   }
+  return TRTCONVERT_OK;
+}
+
+TrtConvertStatus check_sparse(const TrtConvertAttentionParams& c, Report& report) {
+  if (!c.block_mask_batch && c.block_mask)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "block_mask: expected null with block_mask_batch 0, got %p", c.block_mask);
+  if (c.block_mask_batch && report.check_pointer("block_mask", c.block_mask, 1)) return report.status;
+  if (c.lse && report.check_pointer("lse", c.lse, 4)) return report.status;
+  if (!c.source_keys && c.key_index)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "key_index: expected null with source_keys 0, got %p",
+                       static_cast<const void*>(c.key_index));
+  if (!c.source_keys) return TRTCONVERT_OK;
+  if (report.check_pointer("key_index", c.key_index, 4)) return report.status;
+  const struct {
+    const char* name;
+    const void* pointer;
+  } layers[] = {{"rotary", c.rotary}, {"q_norm", c.q_norm}, {"k_norm", c.k_norm}};
+  for (const auto& layer : layers)
+    if (layer.pointer)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected null with source_keys, got %p; compute that layer before",
+                         layer.name, layer.pointer);
   return TRTCONVERT_OK;
 }
 
@@ -151,6 +191,13 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.mask = c.mask;
   std::memcpy(p.mask_strides, c.mask_strides, sizeof(p.mask_strides));
   p.key_lengths = c.key_lengths;
+  p.block_mask = static_cast<const uint8_t*>(c.block_mask);
+  p.block_mask_batch = c.block_mask_batch;
+  p.block_mask_heads = c.block_mask_heads;
+  p.block_rows = ceil_div(c.num_queries, kBlock);
+  p.key_index = c.key_index;
+  p.source_keys = c.source_keys;
+  p.lse = c.lse;
   p.rotary = c.rotary;
   p.q_norm = c.q_norm;
   p.k_norm = c.k_norm;
@@ -190,7 +237,7 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
     return report.status;
   }
   if (c->key_lengths && report.check_pointer("key_lengths", c->key_lengths, 4)) return report.status;
-  if (check_layers_before(*c, report) || check_second_part(*c, report)) return report.status;
+  if (check_sparse(*c, report) || check_layers_before(*c, report) || check_second_part(*c, report)) return report.status;
   if (c->target_arch != 0 && c->target_arch != 80)
     return report.invalid_int("target_arch", "0 (the device's best) or 80 (mma.sync)", c->target_arch);
 
@@ -248,9 +295,11 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   }
   lay_out_workspace(p, params->workspace);
   ValueMaps values = {};
-  // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not.
-  p.direct_values = uses_sm90(*params, device) && !params->key_lengths && describe_values(p, values);
+  // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not. Nor does it gather.
+  p.direct_values =
+      uses_sm90(*params, device) && !params->key_lengths && !params->source_keys && describe_values(p, values);
   p.fp8_values = uses_sm90(*params, device) && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);
+  if (p.block_mask_heads && report.launched(launch_block_lists(p, stream), "block mask")) return report.status;
   if (report.launched(launch_prepass(p, stream), "pre-pass")) return report.status;
 #ifdef TRTCONVERT_SM90
   if (uses_sm90(*params, device)) return report.launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)");

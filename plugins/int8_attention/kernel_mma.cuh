@@ -147,6 +147,27 @@ __device__ __forceinline__ Ring<C, Copy> make_ring(uint32_t s_slots, int num_ima
   return {s_slots, num_images, copy};
 }
 
+// ---- Block masks ----
+
+// Tiles of 128 keys that this thread block goes through: all, or those of its row of blocks.
+__device__ __forceinline__ int tiles_of(const Params& p, const Work& w) {
+  if (p.block_mask_heads == 0) return ceil_div(w.num_keys, kKeyTile);
+  return p.block_counts[block_row_of(p, w.b, w.head, blockIdx.x * kRows / kBlock)];
+}
+
+// Number `n` of them. Places are not kept: registers are few.
+__device__ __forceinline__ int tile_at(const Params& p, int n) {
+  if (p.block_mask_heads == 0) return n;
+  return __ldg(p.block_tiles + block_row_of(p, blockIdx.z, blockIdx.y, blockIdx.x * kRows / kBlock) * p.key_tiles + n);
+}
+
+// The same in steps of 64 keys. The second half of the last tile may have no key.
+__device__ __forceinline__ int steps_of(const Params& p, const Work& w) {
+  if (p.block_mask_heads == 0) return ceil_div(w.num_keys, kHalfTile);
+  const int tiles = tiles_of(p, w);
+  return 2 * tiles - (tiles > 0 && (2 * tile_at(p, tiles - 1) + 1) * kHalfTile >= w.num_keys);
+}
+
 // ---- Masks ----
 
 // Hides keys that do not exist and applies the mask to logits in units of log2. Fragment n holds the 8 keys from
@@ -238,6 +259,14 @@ __device__ __forceinline__ void store_rows(const Params& p, const Work& w, const
   }
 }
 
+// Adds to lse the natural logarithm of a row's sum of weights, which are relative to 2^maximum.
+__device__ __forceinline__ void store_lse(const Params& p, const Work& w, int r, float maximum, float sum) {
+  const int row = w.row + r * 8;
+  if (threadIdx.x % 4 != 0 || row >= p.num_queries) return;
+  float& lse = p.lse[(int64_t(w.b) * p.heads + w.head) * p.num_queries + row];
+  lse = isnan(w.row_scale[r]) ? w.row_scale[r] : lse + (maximum + log2_approx(sum)) * kLn2;
+}
+
 // ---- Modes 2 and 3: INT8 second product ----
 
 template <int kDimQk, int kDimPv, bool kTokenScales>
@@ -246,11 +275,11 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
   constexpr int kFragments = kKeyTile / 8;
   const Work w = find_work(p);
   const int t = threadIdx.x % 4;
-  const int num_tiles = ceil_div(w.num_keys, kKeyTile);
+  const int num_tiles = tiles_of(p, w);
 
   // Image 2 j is tile j of K (with the token scales of V), image 2 j + 1 is tile j of V.
   const auto ring = make_ring<C>(s_memory, 2 * num_tiles, [&](uint32_t slot, int image) {
-    const int64_t tile = w.kv_tile0 + image / 2;
+    const int64_t tile = w.kv_tile0 + tile_at(p, image / 2);
     if (image % 2 == 1) return copy_image<kKeyTile * kDimPv>(slot, p.v_images + tile * p.v_tile_bytes);
     copy_image<kKeyTile * kDimQk>(slot, p.k_images + tile * p.k_tile_bytes);
     if constexpr (kTokenScales)
@@ -269,9 +298,9 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
   int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
   float o[kDimPv / 8][4] = {};
   RowState state;
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const uint32_t s_k = ring.advance(2 * tile);
-    const float k_scale = p.tile_scales[w.kv_tile0 + tile].k;
+  for (int n = 0; n < num_tiles; ++n) {
+    const uint32_t s_k = ring.advance(2 * n);
+    const float k_scale = p.tile_scales[w.kv_tile0 + tile_at(p, n)].k;
 
     int32_t s[kFragments][4];
 #pragma unroll
@@ -303,7 +332,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
           if constexpr (kTokenScales) z[n + i][c] = fmaf(z[n + i][c], scale[c / 2], log2_v[2 * i + c % 2]);
         }
     }
-    mask_logits(z, factor, p, w, tile * kKeyTile);
+    mask_logits(z, factor, p, w, tile_at(p, n) * kKeyTile);
 
     // Weights are relative to the tile's maximum; the factors `kept` and `added` relate tiles to each other.
     float tile_maximum[2], kept[2], added[2], subtracted[2];
@@ -350,7 +379,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
     for (int r = 0; r < 2; ++r) state.sum[r] = state.sum[r] * kept[r] + tile_sum[r] * added[r];
     rescale(o, kept);
 
-    const uint32_t s_v = ring.advance(2 * tile + 1);
+    const uint32_t s_v = ring.advance(2 * n + 1);
 #pragma unroll
     for (int n = 0; n < kDimPv / 8; n += 2) {
       int32_t product[2][4];
@@ -373,6 +402,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(state.sum[r]);
+    if (p.lse) store_lse(p, w, r, state.maximum[r], sum);
     inverse[r] = inverse_sum(sum, w.row_scale[r]) / 255.f;
     offset_factor[r] = sum == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
   }
@@ -396,12 +426,12 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory)
   constexpr int kQkSteps = (kInt8Logits ? kDimQk : 2 * kDimPv) / 32;
   constexpr int kHalfImageBytes = kHalfTile * 2 * kDimPv;
   const Work w = find_work(p);
-  const int num_steps = ceil_div(w.num_keys, kHalfTile);
+  const int num_steps = steps_of(p, w);
 
   // Image 2 j is 64 keys of K, image 2 j + 1 the same keys' V.
   const auto ring = make_ring<C>(s_memory, 2 * num_steps, [&](uint32_t slot, int image) {
     const int half = image / 2 % 2;
-    const int64_t tile = w.kv_tile0 + image / 4;
+    const int64_t tile = w.kv_tile0 + tile_at(p, image / 4);
     if (image % 2 == 1) {
       copy_image<kHalfImageBytes>(slot, p.v_images + tile * p.v_tile_bytes + half * kHalfImageBytes);
     } else if constexpr (kInt8Logits) {
@@ -430,7 +460,7 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory)
     float factor[2] = {w.row_scale[0], w.row_scale[1]};
     if constexpr (kInt8Logits) {
       int32_t zero[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
-      const float k_scale = p.tile_scales[w.kv_tile0 + step / 2].k;
+      const float k_scale = p.tile_scales[w.kv_tile0 + tile_at(p, step / 2)].k;
       int32_t s[kFragments][4];
 #pragma unroll
       for (int depth = 0; depth < kQkSteps; ++depth)
@@ -462,7 +492,7 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory)
           multiply_16bit<T>(z[n + 1], q[depth], k[2], k[3]);
         }
     }
-    mask_logits(z, factor, p, w, step * kHalfTile);
+    mask_logits(z, factor, p, w, tile_at(p, step / 2) * kKeyTile + step % 2 * kHalfTile);
 
     float step_maximum[2], kept[2], subtracted[2];
     row_maxima(step_maximum, z);
@@ -500,7 +530,11 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory)
 
   float inverse[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) inverse[r] = inverse_sum(quad_sum(state.sum[r]), w.row_scale[r]);
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(state.sum[r]);
+    if (p.lse) store_lse(p, w, r, state.maximum[r], sum);
+    inverse[r] = inverse_sum(sum, w.row_scale[r]);
+  }
   store_rows<T, kDimPv>(p, w, o, [&](int r, int, float x) { return x * inverse[r]; });
 }
 

@@ -30,6 +30,9 @@ cudaError_t with_dims(const PaddedDims& dims, Launch launch) {
   }
 }
 
+// Writes what the attention kernels read of the workspace about the block mask. All architectures.
+cudaError_t launch_block_lists(const Params& params, cudaStream_t stream);
+
 // Writes what the attention kernels read of the workspace of `params`, from its inputs: one kernel, or two where there is a norm
 // across heads. All architectures.
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream);

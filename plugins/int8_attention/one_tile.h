@@ -24,9 +24,11 @@ constexpr int kFewestKeys = 96;  // of a layout
 
 inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? kFewestKeys : kKeyTile}; }
 
-// Norms and rotations are the pre-pass's, masks take too many registers. The most keys of many channels do not fit.
+// Norms, rotations and gathered keys are the pre-pass's, masks take too many registers, and the log-sum-exp is not computed. The most
+// keys of many channels do not fit.
 inline bool is_one_tile(const Params& p) {
   return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm &&
+         !p.block_mask_heads && !p.source_keys && !p.lse &&
          one_tile_layout(p).bytes() <= kSharedLimit;
 }
 

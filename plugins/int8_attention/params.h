@@ -26,6 +26,8 @@ constexpr int kModes = 5;
 constexpr int kKeyTile = 128;      // part of the numerics: P is relative to the maximum of 128 consecutive keys
 constexpr int kQueryBlock = 64;    // rows of one Q image
 constexpr int kHalfTile = 64;      // keys of one 16-bit K or V image
+constexpr int kBlock = 128;        // queries and keys of an entry of a block mask
+static_assert(kBlock == kKeyTile && kBlock == 2 * kQueryBlock);
 constexpr int kSharedLimit = 99 * 1024;  // bytes of one thread block of the mma.sync kernels: sm_86, 89 and 120 have the fewest
 constexpr int kVPermutation = 16;  // keys are permuted within groups of 16, see permuted_key()
 
@@ -86,6 +88,14 @@ struct ElementInfo {
   int32_t unused;
 };
 
+// What a thread block of the kernel of sm_90a computes at once under a block mask: a row of blocks of one head.
+struct alignas(16) BlockRow {
+  int32_t unit;   // head * block_rows + row
+  int32_t count;  // of its key tiles
+  int32_t last;   // the last of them
+  int32_t unused;
+};
+
 // Queries, keys, values and output, 16-bit, through strides: of all tokens, or of those of one part of joint attention.
 struct Tensors {
   const void* q;  // [B, Nq, H, D]
@@ -128,6 +138,17 @@ struct Params {
   int64_t mask_strides[4];
   const int32_t* key_lengths;  // [B] or null
 
+  // Block mask: kBlock queries by kBlock keys. 0: none.
+  const uint8_t* block_mask;  // [block_mask_batch, block_mask_heads, block_rows, key_tiles]
+  int block_mask_batch, block_mask_heads;
+  int block_rows;  // ceil(Nq / kBlock)
+
+  // Rows of k and v to attend to, or null: k and v have num_keys rows. Else they have source_keys.
+  const int32_t* key_index;  // [B, Hkv, Nk]
+  int source_keys;
+
+  float* lse;  // [B, H, Nq] or null. The pre-pass leaves what smoothing takes from each row's logits, the kernel adds the rest
+
   // What the pre-pass does to Q and K first; null: nothing.
   const float* rotary;  // [N, D / 2, 2]: cosine and sine
   const float* q_norm;  // [D], or [H, D] across heads, or [2, D] with norm_split, and k_norm: both or neither
@@ -139,6 +160,11 @@ struct Params {
   // Workspace, written before the pre-pass, for norms across heads only: 1 / sqrt(mean(x^2) + norm_epsilon) of each token.
   float* q_norm_factors;  // [B, Nq]
   float* k_norm_factors;  // [B, Nk]
+
+  // Workspace, written before the pre-pass, for block masks only.
+  int32_t* block_tiles;   // [B, block_mask_heads, block_rows][key_tiles]: of each row its key tiles, ascending
+  int32_t* block_counts;  // [B, block_mask_heads, block_rows]: how many
+  BlockRow* block_order;  // [B, H * block_rows], for the kernel of sm_90a: the longest rows first
 
   // Workspace, written by the pre-pass. "block" and "tile" are contiguous images of the given size in bytes; a mode uses the
   // part of it that its element size needs.
@@ -166,6 +192,11 @@ struct Params {
 // Of a token: the part that it lies in, and where that one begins.
 TRTCONVERT_HOST_DEVICE inline int part_of(const Params& p, int token) { return token >= p.split; }
 TRTCONVERT_HOST_DEVICE inline int first_token(const Params& p, int part) { return part ? p.split : 0; }
+
+// Of a row of blocks: where its tiles and their number are.
+TRTCONVERT_HOST_DEVICE inline int64_t block_row_of(const Params& p, int batch, int head, int row) {
+  return (int64_t(batch) * p.block_mask_heads + (p.block_mask_heads > 1 ? head : 0)) * p.block_rows + row;
+}
 
 constexpr int kMaxConsumers = 3;  // query blocks that a thread block of the sm_90a kernel computes at once
 

@@ -78,8 +78,9 @@ __device__ __forceinline__ int row_of(int pass) {
   return first_row<Lanes, kPermuted>() + row_offset<Lanes, kPermuted>(pass);
 }
 
-// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere. They lie in one part.
-template <typename T, int Lanes, bool kPermuted>
+// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere. They lie in one part. Gathered, they are those that
+// p.key_index names of a tensor of p.source_keys rows.
+template <typename T, int Lanes, bool kPermuted, bool kGathered>
 __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                      const void* Tensors::*tensor, TrtConvertStrides Tensors::*strides_of, int tokens) {
   const int part = part_of(p, at.tile * kTokens);
@@ -87,18 +88,29 @@ __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const P
   const TrtConvertStrides& strides = tensors.*strides_of;
   const int lane = threadIdx.x % Lanes, first = first_row<Lanes, kPermuted>();
   const T* const source = static_cast<const T*>(tensors.*tensor) + at.batch * strides.batch + at.head * strides.head +
-                          (int64_t(at.tile) * kTokens - first_token(p, part) + first) * strides.token + lane * 8;
+                          (kGathered ? 0 : (int64_t(at.tile) * kTokens - first_token(p, part) + first) * strides.token) + lane * 8;
   const int rows = lane * 8 < p.head_dim ? tokens - at.tile * kTokens - first : 0;
+  int64_t from[kGathered ? Map<Lanes>::kPasses : 1];
+  if constexpr (kGathered) {
+    const int32_t* const index =
+        p.key_index + (int64_t(at.batch) * p.kv_heads + at.head) * tokens + int64_t(at.tile) * kTokens + first;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+      const int row = row_offset<Lanes, kPermuted>(i);
+      from[i] = row < rows ? min(max(__ldg(index + row), 0), p.source_keys - 1) : 0;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
     const int row = row_offset<Lanes, kPermuted>(i);
     data[i] = make_uint4(0, 0, 0, 0);
-    if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + row * strides.token));
+    if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + (kGathered ? from[i] : row) * strides.token));
   }
 }
 
-// Layers before attention. A rotation goes with either norm, or alone with the first.
-enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts };
+// Layers before attention. A rotation goes with either norm, or alone with the first. Gathered: none, and the rows of K and V are
+// those of an index.
+enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts, kGathered };
 
 // RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors are those of all tokens.
 // Of parts, norm has a row for the tokens before norm_split and one for the others.
@@ -191,6 +203,27 @@ __device__ __forceinline__ void copy_images(const uint4 (&data)[Map<Lanes>::kPas
     const int offset = swizzled ? lane / 8 * kHalfTile * 128 + row % kHalfTile * 128 + (lane % 8 ^ row % 8) * 16
                                 : lane * kHalfTile * 16 + row % kHalfTile * 16;
     if (image) *reinterpret_cast<uint4*>(image + offset) = data[i];
+  }
+}
+
+// Leaves what smoothing takes from the logits of each row in lse, in natural units.
+template <typename T, int Lanes>
+__device__ __forceinline__ void leave_smoothed(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses]) {
+  const Element& e = at.element;
+  const int lane = threadIdx.x % Lanes;
+  const int64_t table_row = (int64_t(e.bin) * p.kv_heads + at.head / p.group) * p.head_dim + lane * 8;
+  float offset[8];
+  load_channels(offset, p.k_offset, table_row, p.smooth_k && e.mode != 0 && lane * 8 < p.head_dim);
+  float* const lse = p.lse + (int64_t(at.batch) * p.heads + at.head) * p.num_queries;
+#pragma unroll
+  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+    float x[8], sum = 0.f;
+    unpack8<T>(data[i], x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sum = fmaf(x[c], offset[c], sum);
+    sum = lane_sum<Lanes>(sum);
+    const int row = at.tile * kTokens + row_of<Lanes, false>(i);
+    if (lane == 0 && row < p.num_queries) lse[row] = sum * p.softmax_scale;
   }
 }
 
@@ -402,10 +435,10 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 }
 
 // One tile of V, whose place in `at` is set. The load comes before what the element's mode is.
-template <typename T, int Lanes>
+template <typename T, int Lanes, bool kGathered>
 __device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared<Lanes>& shared) {
   uint4 data[Map<Lanes>::kPasses];
-  load<T, Lanes, true>(data, p, at, &Tensors::v, &Tensors::v_strides, p.num_keys);
+  load<T, Lanes, true, kGathered>(data, p, at, &Tensors::v, &Tensors::v_strides, p.num_keys);
   at.element = element_of(p, at.batch);
   at.set_key_rows<Lanes>(p);
   const int valid = at.element.num_keys - at.tile * kTokens;
@@ -418,6 +451,7 @@ __device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared
 template <typename T, int Lanes, Layers kLayers>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
     prepass_kernel(const __grid_constant__ Params p) {
+  constexpr bool kGathered = kLayers == Layers::kGathered, kComputed = !kGathered && kLayers != Layers::kNone;
   __shared__ Shared<Lanes> shared;
 #if __CUDA_ARCH__ >= 900  // programmatic dependent launch begins with Hopper
   cudaTriggerProgrammaticLaunchCompletion();
@@ -440,7 +474,7 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
       if (work != index) __syncthreads();  // the tile before has left shared memory
       at.head = work % heads;
       at.tile = work / heads;
-      prepare_values<T, Lanes>(p, at, shared);
+      prepare_values<T, Lanes, kGathered>(p, at, shared);
     }
     return;
   }
@@ -450,12 +484,12 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   at.tile = index / heads;
   uint4 data[Map<Lanes>::kPasses];
   if (is_query) {
-    load<T, Lanes, false>(data, p, at, &Tensors::q, &Tensors::q_strides, p.num_queries);
-    if constexpr (kLayers != Layers::kNone)
+    load<T, Lanes, false, false>(data, p, at, &Tensors::q, &Tensors::q_strides, p.num_queries);
+    if constexpr (kComputed)
       compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
   } else {
-    load<T, Lanes, false>(data, p, at, &Tensors::k, &Tensors::k_strides, p.num_keys);
-    if constexpr (kLayers != Layers::kNone)
+    load<T, Lanes, false, kGathered>(data, p, at, &Tensors::k, &Tensors::k_strides, p.num_keys);
+    if constexpr (kComputed)
       compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
   }
   at.element = element_of(p, at.batch);
@@ -468,6 +502,7 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
 
   if (is_query) {
     at.index = (int64_t(at.batch) * p.heads + at.head) * p.query_blocks;
+    if (p.lse) leave_smoothed<T, Lanes>(p, at, data);
     quantise_queries<T, Lanes>(p, at, data);
     return;
   }
@@ -495,6 +530,7 @@ cudaError_t launch_layers(const Params& p, cudaStream_t stream) {
 
 template <typename T, int Lanes>
 cudaError_t launch_type(const Params& p, cudaStream_t stream) {
+  if (p.source_keys > 0) return launch_layers<T, Lanes, Layers::kGathered>(p, stream);
   if (p.norm_split > 0) return launch_layers<T, Lanes, Layers::kNormOfParts>(p, stream);
   if (p.norm_across_heads) return launch_layers<T, Lanes, Layers::kNormAcrossHeads>(p, stream);
   return p.rotary || p.q_norm ? launch_layers<T, Lanes, Layers::kNormOfHeads>(p, stream)

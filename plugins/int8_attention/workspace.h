@@ -26,6 +26,13 @@ inline size_t lay_out_workspace(Params& p, void* base) {
     p.q_norm_factors = reinterpret_cast<float*>(take(size_t(p.batch) * p.num_queries * sizeof(float)));
     p.k_norm_factors = reinterpret_cast<float*>(take(size_t(p.batch) * p.num_keys * sizeof(float)));
   }
+  if (p.block_mask_heads > 0) {
+    const size_t block_rows = size_t(p.batch) * p.block_mask_heads * p.block_rows;
+    p.block_tiles = reinterpret_cast<int32_t*>(take(block_rows * p.key_tiles * sizeof(int32_t)));
+    p.block_counts = reinterpret_cast<int32_t*>(take(block_rows * sizeof(int32_t)));
+    if (p.multiprocessors > 0)
+      p.block_order = reinterpret_cast<BlockRow*>(take(size_t(p.batch) * p.heads * p.block_rows * sizeof(BlockRow)));
+  }
   p.elements = reinterpret_cast<ElementInfo*>(take(size_t(p.batch) * sizeof(ElementInfo)));
   p.row_scales = reinterpret_cast<float*>(take(rows * kQueryBlock * sizeof(float)));
   p.tile_scales = reinterpret_cast<TileScales*>(take(tiles * sizeof(TileScales)));

@@ -8,7 +8,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.reference import FP8_TOP, TILE, AttentionTables, attention, tables_from_data, timestep_bin
+from trtconvert.attention.reference import (
+    FP8_TOP,
+    TILE,
+    AttentionTables,
+    attention,
+    expand_blocks,
+    gather_keys,
+    tables_from_data,
+    timestep_bin,
+)
 from trtconvert.evaluate.verify import relative_error as error
 
 
@@ -261,3 +270,91 @@ def test_a_channel_of_zeros_stays_zero():
         out = attention(q, k, v, ZERO, tables_from_data(q, k, v, mode))
         assert out.isfinite().all()
         assert out[..., 3].abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_blocks_hide_whole_tiles(mode):
+    """Each row of blocks computes what it would compute if its keys were all there are."""
+    q, k, v = tensors(queries=300, keys=300)
+    tables = tables_from_data(q, k, v, mode)
+    blocks = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 1]], dtype=torch.bool)
+    out, lse = attention(q, k, v, ZERO, tables, block_mask=blocks[None, None], scaling="dynamic", return_lse=True)
+    for row, kept in enumerate(blocks):
+        queries = slice(row * TILE, (row + 1) * TILE)
+        keys = expand_blocks(kept[None], 1, 300)[0]
+        alone, lse_alone = attention(
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], ZERO, tables, scaling="dynamic", return_lse=True
+        )
+        assert error(out[:, :, queries], alone) < tolerances.SAME_ARITHMETIC
+        torch.testing.assert_close(lse[:, :, queries], lse_alone, rtol=1e-5, atol=1e-4)
+
+
+def test_heads_and_elements_have_blocks_of_their_own_or_share_them():
+    q, k, v = tensors(queries=200, keys=300)
+    tables = tables_from_data(q, k, v, Mode.FP16)
+    generator = torch.Generator().manual_seed(0)
+    for batch, heads in ((1, 1), (2, 1), (1, 4), (2, 4)):
+        blocks = torch.rand(batch, heads, 2, 3, generator=generator) > 0.5
+        blocks[..., 1] = True
+        out = attention(q, k, v, ZERO, tables, block_mask=blocks)
+        assert error(out, exact(q, k, v, expand_blocks(blocks, 200, 300))) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_gathered_keys_are_the_keys(mode, layout):
+    """Lengths count them, and masks and tiles do."""
+    q, k, v = tensors(keys=300)
+    tables, lengths = tables_from_data(q, k, v, mode), torch.tensor([180, 100])
+    index = torch.randint(300, (2, 2, 180), generator=torch.Generator().manual_seed(0)).int()
+    options = {"key_lengths": lengths, "scaling": "dynamic", "mask": torch.arange(180) % 7 != 0, "layout": layout}
+    few = gather_keys(k, v, index)
+    whole, few = ([x if layout == "BHND" else x.transpose(1, 2) for x in (q, *kv)] for kv in ((k, v), few))
+    torch.testing.assert_close(
+        attention(*whole, ZERO, tables, key_index=index, **options), attention(*few, ZERO, tables, **options)
+    )
+
+
+@pytest.mark.parametrize("smooth_k", [True, False])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_log_sum_exp_is_that_of_the_scaled_logits(mode, smooth_k):
+    q, k, v = tensors()
+    if not smooth_k:
+        k = k - k.mean((0, 2), keepdim=True)
+    _, lse = attention(q, k, v, ZERO, tables_from_data(q, k, v, mode), smooth_k=smooth_k, return_lse=True)
+    logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 40**-0.5
+    assert lse.shape == (2, 4, 33) and lse.dtype == torch.float32
+    torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=0, atol=1e-5 if mode == Mode.FP16 else 0.05)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_outputs_for_disjoint_keys_merge(mode):
+    q, k, v = tensors(keys=3 * TILE)
+    tables = tables_from_data(q, k, v, mode)
+    parts = [
+        attention(q, k[:, :, keys], v[:, :, keys], ZERO, tables, return_lse=True)
+        for keys in (slice(0, TILE), slice(TILE, None))
+    ]
+    lse = torch.stack([part_lse for _, part_lse in parts])
+    merged = sum(((part_lse - lse.logsumexp(0)).exp()[..., None] * out for out, part_lse in parts), torch.zeros(()))
+    assert (
+        error(merged, attention(q, k, v, ZERO, tables)) < 2e-3
+    )  # modes 2 and 3 merge tiles all the same; FP8 rounds elsewhere
+
+
+def test_rows_that_see_nothing_have_no_sum():
+    q, k, v = tensors(queries=200, keys=300)
+    tables = tables_from_data(q, k, v, Mode.BALANCED)
+    blocks = torch.tensor([[True, False, False], [False, False, True]])
+    lengths = torch.tensor([300, 100])
+    out, lse = attention(q, k, v, ZERO, tables, block_mask=blocks[None, None], key_lengths=lengths, return_lse=True)
+    assert lse[0].isfinite().all() and lse[1, :, :TILE].isfinite().all()
+    assert (lse[1, :, TILE:] == -math.inf).all() and not out[1, :, TILE:].any()
+
+
+def test_a_timestep_that_is_nan_gives_no_sum():
+    q, k, v = tensors()
+    _, lse = attention(
+        q, k, v, torch.tensor([0.0, math.nan]), tables_from_data(q, k, v, Mode.AGGRESSIVE), return_lse=True
+    )
+    assert lse[0].isfinite().all() and lse[1].isnan().all()

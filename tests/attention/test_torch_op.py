@@ -7,6 +7,7 @@ inference, gradients, compilation, graphs, errors.
 from __future__ import annotations
 
 import ctypes
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -172,6 +173,107 @@ def test_bad_input_is_refused_with_a_reason(position: int, change, said: str) ->
         OP(*args)
 
 
+def sparse_options(index: bool = True) -> dict[str, Tensor]:
+    """A block mask and rows of the keys for `inputs(queries=300, keys=400)`."""
+    generator = torch.Generator().manual_seed(SEED)
+    rows = torch.stack([torch.randperm(400, generator=generator)[:260] for _ in range(4)]).view(2, 2, 260).int()
+    block_mask = torch.rand(1, 4, 3, 3 if index else 4, generator=generator) > 0.5
+    block_mask[..., 1] = True
+    return {"block_mask": block_mask} | ({"key_index": rows} if index else {})
+
+
+@pytest.mark.parametrize(("op", "layout"), [("int8_attention", "BNHD"), ("int8_attention_lse", "BHND")])
+def test_opcheck_of_block_masks_and_indices(op: str, layout: str) -> None:
+    args = inputs(layout=layout, grad=True, queries=300, keys=400)
+    torch.library.opcheck(getattr(torch.ops.trtconvert, op).default, (*args, None, None, layout), sparse_options())
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_cpu_runs_the_reference_with_block_masks_and_indices(return_lse: bool) -> None:
+    args = inputs(queries=300, keys=400)
+    tables = reference.AttentionTables(*args[4:])
+    got, expected = (
+        attend(*args[:4], tables, return_lse=return_lse, **sparse_options())  # type: ignore[call-overload]
+        for attend in (kernel.attention, reference.attention)
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["BHND", "BNHD"])
+@pytest.mark.parametrize("lengths", [None, [260, 200]])
+def test_gradients_through_blocks_and_indices_and_of_the_log_sum_exp(layout: str, lengths: list[int] | None) -> None:
+    args = inputs(layout=layout, grad=True, queries=300, keys=400, dim=32)
+    options = sparse_options()
+    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    tables = reference.AttentionTables(*args[4:])
+    out, lse = kernel.attention(*args[:4], tables, layout=layout, key_lengths=key_lengths, return_lse=True, **options)
+    q, k, v = (x if layout == "BHND" else x.transpose(1, 2) for x in args[:3])
+    k, v = (x.repeat_interleave(2, 1) for x in reference.gather_keys(k, v, options["key_index"]))
+    visible = reference.expand_blocks(options["block_mask"], 300, 260)
+    if key_lengths is not None:
+        visible = visible & (torch.arange(260) < key_lengths[:, None])[:, None, None]
+    logits = (q @ k.transpose(2, 3) * 32**-0.5).masked_fill(~visible, -torch.inf)
+    plain, plain_lse = logits.softmax(-1) @ v, logits.logsumexp(-1)
+    plain = plain if layout == "BHND" else plain.transpose(1, 2)
+    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=0.1)
+    generator = torch.Generator().manual_seed(SEED)
+    weights, lse_weights = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    got, expected = (
+        torch.autograd.grad((a * weights).sum() + (b * lse_weights).sum(), args[:3])
+        for a, b in ((out, lse), (plain, plain_lse))
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_the_gradient_of_many_queries_under_a_block_mask() -> None:
+    """More than are written out at once."""
+    args = inputs(grad=True, queries=1100, keys=130, dim=32)
+    block_mask = torch.rand(2, 1, 9, 2, generator=torch.Generator().manual_seed(SEED)) > 0.5
+    block_mask[..., 0] = True
+    got = torch.autograd.grad(OP(*args, block_mask=block_mask).sum(), args[:3])
+    mask = reference.expand_blocks(block_mask, 1100, 130)
+    expected = torch.autograd.grad(sdpa(*args[:3], mask=mask).sum(), args[:3])
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"block_mask": torch.ones(3, 4, dtype=torch.bool)},
+            "block_mask: expected shape [1 or 2, 1 or 4, 3, 4], one entry",
+        ),
+        ({"block_mask": torch.ones(1, 2, 3, 4, dtype=torch.bool)}, "128 queries and 128 keys, got [1, 2, 3, 4]"),
+        ({"block_mask": torch.ones(1, 1, 3, 4)}, "block_mask: expected bool, got torch.float32"),
+        ({"block_mask": torch.eye(3, 4).bool()[None, None] & (torch.arange(4) != 1)}, "got none at [0, 0, 1]"),
+        ({"key_index": torch.zeros(2, 4, 9, dtype=torch.int32)}, "key_index: expected shape [2, 2, 9], got [2, 4, 9]"),
+        ({"key_index": torch.zeros(2, 2, 0, dtype=torch.int32)}, "key_index: expected shape [2, 2, K], K at least 1"),
+        (
+            {"key_index": torch.zeros(9, dtype=torch.int32)},
+            "key_index: expected shape [2, 2, K], K at least 1, got [9]",
+        ),
+        ({"key_index": torch.zeros(2, 2, 9)}, "key_index: expected int32, got torch.float32"),
+        ({"key_index": torch.full((2, 2, 9), 400)}, "key_index: expected rows of k, 0 to 399, got 400 to 400"),
+        ({"key_index": torch.full((2, 2, 9), -1)}, "key_index: expected rows of k, 0 to 399, got -1 to -1"),
+        (
+            {
+                "block_mask": torch.ones(1, 1, 3, 4, dtype=torch.bool),
+                "key_index": torch.zeros(2, 2, 9, dtype=torch.int32),
+            },
+            "block_mask: expected shape [1 or 2, 1 or 4, 3, 1]",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_block_masks_and_indices_are_refused(change: dict[str, Tensor], said: str) -> None:
+    args = inputs(queries=300, keys=400)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        OP(*args, **change)
+
+
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
 def test_the_library_and_this_file_agree_on_the_struct() -> None:
     """The C API refuses a struct of another size, so a workspace query tells that the two declarations match."""
@@ -220,11 +322,90 @@ def test_two_parts_are_checked_without_a_gpu(fields: dict[str, int], said: str) 
 
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block_mask_batch": 1, "block_mask_heads": 1}, ""),
+        ({"block_mask_batch": 3, "block_mask_heads": 2}, ""),
+        ({"source_keys": 150}, ""),
+        ({"source_keys": 1, "block_mask_batch": 1, "block_mask_heads": 2}, ""),
+        ({"block_mask_batch": 2, "block_mask_heads": 1}, "block_mask_batch: expected 0, 1 or batch (3), got 2"),
+        ({"block_mask_batch": 1, "block_mask_heads": 3}, "block_mask_heads: expected 0, 1 or num_heads (2), got 3"),
+        ({"block_mask_heads": 1}, "block_mask_heads: expected 0 with block_mask_batch 0 only, got 1 and 0"),
+        ({"block_mask_batch": 1}, "block_mask_heads: expected 0 with block_mask_batch 0 only, got 0 and 1"),
+        ({"source_keys": -1}, "source_keys: expected 0..1073741824, got -1"),
+        ({"source_keys": 9, "norm_across_heads": 1}, "norm_across_heads: expected 0 with source_keys, got 1"),
+        ({"source_keys": 9, "norm_split": 77}, "norm_split: expected 0 with source_keys, got 77"),
+        ({"source_keys": 9, "token_split": 128}, "token_split: expected 0 with source_keys, got 128"),
+    ],
+    ids=str,
+)
+def test_block_masks_and_indices_are_checked_without_a_gpu(fields: dict[str, int], said: str) -> None:
+    size, status, message = _workspace(fields)
+    assert (status, message) == ((1, said) if said else (0, ""))
+    assert said or size > 0
+
+
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+def test_a_block_mask_takes_little_memory() -> None:
+    """Four bytes for each block and some for each row, for every element and head that has blocks of its own."""
+    long = {"num_queries": 1 << 17, "num_keys": 1 << 17}
+    without, *_ = _workspace(long)
+    shared, *_ = _workspace(long | {"block_mask_batch": 1, "block_mask_heads": 1})
+    own, *_ = _workspace(long | {"block_mask_batch": 3, "block_mask_heads": 2})
+    assert 3 * 4 * 1024 * 1024 <= shared - without < 3 * 4 * 1024 * 1024 + (1 << 17)
+    assert 6 * 4 * 1024 * 1024 <= own - without < 6 * 4 * 1024 * 1024 + (1 << 17)
+
+
+def _workspace(fields: dict[str, int]) -> tuple[int, int, str]:
+    """Bytes, status and message of the query for batch 3, 2 heads, 200 tokens of 64 channels."""
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    shape = {"batch": 3, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
+    for name, value in (shape | {"head_dim": 64} | fields).items():
+        setattr(params, name, value)
+    size, message = ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    status = kernel._library().trtconvert_attention_workspace_size(params, size, message, 256)
+    return size.value, status, message.value.decode()
+
+
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"block_mask": 64}, "block_mask: expected null with block_mask_batch 0"),
+        ({"block_mask_batch": 1, "block_mask_heads": 1}, "block_mask: expected a device pointer, got null"),
+        ({"key_index": 64}, "key_index: expected null with source_keys 0"),
+        ({"source_keys": 300}, "key_index: expected a device pointer, got null"),
+        ({"source_keys": 300, "key_index": 66}, "key_index: expected a pointer aligned to 4 bytes"),
+        ({"source_keys": 300, "key_index": 64, "rotary": 64}, "rotary: expected null with source_keys"),
+        ({"source_keys": 300, "key_index": 64, "q_norm": 64, "k_norm": 64}, "q_norm: expected null with source_keys"),
+        ({"lse": 66}, "lse: expected a pointer aligned to 4 bytes"),
+    ],
+    ids=str,
+)
+def test_pointers_of_block_masks_and_indices_are_checked(fields: dict[str, int], said: str) -> None:
+    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    shape = {"batch": 3, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
+    tensors = dict.fromkeys(("q", "k", "v", "out", "timestep", *kernel._TABLES[1:], "modes", "workspace"), 256)
+    for name, value in (shape | tensors | {"head_dim": 64, "softmax_scale": 0.1, "timestep_max": 1.0} | fields).items():
+        setattr(params, name, value)
+    message = ctypes.create_string_buffer(256)
+    assert kernel._library().trtconvert_attention_run(params, message, 256) == 1
+    assert message.value.decode().startswith(said)
+
+
+@pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
+@pytest.mark.parametrize(
     ("fields", "named"),
     [
         (
             {"batch": 4837, "num_heads": 7913, "num_kv_heads": 7913, "num_keys": 7239103 * 128, "head_dim": 128},
             "num_keys",
+        ),
+        ({"num_heads": 65535, "num_kv_heads": 65535, "source_keys": 1 << 30}, "source_keys"),
+        (
+            dict.fromkeys(("batch", "num_heads", "block_mask_batch", "block_mask_heads"), 16384)
+            | {"num_keys": 1 << 22, "num_queries": 1 << 10},
+            "block_mask",
         ),
         ({"batch": 65535, "num_heads": 65535, "num_queries": 1 << 30, "head_dim": 256}, "num_queries"),
         ({"num_heads": 65535, "num_bins": 1 << 30}, "num_bins"),

@@ -20,7 +20,7 @@ def node_model(variant, feeds, dtype=TensorProto.FLOAT):
         "timestep_max": 1000.0,
         "scaling": variant.scaling,
         "smooth_k": int(variant.smooth_k),
-    }
+    } | dict.fromkeys(variant.flags, 1)
     node = helper.make_node(OP, list(feeds), ["out"], domain=DOMAIN, **attributes)
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), list(x.shape))

@@ -18,7 +18,7 @@ from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.lowering import fold_transposes, lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
-from trtconvert.export.nodes.attention_body import INPUTS, MASK, OP, Variant, function_body
+from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, KEY_INDEX, MASK, OP, Variant, function_body
 from trtconvert.export.nodes.common import DOMAIN
 
 VARIANTS = [
@@ -28,17 +28,31 @@ VARIANTS = [
     )
 ]
 
+SPARSE = [
+    Variant(mask="boolean", block_mask=True),
+    Variant(layout="BNHD", scaling="dynamic", key_index=True),
+    Variant(layout="BNHD", mask="additive", block_mask=True, key_index=True),
+    Variant(scaling="dynamic", smooth_k=False, block_mask=True, key_index=True),
+]
+
 
 def case(variant, keys=200, dtype=torch.float32):
     """Inputs in all modes at once, and a timestep that is NaN."""
     generator = torch.Generator().manual_seed(0)
-    batch, heads, kv_heads, queries, dim = 6, 4, 2, 33, 40
+    batch, heads, kv_heads, queries, dim = 6, 4, 2, 150 if variant.block_mask else 33, 40
     q = torch.randn(batch, heads, queries, dim, generator=generator) * 2
     k = torch.randn(batch, kv_heads, keys, dim, generator=generator) + 1
     v = torch.randn(batch, kv_heads, keys, dim, generator=generator) + 0.5
     per_mode = [tables_from_data(q, k, v, mode) for mode in Mode]
     tables = AttentionTables(*(torch.cat([getattr(t, name) for t in per_mode]) for name in TABLES))
     timestep = torch.tensor([0.0, 250.0, 450.0, 700.0, 1000.0, float("nan")])
+    sparse = {}
+    if variant.key_index:  # in any order, and some twice
+        sparse[KEY_INDEX] = torch.randint(keys, (batch, kv_heads, keys - 31), generator=generator).int()
+        keys -= 31
+    if variant.block_mask:
+        blocks = torch.tensor([[[True, False], [False, True]], [[False, True], [True, True]]])
+        sparse[BLOCK_MASK] = blocks[None, [0, 1, 1, 0]] if variant.key_index else blocks[[0, 1, 1, 0, 1, 0], None]
     mask = {
         "none": None,
         "boolean": torch.rand(batch, 1, queries, keys, generator=generator) > 0.3,
@@ -52,13 +66,15 @@ def case(variant, keys=200, dtype=torch.float32):
     feeds = dict(zip(INPUTS, (q, k, v, timestep, *(getattr(tables, name) for name in TABLES)), strict=True))
     if mask is not None:
         feeds[MASK] = mask
+    feeds |= {name: sparse[name] for name in (BLOCK_MASK, KEY_INDEX) if name in sparse}
     expected = reference.attention(
-        q, k, v, timestep, tables, layout=variant.layout, scaling=variant.scaling, smooth_k=variant.smooth_k, mask=mask
-    )
+        q, k, v, timestep, tables, layout=variant.layout, scaling=variant.scaling, smooth_k=variant.smooth_k, mask=mask,
+        **sparse,
+    )  # fmt: skip
     return {name: x.numpy() for name, x in feeds.items()}, expected
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.overload)
+@pytest.mark.parametrize("variant", VARIANTS + SPARSE, ids=lambda v: v.overload)
 def test_the_body_computes_what_the_reference_does(variant):
     feeds, expected = case(variant)
     model = node_model(variant, feeds)
@@ -86,7 +102,7 @@ def test_half_precision_goes_in_and_comes_out():
 
 
 @pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v.scaling == "calibrated" and v.smooth_k], ids=lambda v: v.overload
+    "variant", [v for v in VARIANTS if v.scaling == "calibrated" and v.smooth_k] + SPARSE, ids=lambda v: v.overload
 )
 def test_native_attention_is_exact_attention(variant):
     feeds, _ = case(variant)
@@ -98,6 +114,11 @@ def test_native_attention_is_exact_attention(variant):
     if variant.layout == "BNHD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = torch.from_numpy(feeds[MASK]) if MASK in feeds else None
+    if KEY_INDEX in feeds:
+        k, v = reference.gather_keys(k, v, torch.from_numpy(feeds[KEY_INDEX]))
+    if BLOCK_MASK in feeds:
+        blocks = reference.expand_blocks(torch.from_numpy(feeds[BLOCK_MASK]), q.shape[2], k.shape[2])
+        mask = blocks if mask is None else mask & blocks if mask.dtype == torch.bool else mask.where(blocks, -torch.inf)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     if variant.layout == "BNHD":
         exact = exact.transpose(1, 2)
@@ -117,6 +138,18 @@ def test_the_plugin_lowering_names_the_plugin_and_strips_the_body():
     # and back: the body returns, the plugin's attributes go
     assert lower_to_function(model) == 1
     assert "plugin_version" not in node.attributes
+
+
+def test_the_plugin_gets_block_masks_and_indices_behind_the_mask():
+    variant = SPARSE[2]
+    feeds, expected = case(variant)
+    model = node_model(variant, feeds)
+    assert lower_to_plugin(model) == 1
+    (node,) = attention_nodes(model).values()
+    assert [value.name for value in node.inputs[len(INPUTS) + 1 :]] == [BLOCK_MASK, KEY_INDEX]
+    assert [node.attributes[name].as_int() for name in (BLOCK_MASK, KEY_INDEX)] == [1, 1]
+    lower_to_function(model)
+    assert error(run(model, feeds)[:-1], expected[:-1]) < tolerances.HALF_INPUTS
 
 
 @pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
@@ -185,6 +218,6 @@ def test_transposes_fold_into_the_layout(output_use):
 
 
 def test_variants_share_the_op_and_differ_in_the_overload():
-    bodies = [function_body(variant) for variant in VARIANTS]
+    bodies = [function_body(variant) for variant in VARIANTS + SPARSE]
     assert {(body.domain, body.name) for body in bodies} == {(DOMAIN, OP)}
     assert len({body.overload for body in bodies}) == len(bodies)

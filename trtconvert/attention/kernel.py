@@ -18,7 +18,7 @@ from trtconvert.attention import reference
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.library import load_library
 
-_PARAMS_VERSION = 5  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
+_PARAMS_VERSION = 6  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
 
@@ -67,6 +67,8 @@ class _Params(ctypes.Structure):
         ("token_split", ctypes.c_int32),
         *[(f"second_{name}", ctypes.c_void_p) for name in ("q", "k", "v", "out")],
         *[(f"second_{name}_strides", _Strides) for name in ("q", "k", "v", "out")],
+        *[(name, ctypes.c_void_p) for name in ("block_mask", "key_index", "lse")],
+        *[(name, ctypes.c_int32) for name in ("block_mask_batch", "block_mask_heads", "source_keys")],
     ]
 
 
@@ -374,14 +376,13 @@ def _run_cuda(
             those from s on. 0: one norm for all tokens.
         token_split: with s > 0 the tokens before s and those from s on are given to the kernels in tensors of their own.
     """
-    if block_mask is not None or key_index is not None or return_lse:
-        raise RuntimeError(
-            "block_mask, key_index and return_lse: the library has no kernels for them; call it on the CPU"
-        )
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = _heads_first(q, layout), _heads_first(k, layout)
+    source_keys = 0
+    if key_index is not None:
+        source_keys, keys = keys, key_index.shape[2]
     # Held until the launch is enqueued. After that the caching allocator keeps their memory for this stream's later work.
     given = {"timestep": timestep} | vars(tables)
     read = {name: _table(given[name]) for name in _TABLES}
@@ -406,6 +407,7 @@ def _run_cuda(
         **{name: x.data_ptr() for name, x in read.items()},
         modes=modes.data_ptr(),
         token_split=token_split,
+        source_keys=source_keys,
     )
     token_axis = layout.index("N")
     parts = [(q, k, v, out)]
@@ -426,6 +428,17 @@ def _run_cuda(
     if lengths is not None:
         params.key_lengths = lengths.data_ptr()
 
+    blocks = None if block_mask is None else block_mask.contiguous()
+    if blocks is not None:
+        params.block_mask = blocks.data_ptr()
+        params.block_mask_batch, params.block_mask_heads = blocks.shape[:2]
+    rows = None if key_index is None else key_index.contiguous().int()
+    if rows is not None:
+        params.key_index = rows.data_ptr()
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32) if return_lse else None
+    if lse is not None:
+        params.lse = lse.data_ptr()
+
     if rotary is not None:
         params.rotary = rotary.data_ptr()
     if norm is not None:
@@ -441,7 +454,9 @@ def _run_cuda(
         params.workspace, params.workspace_size = workspace.data_ptr(), size.value
         params.stream = torch.cuda.current_stream().cuda_stream
         _raise(library.trtconvert_attention_run(params, message, _MESSAGE_BYTES), message)
-    return out if token_split == 0 else torch.cat([part[-1] for part in parts], token_axis)
+    if token_split > 0:
+        out = torch.cat([part[-1] for part in parts], token_axis)
+    return out if lse is None else (out, lse)
 
 
 _TABLES = ("timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset")

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import Dims, NativeSite, opt_sizes
-from trtconvert.export.nodes.attention import attention_nodes, mask_of
+from trtconvert.export.nodes.attention import attention_nodes, block_mask_of, key_index_of, mask_of
 from trtconvert.export.nodes.attention_body import INPUTS, MASK, OP
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
 
@@ -89,7 +89,8 @@ class SitePlan:
 def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]:
     """The model's sites with their sizes at the opt shape of each profile.
 
-    Sites whose sizes the graph does not tell are left out; they cannot be timed alone.
+    Sites whose sizes the graph does not tell, or whose time depends on a block mask or an index, are left out: they cannot be
+    timed alone.
     """
     sizes = opt_sizes(profiles)
     found = {}
@@ -111,6 +112,8 @@ def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
     q, k = (_fixed(value, sizes) for value in node.inputs[:2])
     mask = mask_of(node)
     fixed_mask = _fixed(mask, sizes)
+    if block_mask_of(node) is not None or key_index_of(node) is not None:
+        return None  # how long it takes depends on what these hold
     if not q or not k or (mask is not None and fixed_mask is None):
         return None
     text = {name: node.attributes[name].as_string() for name in ("layout", "scaling")}

@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1)
 template <int kMode, int kDimQk, int kDimPv>
 Schedule schedule_of(const Params& p) {
   using S = Shape<kMode, kDimQk, kDimPv>;
+  if (p.block_mask_heads > 0) return Schedule(p, Schedule::kBlockConsumers, false);
   return Schedule(p, S::kConsumers, S::kCanGather);
 }
 

@@ -110,7 +110,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (!takes_part(mine, consumer, barriers)) continue;
+    if (!takes_part(p, mine, task, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     const uint32_t row_scales = ring + own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
@@ -220,8 +220,8 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       for (int r = 0; r < 2; ++r) rows.sum[r] = lane_id() % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
     }
     const float row_scale[2] = {load_shared(row_scales), load_shared(row_scales + 32)};
-    finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, nullptr, kBf16);
-    if (!task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
+    finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, nullptr, 0.f, kBf16);
+    if (!is_ordinary<S>(p, task)) mbarrier_arrive(barriers.task_done());
   }
 }
 

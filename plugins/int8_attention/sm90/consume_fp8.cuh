@@ -141,7 +141,7 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (!takes_part(mine, consumer, barriers)) continue;
+    if (!takes_part(p, mine, task, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     const uint32_t row_scales = own + S::kQueryBytes + n % 2 * S::kBesideBytes + first_row() * 4;
 
@@ -234,8 +234,8 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     const float row_scale[2] = {load_shared(row_scales), load_shared(row_scales + 32)};
     const int beside = S::kConsumerArea + consumer * S::kConsumerBytes + S::kQueryBytes + n % 2 * S::kBesideBytes;
     finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o,
-                   reinterpret_cast<const float*>(shared + beside + S::kRowScaleBytes), p.bf16);
-    if (!task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
+                   reinterpret_cast<const float*>(shared + beside + S::kRowScaleBytes), kLog2OfLargestWeight, p.bf16);
+    if (!is_ordinary<S>(p, task)) mbarrier_arrive(barriers.task_done());
   }
 }
 

@@ -177,7 +177,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
     const float* const row_scales = reinterpret_cast<const float*>(own + S::kQueryBytes + n % 2 * S::kBesideBytes);
     const ConsumerTask<S> mine(task);
     if (mine.active == 0) break;
-    if (!takes_part(mine, consumer, barriers)) continue;
+    if (!takes_part(p, mine, task, consumer, barriers)) continue;
     turns.begin(consumer, mine.active);
     if constexpr (kMode == 2) find_extremes(extremes, row_scales);
 
@@ -341,8 +341,9 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       if (mine.steps > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
     }
     const float row_scale[2] = {row_scales[row], row_scales[row + 8]};
-    finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, row_scales + kQueryBlock, p.bf16);
-    if (!task.ordinary(S::kConsumers)) mbarrier_arrive(barriers.task_done());
+    finish<kDimPv>(p, task, barriers_in<S>(shared), consumer, row_scale, rows, o, row_scales + kQueryBlock, kLog2Of255,
+                   p.bf16);
+    if (!is_ordinary<S>(p, task)) mbarrier_arrive(barriers.task_done());
   }
 }
 

@@ -23,6 +23,18 @@ __device__ __forceinline__ uint4 quad_transpose(const uint32_t (&x)[4], int quad
                : make_uint4(pair[0][0], pair[0][1], other[0], other[1]);
 }
 
+// Adds to lse the natural logarithm of a thread's rows' sums, whose unit is 2^unit above their references, where the rows exist.
+__device__ __forceinline__ void store_lse(const Params& p, int batch, int head, int block, const Rows& rows, float unit) {
+  const float sum[2] = {quad_sum(rows.sum[0]), quad_sum(rows.sum[1])};
+  if (lane_id() % 4 != 0) return;
+  float* const lse = p.lse + (int64_t(batch) * p.heads + head) * p.num_queries;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = block * kQueryBlock + first_row() + 8 * r;
+    if (row < p.num_queries) lse[row] += (rows.reference[r] + (log2_approx(sum[r]) - unit)) * kLn2;
+  }
+}
+
 // out = o / sum[row], with `tables` times v_scale plus v_offset (kDimPv of each), for the rows and columns that exist. In 16 bytes
 // where four groups of eight columns meet: everything is computed before the first store, without a branch.
 template <int kDimPv, int kChunks, int kHalf>
@@ -130,15 +142,17 @@ __device__ __forceinline__ bool merge(const Params& p, const Task& task, Barrier
   return true;
 }
 
-// What a consumer does with its result, of kDimPv columns. `row_scale` is NaN for rows that have to be NaN.
+// What a consumer does with its result, of kDimPv columns. `row_scale` is NaN for rows that have to be NaN; sums are of weights times
+// 2^unit.
 template <int kDimPv, int kChunks, int kHalf>
 __device__ __forceinline__ void finish(const Params& p, const Task& task, Barriers& barriers, int consumer,
                                        const float (&row_scale)[2], Rows& rows, float (&o)[kChunks][kHalf],
-                                       const float* tables, bool bf16) {
+                                       const float* tables, float unit, bool bf16) {
   if (task.parts > 1 && !merge(p, task, barriers, consumer, rows, o)) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (isnan(row_scale[r])) rows.sum[r] = row_scale[r];
+  if (p.lse) store_lse(p, task.batch, task.head_of(consumer), task.block_of(consumer), rows, unit);
   store<kDimPv>(p, task.batch, task.head_of(consumer), task.block_of(consumer), rows, o, tables, bf16);
 }
 

@@ -17,6 +17,7 @@ __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const 
     Element element;
     int batch, unit_of_element;
     const bool found = elements.find(p, schedule, unit, batch, unit_of_element, element);
+    if (n == 0 && p.block_mask_heads > 0) wait_for_previous_kernel();  // the order of rows is of a kernel before the pre-pass
     if (lane_id() == 0) {
       Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
       task = found ? task_of<S::kKeys, S::kConsumers>(p, schedule, batch, unit_of_element, element, phases) : Task();
@@ -33,7 +34,7 @@ __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const 
 
 // The tasks of a producer, one after the other, until there are no more.
 template <typename S, typename Feed>
-__device__ __forceinline__ void for_each_task(uint8_t* shared, const Feed& feed) {
+__device__ __forceinline__ void for_each_task(const Params& p, uint8_t* shared, const Feed& feed) {
   const BarrierAddresses barriers(shared_address(shared + S::kBarriers));
   uint32_t done_parity = 0;
   for (int n = 0;; ++n) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ void for_each_task(uint8_t* shared, const Feed& feed)
     const Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
     feed(n, task);
     if (task.active == 0) return;
-    if (!task.ordinary(S::kConsumers)) {
+    if (!is_ordinary<S>(p, task)) {
       mbarrier_arrive(barriers.task_done());
       mbarrier_wait(barriers.task_done(), done_parity);
       done_parity ^= 1;
@@ -50,7 +51,8 @@ __device__ __forceinline__ void for_each_task(uint8_t* shared, const Feed& feed)
   }
 }
 
-// The tiles of a task, in the order of the ring: feed(tile of its kind, step, head of K and V, place in the ring).
+// The tiles of a task, in the order of the ring: feed(tile of its kind, place among all steps over the keys, head of K and V, place
+// in the ring).
 template <typename S, typename Feed>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task, const Feed& feed) {
   constexpr int kParts = kKeyTile / S::kKeys;
@@ -58,6 +60,18 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task,
   const unsigned heads = task.batch * p.kv_heads;
   int kv_head = p.group == 1 ? head : head / p.group;
   Cursor<S::kStages> at(task.phases);
+  if (p.block_mask_heads > 0) {  // a loop of its own: the other one has no registers to spare
+    const int32_t* next = p.block_tiles + int64_t(task.block_row) * p.key_tiles;
+    const int steps = task.steps;
+    int tile = steps > 0 ? *next : 0;  // of the next step, on its way while this one waits for room
+    for (int step = 0; step < steps; ++step) {
+      const int place = tile * kParts + step % kParts;
+      if (step % kParts == kParts - 1 && step + 1 < steps) tile = *++next;
+      feed((heads + kv_head) * p.key_tiles + place / kParts, place, kv_head, at);
+      at.advance(1);
+    }
+    return;
+  }
   for (int step = task.first_step; step < end; ++step)
     for (int stream = 0; stream < streams; ++stream) {
       if (streams > 1) kv_head = p.group == 1 ? head + stream : (head + stream) / p.group;
@@ -80,7 +94,7 @@ __device__ void produce_queries(const Params& p, uint8_t* shared) {
   const uint32_t ring = shared_address(shared);
   const BarrierAddresses barriers(ring + S::kBarriers);
 
-  for_each_task<S>(shared, [&](int n, const Task& task) {
+  for_each_task<S>(p, shared, [&](int n, const Task& task) {
     const int active = task.active, streams = task.streams;
     int head = task.head, block = task.first_block;
     const unsigned first = task.batch * p.heads;
@@ -122,7 +136,7 @@ __device__ void produce_keys(const Params& p, uint8_t* shared) {
   const uint32_t ring = shared_address(shared);
   const BarrierAddresses barriers(ring + S::kBarriers);
 
-  for_each_task<S>(shared, [&](int, const Task& task) {
+  for_each_task<S>(p, shared, [&](int, const Task& task) {
     if (task.active == 0) return;
     int left = task.steps * task.streams;
     const int missing = missing_arrivals<S>(task);
@@ -151,7 +165,7 @@ __device__ void produce_values(const Params& p, const ValueMaps& values, uint8_t
   const uint32_t ring = shared_address(shared);
   const BarrierAddresses barriers(ring + S::kBarriers);
 
-  for_each_task<S>(shared, [&](int, const Task& task) {
+  for_each_task<S>(p, shared, [&](int, const Task& task) {
     const int missing = missing_arrivals<S>(task), batch = task.batch;
     for_each_tile<S>(p, task, [&](unsigned tile, int step, int kv_head, const Cursor<S::kStages>& at) {
       const uint32_t full = barriers.value_full(at.stage), empty = barriers.value_empty(at.stage);

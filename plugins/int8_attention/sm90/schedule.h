@@ -4,6 +4,9 @@
 // query block for every consumer come first, head by head, then each head's last one where it has fewer. Where that is a single
 // query block, a unit takes those of several heads, and each consumer has the keys of its own.
 //
+// Under a block mask a unit is a row of blocks of one head, 128 queries, for two consumers: a third would have keys of another row.
+// Units come in the order of BlockRow, and are not divided.
+//
 // There are as many thread blocks as multiprocessors. Each begins with the unit of its own number and then takes the next one
 // that none has taken. Of the last units of a launch, where they would leave most multiprocessors idle, the keys are divided
 // into parts that are taken like units; their results meet in the workspace (merge() in epilogue.cuh). A thread block computes
@@ -38,6 +41,7 @@ struct Schedule {
       gathered = consumers;
       units = full_units + ceil_div(p.heads, gathered);
     }
+    if (p.block_mask_heads > 0) return;
     const int64_t all = int64_t(units) * p.batch;
     const int last_wave = int(all % p.multiprocessors);
     if (last_wave == 0 || last_wave > units) return;
@@ -54,6 +58,8 @@ struct Schedule {
     }
     if (parts > 1) divided = last_wave;
   }
+
+  static constexpr int kBlockConsumers = kBlock / kQueryBlock;  // under a block mask
 
   // Of any mode, per batch element.
   static int64_t most_units(const Params& p) { return int64_t(p.heads) * ceil_div(p.query_blocks, kFewestConsumers); }

@@ -46,10 +46,15 @@ struct Task {
   int first_step, steps;          // over the keys, in tiles of the mode; steps may be 0
   int num_keys;                   // keys beyond do not exist
   uint32_t phases;                // where the ring's first stage is: Cursor
-  int divided;                    // which of the units that several thread blocks compute, or -1
+  // Under a block mask steps go through the tiles of a list, and first_step is what it would be if the last ones followed each other.
+  // (Barriers have no room for more.)
+  union {
+    int divided;    // which of the units that several thread blocks compute, or -1
+    int block_row;  // under a block mask: block_row_of()
+  };
   int part, parts;
 
-  // Whether every consumer reads every tile, of which there are some. Then the ring's barriers tell enough: a consumer must not ask
+  // Whether all consumers that ever compute, `consumers` of them, read every tile, of which there are some. Then the ring's barriers tell enough: a consumer must not ask
   // for a phase before it knows that the one before is complete, nor the producer overwrite what belongs to a task before. After
   // any other task the producers wait until all consumers, the idle ones too, and they themselves are done with it.
   __device__ __forceinline__ bool ordinary(int consumers) const { return steps > 0 && active == consumers && streams == 1; }
@@ -348,6 +353,24 @@ __device__ __forceinline__ Task task_of(const Params& p, const Schedule& schedul
   task.divided = -1;
   task.part = 0;
   task.parts = 1;
+  if (p.block_mask_heads > 0) {
+    constexpr int kParts = kKeyTile / kKeys, kActive = Schedule::kBlockConsumers;
+    const int4 row = *reinterpret_cast<const int4*>(p.block_order + int64_t(batch) * schedule.units + unit);  // a BlockRow
+    task.head = row.x / p.block_rows;
+    const int block_row = row.x % p.block_rows;
+    task.first_block = block_row * kActive;
+    task.active = min(kActive, p.query_blocks - task.first_block);
+    task.streams = 1;
+    task.block_row = int(block_row_of(p, batch, task.head, block_row));
+    task.steps = row.y * kParts;
+    int last_step = row.z * kParts + kParts - 1;
+    if (task.steps > 0 && last_step * kKeys >= task.num_keys) {  // half tiles
+      --task.steps;
+      --last_step;
+    }
+    task.first_step = last_step - task.steps + 1;
+    return task;
+  }
   const int whole = schedule.units - (batch == p.batch - 1 ? schedule.divided : 0);
   if (unit >= whole) {
     task.divided = (unit - whole) / schedule.parts;
@@ -392,12 +415,20 @@ struct ConsumerTask {
   }
 };
 
+// Under a block mask two consumers compute, and where there is a third it never does.
+template <typename S>
+__device__ __forceinline__ bool is_ordinary(const Params& p, const Task& task) {
+  return task.ordinary(p.block_mask_heads > 0 ? Schedule::kBlockConsumers : S::kConsumers);
+}
+
 // Whether a consumer has a part in a task; where it has none, it is done with its queries and with the task at once.
 template <typename S>
-__device__ __forceinline__ bool takes_part(const ConsumerTask<S>& mine, int consumer, const BarrierAddresses& barriers) {
+__device__ __forceinline__ bool takes_part(const Params& p, const ConsumerTask<S>& mine, const Task& task, int consumer,
+                                           const BarrierAddresses& barriers) {
   if (consumer < mine.active) return true;
+  const bool ordinary = is_ordinary<S>(p, task);
   mbarrier_arrive(barriers.query_empty(consumer));
-  mbarrier_arrive(barriers.task_done());
+  if (!ordinary) mbarrier_arrive(barriers.task_done());
   return false;
 }
 

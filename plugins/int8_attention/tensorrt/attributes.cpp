@@ -16,13 +16,15 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
 // Raised whenever a field is added or changes its meaning.
-constexpr int32_t kSerializationVersion = 4;
+constexpr int32_t kSerializationVersion = 5;
 
 constexpr char kLayout[] = "layout";
 constexpr char kSoftmaxScale[] = "softmax_scale";
 constexpr char kTimestepMax[] = "timestep_max";
 constexpr char kScaling[] = "scaling";
 constexpr char kSmoothK[] = "smooth_k";
+constexpr char kBlockMask[] = "block_mask";
+constexpr char kKeyIndex[] = "key_index";
 constexpr char kRotary[] = "rotary";
 constexpr char kNorm[] = "norm";
 constexpr char kNormEpsilon[] = "norm_eps";
@@ -86,7 +88,8 @@ bool read_parts(PluginField const& field, int32_t& parts) noexcept {
 // Which fields were seen, to tell repeated and missing ones.
 constexpr unsigned kVersionBit = 1, kLayoutBit = 2, kSoftmaxScaleBit = 4, kTimestepMaxBit = 8, kScalingBit = 16,
                    kSmoothKBit = 32, kRotaryBit = 64, kNormBit = 128, kNormEpsilonBit = 256, kKvHeadsBit = 512,
-                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096, kPartsBit = 8192;
+                   kKHeadBit = 1024, kVHeadBit = 2048, kNormSplitBit = 4096, kPartsBit = 8192, kBlockMaskBit = 16384,
+                   kKeyIndexBit = 32768;
 
 // Reads one field; 0 where it is unknown or wrong, after logging why.
 unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& attributes) noexcept {
@@ -101,6 +104,8 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kSoftmaxScale) return read_softmax_scale(field, attributes.softmax_scale) ? kSoftmaxScaleBit : 0;
   if (name == kTimestepMax) return read_timestep_max(field, attributes.timestep_max) ? kTimestepMaxBit : 0;
   if (name == kSmoothK) return read_flag(field, attributes.smooth_k) ? kSmoothKBit : 0;
+  if (name == kBlockMask) return read_flag(field, attributes.block_mask) ? kBlockMaskBit : 0;
+  if (name == kKeyIndex) return read_flag(field, attributes.key_index) ? kKeyIndexBit : 0;
   if (name == kRotary) return read_flag(field, attributes.rotary) ? kRotaryBit : 0;
   if (name == kNorm) return read_flag(field, attributes.norm) ? kNormBit : 0;
   if (name == kNormEpsilon) return read_epsilon(field, attributes.norm_epsilon) ? kNormEpsilonBit : 0;
@@ -110,9 +115,9 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kVHead) return read_count(field, "heads", attributes.v_head) ? kVHeadBit : 0;
   if (name == kParts) return read_parts(field, attributes.parts) ? kPartsBit : 0;
   if (name == kSerializationVersionField && phase == TensorRTPhase::kRUNTIME) return read_version(field, kSerializationVersion) ? kVersionBit : 0;
-  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it",
-      kLayout, kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kRotary, kNorm, kNormEpsilon, kNormSplit, kKvHeads, kKHead,
-      kVHead, kParts, field.name);
+  log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it",
+      kLayout, kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kBlockMask, kKeyIndex, kRotary, kNorm, kNormEpsilon, kNormSplit,
+      kKvHeads, kKHead, kVHead, kParts, field.name);
   return 0;
 }
 
@@ -126,7 +131,8 @@ PluginFieldCollection const* attribute_names() noexcept {
       {kNorm, nullptr, PluginFieldType::kINT32, 1},          {kNormEpsilon, nullptr, PluginFieldType::kFLOAT32, 1},
       {kNormSplit, nullptr, PluginFieldType::kINT32, 1},     {kKvHeads, nullptr, PluginFieldType::kINT32, 1},
       {kKHead, nullptr, PluginFieldType::kINT32, 1},         {kVHead, nullptr, PluginFieldType::kINT32, 1},
-      {kParts, nullptr, PluginFieldType::kINT32, 1},
+      {kParts, nullptr, PluginFieldType::kINT32, 1},         {kBlockMask, nullptr, PluginFieldType::kINT32, 1},
+      {kKeyIndex, nullptr, PluginFieldType::kINT32, 1},
   };
   static constexpr PluginFieldCollection kCollection{std::size(kFields), kFields};
   return &kCollection;
@@ -141,6 +147,11 @@ bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, 
     log(Severity::kERROR, "attribute '%s': expected 0 without an input 'norm', got %d", kNormSplit, attributes.norm_split);
     return false;
   }
+  if (attributes.key_index && (attributes.rotary || attributes.norm || attributes.parts > 1)) {
+    log(Severity::kERROR, "attribute '%s': expected 0 with inputs 'rotary' or 'norm' or with parts 2, got 1; compute these before",
+        kKeyIndex);
+    return false;
+  }
   return true;
 }
 
@@ -149,6 +160,8 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       softmax_scale_(attributes.softmax_scale),
       timestep_max_(attributes.timestep_max),
       smooth_k_(attributes.smooth_k),
+      block_mask_(attributes.block_mask),
+      key_index_(attributes.key_index),
       rotary_(attributes.rotary),
       norm_(attributes.norm),
       norm_epsilon_(attributes.norm_epsilon),
@@ -167,6 +180,8 @@ SerializedAttributes::SerializedAttributes(Attributes const& attributes) noexcep
       PluginField{kTimestepMax, &timestep_max_, PluginFieldType::kFLOAT32, 1},
       text(kScaling, attributes.dynamic_scaling ? "dynamic" : "calibrated"),
       PluginField{kSmoothK, &smooth_k_, PluginFieldType::kINT32, 1},
+      PluginField{kBlockMask, &block_mask_, PluginFieldType::kINT32, 1},
+      PluginField{kKeyIndex, &key_index_, PluginFieldType::kINT32, 1},
       PluginField{kRotary, &rotary_, PluginFieldType::kINT32, 1},
       PluginField{kNorm, &norm_, PluginFieldType::kINT32, 1},
       PluginField{kNormEpsilon, &norm_epsilon_, PluginFieldType::kFLOAT32, 1},

@@ -13,6 +13,8 @@ struct Attributes {
   float timestep_max = 1000.0f;  // the timestep at which the last bin ends
   bool dynamic_scaling = false;  // scaling: "calibrated" (false) or "dynamic"
   bool smooth_k = true;          // subtract k_offset from the keys
+  bool block_mask = false;       // whether there is an input 'block_mask'
+  bool key_index = false;        // whether there is an input 'key_index'
   bool rotary = false;           // whether there is an input 'rotary'
   bool norm = false;             // whether there is an input 'norm'
   float norm_epsilon = 0.0f;     // norm_eps: of the norm of q and k
@@ -38,7 +40,7 @@ class SerializedAttributes {
   SerializedAttributes(SerializedAttributes const&) = delete;
   SerializedAttributes& operator=(SerializedAttributes const&) = delete;
 
-  static constexpr int32_t kNumFields = 14;
+  static constexpr int32_t kNumFields = 16;
 
   nvinfer1::PluginFieldCollection const* fields() const noexcept { return &collection_; }
 
@@ -47,6 +49,8 @@ class SerializedAttributes {
   float softmax_scale_;
   float timestep_max_;
   int32_t smooth_k_;
+  int32_t block_mask_;
+  int32_t key_index_;
   int32_t rotary_;
   int32_t norm_;
   float norm_epsilon_;

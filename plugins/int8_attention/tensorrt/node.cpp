@@ -17,7 +17,7 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
 constexpr char const* kInputNames[kMaxInputs] = {"q",       "k",        "v",        "timestep", "q_scale", "k_scale", "v_scale",
-                                                 "k_offset", "v_offset", "modes",    "mask",     "rotary",  "norm"};
+                                                 "k_offset", "v_offset", "modes",    "mask",     "block_mask", "key_index", "rotary",  "norm"};
 
 bool check_shape(Input input, Dims const& got, Dims const& expected) noexcept {
   bool const same = is_same(got, expected);
@@ -159,11 +159,34 @@ bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& para
   return fits;
 }
 
+// The number of rows that an index names.
+bool check_key_index(Dims const& index, HeadsFirst const& k, int64_t& kept) noexcept {
+  if (!check_rank(kKeyIndex, index, 3)) return false;
+  kept = index.d[2];
+  return check_shape(kKeyIndex, index, {3, {k.batch, k.heads, kept}});
+}
+
+bool describe_block_mask(Dims const& blocks, TrtConvertAttentionParams& params) noexcept {
+  Dims const full{4, {params.batch, params.num_heads, (params.num_queries + int64_t{127}) / 128, (params.num_keys + int64_t{127}) / 128}};
+  bool fits = blocks.nbDims == 4;
+  for (int32_t i = 0; fits && i < 4; ++i) fits = blocks.d[i] == full.d[i] || (i < 2 && blocks.d[i] == 1);
+  if (!fits) {
+    log(Severity::kERROR, "input 'block_mask': expected shape %s, of which the first two may be 1, got %s", ShapeText(full).text,
+        ShapeText(blocks).text);
+    return false;
+  }
+  params.block_mask_batch = static_cast<int32_t>(blocks.d[0]);
+  params.block_mask_heads = static_cast<int32_t>(blocks.d[1]);
+  return true;
+}
+
 // What the input at a position is, or kV for an output, whose type follows q's like v's.
 Input role_of(Attributes const& attributes, int32_t position, int32_t num_inputs) noexcept {
   if (position >= num_inputs) return kV;
   OptionalInputs const optional = optional_inputs(attributes, num_inputs);
   if (position == optional.mask) return kMask;
+  if (position == optional.block_mask) return kBlockMask;
+  if (position == optional.key_index) return kKeyIndex;
   if (position == optional.rotary) return kRotary;
   if (position == optional.norm) return kNorm;
   return static_cast<Input>(position);
@@ -182,7 +205,10 @@ bool type_fits(Input role, DataType type, DataType q_type) noexcept {
     case kRotary:
     case kNorm:
       return type == DataType::kFLOAT;
+    case kBlockMask:
+      return type == DataType::kBOOL;
     case kModes:
+    case kKeyIndex:
       return type == DataType::kINT32;
     case kMask:
       return type == DataType::kBOOL || type == q_type;
@@ -200,17 +226,19 @@ OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs)
   int32_t next = num_inputs;
   if (attributes.norm) optional.norm = --next;
   if (attributes.rotary) optional.rotary = --next;
+  if (attributes.key_index) optional.key_index = --next;
+  if (attributes.block_mask) optional.block_mask = --next;
   if (next > kRequiredInputs) optional.mask = kRequiredInputs;
   return optional;
 }
 
 bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept {
-  int32_t const fewest = kRequiredInputs + attributes.rotary + attributes.norm;
+  int32_t const fewest = kRequiredInputs + attributes.block_mask + attributes.key_index + attributes.rotary + attributes.norm;
   if (num_inputs >= fewest && num_inputs <= fewest + 1 && num_outputs == attributes.parts) return true;
   log(Severity::kERROR,
-      "expected %d or %d inputs (q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, perhaps mask%s%s) "
+      "expected %d or %d inputs (q, k, v, timestep, q_scale, k_scale, v_scale, k_offset, v_offset, modes, perhaps mask%s%s%s%s) "
       "and %d output%s, got %d and %d; export the model again with this version of trtconvert",
-      fewest, fewest + 1, attributes.rotary ? ", rotary" : "", attributes.norm ? ", norm" : "", attributes.parts,
+      fewest, fewest + 1, attributes.block_mask ? ", block_mask" : "", attributes.key_index ? ", key_index" : "", attributes.rotary ? ", rotary" : "", attributes.norm ? ", norm" : "", attributes.parts,
       attributes.parts > 1 ? "s" : "", num_inputs, num_outputs);
   return false;
 }
@@ -229,7 +257,7 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
     if (!type_fits(role, inputs[i].type, inputs[kQ].type) || inputs[i].format != TensorFormat::kLINEAR) {
       log(Severity::kERROR,
           "input '%s': expected linear format and FP16 or BF16 for q, k, v, FP32 for timestep, tables, rotary and norm, INT32 "
-          "for modes, BOOL or q's type for mask; got type %d and format %d",
+          "for modes and key_index, BOOL for block_mask, BOOL or q's type for mask; got type %d and format %d",
           kInputNames[role], static_cast<int>(inputs[i].type), static_cast<int>(inputs[i].format));
       return false;
     }
@@ -273,6 +301,9 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
     return false;
   }
 
+  int64_t num_keys = k.tokens;
+  if (optional.key_index >= 0 && !check_key_index(inputs[optional.key_index].dims, k, num_keys)) return false;
+
   params = {};
   params.struct_size = sizeof(params);
   params.version = TRTCONVERT_ATTENTION_VERSION;
@@ -280,7 +311,8 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   params.num_heads = static_cast<int32_t>(q.heads);
   params.num_kv_heads = static_cast<int32_t>(k.heads);
   params.num_queries = static_cast<int32_t>(q.tokens);
-  params.num_keys = static_cast<int32_t>(k.tokens);
+  params.num_keys = static_cast<int32_t>(num_keys);
+  params.source_keys = optional.key_index >= 0 ? static_cast<int32_t>(k.tokens) : 0;
   params.head_dim = static_cast<int32_t>(q.dim);
   params.num_bins = static_cast<int32_t>(bins);
   params.data_type = inputs[kQ].type == DataType::kBF16 ? TRTCONVERT_BFLOAT16 : TRTCONVERT_FLOAT16;
@@ -303,7 +335,8 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   params.norm_across_heads = optional.norm >= 0 && is_across_heads(inputs[optional.norm].dims, attributes) ? 1 : 0;
   params.norm_split = attributes.norm_split;
   params.mask_kind = TRTCONVERT_MASK_NONE;
-  return optional.mask < 0 || describe_mask(inputs[optional.mask], params);
+  return (optional.mask < 0 || describe_mask(inputs[optional.mask], params)) &&
+         (optional.block_mask < 0 || describe_block_mask(inputs[optional.block_mask].dims, params));
 }
 
 void place(Attributes const& attributes, Dims const& q, void const* const* inputs, void* const* outputs,

@@ -28,6 +28,8 @@ enum Input : int32_t {
   kVOffset,    // [T, Hkv, D] FP32
   kModes,      // [T] INT32
   kMask,       // broadcastable to [B, H, Nq, Nk], BOOL or as q
+  kBlockMask,  // [B or 1, H or 1, ceil(Nq / 128), ceil(Nk / 128)] BOOL: blocks of queries and keys that there are
+  kKeyIndex,   // [B, Hkv, n] INT32: the rows of k and v to attend to. Nk of mask and block_mask is n then
   kRotary,     // [N, D / 2, 2] FP32: cosine and sine by which neighbouring channels of q and k are turned; Nq = Nk = N
   kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, which come before that; [2, H, D], Hkv = H: across the heads;
                // with norm_split s [2, 2, D]: of q and k, of the tokens before s and of those from s on, 0 < s < Nq = Nk
@@ -40,9 +42,9 @@ constexpr int32_t kPacked = 3;  // tensors in a packed one
 bool is_packed(nvinfer1::Dims const& dims) noexcept;
 
 // Positions of the optional inputs, which follow the others in the order above; -1 where a node has none. Attributes tell of
-// rotary and norm, the number of inputs then of the mask.
+// all but the mask, the number of inputs then of that.
 struct OptionalInputs {
-  int32_t mask = -1, rotary = -1, norm = -1;
+  int32_t mask = -1, block_mask = -1, key_index = -1, rotary = -1, norm = -1;
 };
 OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs) noexcept;
 

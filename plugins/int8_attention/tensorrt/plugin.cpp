@@ -126,6 +126,8 @@ int32_t Int8AttentionPlugin::enqueue(PluginTensorDesc const* inputDesc, PluginTe
   params.modes = static_cast<int32_t const*>(inputs[kModes]);
   OptionalInputs const optional = optional_inputs(attributes_, num_inputs_);
   if (optional.mask >= 0) params.mask = inputs[optional.mask];
+  if (optional.block_mask >= 0) params.block_mask = inputs[optional.block_mask];
+  if (optional.key_index >= 0) params.key_index = static_cast<int32_t const*>(inputs[optional.key_index]);
   if (optional.rotary >= 0) params.rotary = static_cast<float const*>(inputs[optional.rotary]);
   if (optional.norm >= 0) {
     params.q_norm = static_cast<float const*>(inputs[optional.norm]);

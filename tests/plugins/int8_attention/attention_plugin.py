@@ -17,6 +17,8 @@ def tensors(
     layout: str = "BHND",
     mask: tuple[int, ...] | None = None,
     mask_type: int = BOOL,
+    block_mask: tuple[int, ...] | None = None,
+    key_index: tuple[int, ...] | None = None,
     packed: bool = False,
     shared_heads: int = 0,
     rotary: tuple[int, ...] | None = None,
@@ -40,6 +42,10 @@ def tensors(
     shapes += [((bins, kv_heads, dim), FLOAT)] * 3 + [((bins,), INT32)]
     if mask is not None:
         shapes.append((mask, mask_type))
+    if block_mask is not None:
+        shapes.append((block_mask, BOOL))
+    if key_index is not None:
+        shapes.append((key_index, INT32))
     shapes += [(shape, FLOAT) for shape in (rotary, norm) if shape is not None]
     return [Desc(Dims(shape), kind, LINEAR, 1.0) for shape, kind in [*shapes, *((out, dtype) for out in outs)]]
 
@@ -64,6 +70,12 @@ SHARED_ACROSS_HEADS_ATTRIBUTES = {
     "norm": 1,
     "norm_eps": 1e-6,
 }
+
+
+SPARSE = {"queries": 300, "keys": 500, "block_mask": (1, 6, 3, 4), "key_index": (2, 3, 400)}
+
+
+SPARSE_ATTRIBUTES = {"block_mask": 1, "key_index": 1}
 
 
 LAYERS = {"queries": 77, "rotary": (77, 32, 2), "norm": (2, 64)}

@@ -14,6 +14,8 @@ from attention_plugin import (
     PARTS_ATTRIBUTES,
     SHARED,
     SHARED_ATTRIBUTES,
+    SPARSE,
+    SPARSE_ATTRIBUTES,
     TWO,
     TWO_ATTRIBUTES,
     tensors,
@@ -44,6 +46,10 @@ def test_packed_inputs_are_taken(driver: Driver, mask: tuple[int, ...] | None) -
         (LAYERS_ATTRIBUTES, LAYERS | ACROSS_HEADS),
         ({"norm": 1, "norm_eps": 1e-6}, ACROSS_HEADS),
         (LAYERS_ATTRIBUTES | {"layout": "BNHD"}, LAYERS | PACKED | ACROSS_HEADS),
+        (SPARSE_ATTRIBUTES, SPARSE),
+        (SPARSE_ATTRIBUTES | {"key_index": 0}, SPARSE | {"key_index": None, "block_mask": (2, 1, 3, 4)}),
+        (SPARSE_ATTRIBUTES | {"block_mask": 0}, SPARSE | {"block_mask": None}),
+        (LAYERS_ATTRIBUTES | {"block_mask": 1}, LAYERS | {"block_mask": (2, 6, 1, 1)}),
         (PARTS_ATTRIBUTES, PARTS),
         (PARTS_ATTRIBUTES | {"rotary": 1, "norm_split": 76}, LAYERS | PARTS),
         (PARTS_ATTRIBUTES | {"layout": "BNHD", "norm_split": 1}, PARTS | PACKED),
@@ -51,6 +57,7 @@ def test_packed_inputs_are_taken(driver: Driver, mask: tuple[int, ...] | None) -
     ids=[
         *("shared", "rotary and norm", "rotary", "norm", "packed, rotary and norm"),
         *("rotary and norm across heads", "norm across heads", "packed, rotary and norm across heads"),
+        *("block mask and index", "block mask", "index", "block mask, rotary and norm"),
         *("norms of parts", "rotary and norms of parts", "packed, norms of parts"),
     ],
 )
@@ -58,6 +65,9 @@ def test_optional_inputs_are_taken(
     driver: Driver, attributes: dict[str, object], shape: dict[str, object], mask: tuple[int, ...] | None
 ) -> None:
     plugin = driver.create(**attributes)
+    keys = shape.get("key_index") or (0, 0, shape.get("keys", 77))
+    if mask is not None:
+        mask = (*mask[:-1], keys[-1])
     descs = tensors(**(shape | {"mask": mask}))
     inputs = len(descs) - 1
     assert all(driver.lib.driver_supports(plugin, i, dynamic(descs, descs), inputs) for i in range(len(descs)))
@@ -98,6 +108,21 @@ def test_optional_inputs_are_taken(
         (PARTS_ATTRIBUTES, tensors(**(PARTS | {"queries": 78})), "norm_split: expected as many queries as keys"),
         (PARTS_ATTRIBUTES | {"norm_split": 77}, tensors(**PARTS), "after the first of num_queries (77), got 77"),
         ({"rotary": 1}, tensors(), "expected 11 or 12 inputs"),
+        (SPARSE_ATTRIBUTES, tensors(), "perhaps mask, block_mask, key_index) and 1 output"),
+        (
+            SPARSE_ATTRIBUTES,
+            tensors(**(SPARSE | {"block_mask": (1, 3, 3, 4)})),
+            "input 'block_mask': expected shape [2, 6, 3, 4], of which the first two may be 1, got [1, 3, 3, 4]",
+        ),
+        (SPARSE_ATTRIBUTES, tensors(**(SPARSE | {"block_mask": (2, 6, 3, 3)})), "may be 1, got [2, 6, 3, 3]"),
+        (SPARSE_ATTRIBUTES, tensors(**(SPARSE | {"block_mask": (3, 4)})), "may be 1, got [3, 4]"),
+        (
+            SPARSE_ATTRIBUTES,
+            tensors(**(SPARSE | {"key_index": (2, 6, 400)})),
+            "input 'key_index': expected shape [2, 3, 400]",
+        ),
+        (SPARSE_ATTRIBUTES, tensors(**(SPARSE | {"key_index": (400,)})), "input 'key_index': expected 3 dimensions"),
+        (SPARSE_ATTRIBUTES, tensors(**(SPARSE | {"mask": (300, 500)})), "broadcasts to [2, 6, 300, 400]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

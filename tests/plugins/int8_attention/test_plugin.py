@@ -58,9 +58,9 @@ from trtconvert.attention.reference import AttentionTables
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     given = {"layout": "BNHD", "softmax_scale": 0.125, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
     given |= {"rotary": 1, "norm": 1, "norm_eps": 0.25, "norm_split": 512, "kv_heads": 3, "k_head": 7, "v_head": 20}
-    given |= {"parts": 2}
+    given |= {"parts": 2, "block_mask": 1, "key_index": 0}
     plugin = driver.create(**given)
-    expected = given | {"serialization_version": 4}
+    expected = given | {"serialization_version": 5}
     assert driver.serialised(plugin) == expected
     again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
     driver.lib.driver_destroy(plugin)  # what the copy serialises must be its own
@@ -72,12 +72,14 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
 
 def test_defaults(driver: Driver, plugin: ctypes.c_void_p) -> None:
     assert driver.serialised(plugin) == {
-        "serialization_version": 4,
+        "serialization_version": 5,
         "layout": "BHND",
         "softmax_scale": 0.0,
         "timestep_max": 1000.0,
         "scaling": "calibrated",
         "smooth_k": 1,
+        "block_mask": 0,
+        "key_index": 0,
         "rotary": 0,
         "norm": 0,
         "norm_eps": 0.0,
@@ -123,12 +125,21 @@ def test_other_widths_and_terminated_text_are_accepted(driver: Driver) -> None:
         ({"norm": 1, "norm_split": -1}, "expected a number of tokens from 0"),
         ({"norm": 1, "norm_split": 0.5}, "expected one integer"),
         ({"norm_split": 7}, "attribute 'norm_split': expected 0 without an input 'norm', got 7"),
+        ({"block_mask": 2}, "expected 0 or 1, got 2"),
+        (
+            {"key_index": 1, "rotary": 1},
+            "attribute 'key_index': expected 0 with inputs 'rotary' or 'norm' or with parts 2",
+        ),
+        (
+            {"key_index": 1, "parts": 2},
+            "attribute 'key_index': expected 0 with inputs 'rotary' or 'norm' or with parts 2",
+        ),
         ({"kv_heads": -1}, "expected a number of heads from 0"),
         ({"v_head": (FIELD_INT64, 1, ctypes.c_int64(1 << 31))}, "got 2147483648"),
         ({"colour": 1}, "got 'colour'"),
         ({"parts": 0}, "attribute 'parts': expected 1 or 2, got 0"),
         ({"parts": 3}, "got 3"),
-        ({"serialization_version": 4}, "got 'serialization_version'"),
+        ({"serialization_version": 5}, "got 'serialization_version'"),
     ],
     ids=lambda value: re.sub(" object at 0x[0-9a-f]+", "", str(value)),  # the same in every process of pytest-xdist
 )
@@ -159,12 +170,12 @@ def test_broken_collections_are_refused(driver: Driver) -> None:
 def test_engines_of_other_versions_are_refused(driver: Driver) -> None:
     whole = {"layout": "BHND", "softmax_scale": 0.0, "timestep_max": 1.0, "scaling": "dynamic", "smooth_k": 0}
     whole |= {"rotary": 0, "norm": 0, "norm_eps": 0.0, "norm_split": 0, "kv_heads": 0, "k_head": 0, "v_head": 0}
-    whole |= {"parts": 1}
-    assert not driver.create(RUNTIME, serialization_version=3, **whole)
+    whole |= {"parts": 1, "block_mask": 0, "key_index": 0}
+    assert not driver.create(RUNTIME, serialization_version=4, **whole)
     assert "build the engine again" in driver.messages()
     assert not driver.create(RUNTIME, **whole)  # no version at all
-    assert "expected the 14 fields" in driver.messages()
-    assert driver.create(RUNTIME, serialization_version=4, **whole)
+    assert "expected the 16 fields" in driver.messages()
+    assert driver.create(RUNTIME, serialization_version=5, **whole)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16])

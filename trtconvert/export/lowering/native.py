@@ -9,8 +9,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
+from trtconvert.attention.reference import BLOCK
 from trtconvert.export.matching import constant_of, producer_of
-from trtconvert.export.nodes.attention import mask_of, require_attention_nodes
+from trtconvert.export.nodes.attention import block_mask_of, key_index_of, mask_of, require_attention_nodes
 
 
 def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> int:
@@ -66,6 +67,10 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
 
     if heads_last:
         q, k, v = (tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]}) for x in (q, k, v))
+    index = key_index_of(node)
+    if index is not None:
+        places = tape.op("Unsqueeze", [tape.op("Cast", [index], {"to": ir.DataType.INT64}), constant(np.array([-1]))])
+        k, v = (tape.op("GatherND", [x, places], {"batch_dims": 2}) for x in (k, v))
     # √scale on either side keeps FP16 logits in range, as torch does.
     scale = node.attributes["softmax_scale"].as_float()
     root = constant(np.array(abs(scale) ** 0.5, dtype))
@@ -82,19 +87,27 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
     values = tape.op("Unsqueeze", [v, axis])
     logits = tape.op("MatMul", [grouped, tape.op("Transpose", [keys], {"perm": [0, 1, 2, 4, 3]})])
 
-    mask = mask_of(node)
-    full = None
-    if mask is not None:
+    def grouped_mask(mask: ir.Value) -> ir.Value:
         sizes = [tape.op("Shape", [q], {"end": 3}), tape.op("Shape", [k], {"start": 2, "end": 3})]
         rows = tape.op("Expand", [mask, tape.op("Concat", sizes, {"axis": 0})])
-        full = tape.op("Reshape", [rows, tape.op("Shape", [logits])])
-    if mask is not None and mask.dtype == ir.DataType.BOOL:
-        logits = tape.op("Where", [full, logits, constant(np.array(-np.inf, dtype))])
-    elif mask is not None:
-        logits = tape.op("Add", [logits, tape.op("CastLike", [full, logits])])
+        return tape.op("Reshape", [rows, tape.op("Shape", [logits])])
+
+    mask, blocks = mask_of(node), block_mask_of(node)
+    visible = [grouped_mask(mask)] if mask is not None and mask.dtype == ir.DataType.BOOL else []
+    if mask is not None and not visible:
+        logits = tape.op("Add", [logits, tape.op("CastLike", [grouped_mask(mask), logits])])
+    if blocks is not None:
+        for axis, tokens in ((2, q), (3, k)):
+            count = tape.op("Squeeze", [tape.op("Shape", [tokens], {"start": 2, "end": 3})])
+            places = tape.op("Range", [constant(np.array(0)), count, constant(np.array(1))])
+            places = tape.op("Div", [places, constant(np.array(BLOCK))])
+            blocks = tape.op("Gather", [blocks, places], {"axis": axis})
+        visible.append(grouped_mask(blocks))
+    for shown in visible:
+        logits = tape.op("Where", [shown, logits, constant(np.array(-np.inf, dtype))])
     weights = tape.op("Softmax", [logits], {"axis": -1})
-    if mask is not None and mask.dtype == ir.DataType.BOOL:
+    for shown in visible:
         # A row that sees nothing is 0/0 in a softmax and zero in torch.
-        weights = tape.op("Where", [full, weights, constant(np.array(0, dtype))])
+        weights = tape.op("Where", [shown, weights, constant(np.array(0, dtype))])
     out = tape.op("Reshape", [tape.op("MatMul", [weights, values]), query_shape])
     return tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}) if heads_last else out

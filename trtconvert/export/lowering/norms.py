@@ -31,7 +31,7 @@ from trtconvert.export.matching import (
     producer_of,
     without_casts,
 )
-from trtconvert.export.nodes.attention import append_input, attention_nodes
+from trtconvert.export.nodes.attention import append_input, attention_nodes, key_index_of
 from trtconvert.export.nodes.common import HALF
 
 
@@ -50,7 +50,7 @@ def take_norms(model: ir.Model) -> int:
     joined: dict[tuple[ir.Graph, tuple[ir.Value, ...], tuple[int, ...]], ir.Value] = {}
     count = 0
     for node in attention_nodes(model).values():
-        normed = _normed(node)
+        normed = _normed(node) if key_index_of(node) is None else None  # the plugin gathers what is normed
         if normed is None:
             continue
         assert isinstance(node.graph, ir.Graph)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from trtconvert.attention.reference import TILE
 from trtconvert.export.matching import constant_of, cuts_of, is_same_shape
+from trtconvert.export.nodes.attention import key_index_of
 
 TOKENS = 1
 """The axis of them: [B, N, H, D], [B, N, H·D]."""
@@ -25,7 +26,8 @@ _ENDLESS = 2**31 - 1
 def take_in_parts(node: ir.Node, products: Sequence[ir.Value]) -> bool:
     """Give a node its tokens in two tensors and let it have two outputs, where the model takes its output apart between them.
 
-    Kernels compute tiles of 128 tokens, and a tile has tokens of one tensor: so many, or a multiple, has the first to have.
+    Kernels compute tiles of 128 tokens, and a tile has tokens of one tensor: so many, or a multiple, has the first to have. Keys
+    that are gathered come from one tensor.
 
     Args:
         node: in layout BNHD, with one output.
@@ -34,7 +36,7 @@ def take_in_parts(node: ir.Node, products: Sequence[ir.Value]) -> bool:
         Whether it was done.
     """
     count = products[0].shape[TOKENS] if products[0].shape is not None else None
-    if len(products) != 2 or not isinstance(count, int) or count % TILE:
+    if len(products) != 2 or not isinstance(count, int) or count % TILE or key_index_of(node) is not None:
         return False
     whole = node.outputs[0]
     kind = whole.type

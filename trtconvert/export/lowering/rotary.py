@@ -37,7 +37,7 @@ from trtconvert.export.matching import (
     producer_of,
     without_casts,
 )
-from trtconvert.export.nodes.attention import append_input, attention_nodes
+from trtconvert.export.nodes.attention import append_input, attention_nodes, key_index_of
 from trtconvert.export.nodes.common import HALF
 
 
@@ -53,7 +53,7 @@ def take_rotary(model: ir.Model) -> int:
     tables: dict[tuple[object, ...], ir.Value] = {}
     count = 0
     for node in attention_nodes(model).values():
-        rotated = _rotated(node)
+        rotated = _rotated(node) if key_index_of(node) is None else None  # the plugin gathers what is rotated
         if rotated is None:
             continue
         key = (node.graph, *(part.angles for part in rotated[0].parts))

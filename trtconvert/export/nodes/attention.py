@@ -7,11 +7,12 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from trtconvert.errors import UserError
-from trtconvert.export.nodes.attention_body import INPUTS, OP, Variant
+from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, KEY_INDEX, OP, Variant
 from trtconvert.export.nodes.common import DOMAIN, SITE_METADATA
 
-APPENDED = ("rotary", "norm")
-"""Inputs that only the plugin knows, after the mask. Each is there where the node has an attribute of its name."""
+APPENDED = (BLOCK_MASK, KEY_INDEX, "rotary", "norm")
+"""Inputs after the mask, in this order. Each is there where the node has an attribute of its name. The last two only the plugin
+knows."""
 
 
 def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
@@ -56,12 +57,31 @@ def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = Non
 
 def mask_of(node: ir.Node) -> ir.Value | None:
     """The node's mask input, if it has one."""
-    appended = sum(name in node.attributes for name in APPENDED)
-    return node.inputs[len(INPUTS)] if len(node.inputs) > len(INPUTS) + appended else None
+    return node.inputs[len(INPUTS)] if len(node.inputs) > len(INPUTS) + len(_appended(node)) else None
+
+
+def block_mask_of(node: ir.Node) -> ir.Value | None:
+    """The node's block mask [B or 1, H or 1, ⌈Nq/128⌉, ⌈Nk/128⌉], if it has one."""
+    return _appended_input(node, BLOCK_MASK)
+
+
+def key_index_of(node: ir.Node) -> ir.Value | None:
+    """The rows [B, Hkv, K] of k and v that the node attends to, if it has not all."""
+    return _appended_input(node, KEY_INDEX)
+
+
+def _appended(node: ir.Node) -> list[str]:
+    return [name for name in APPENDED if name in node.attributes]
+
+
+def _appended_input(node: ir.Node, name: str) -> ir.Value | None:
+    names = _appended(node)
+    return node.inputs[len(node.inputs) - len(names) + names.index(name)] if name in names else None
 
 
 def append_input(node: ir.Node, name: str, value: ir.Value) -> None:
-    """Give a node the next one of the inputs `APPENDED`, and the attribute that tells."""
+    """Give a node the next one of the inputs `APPENDED`, and the attribute that tells: none that comes later in their order may
+    be there."""
     position = len(node.inputs)
     node.resize_inputs(position + 1)
     node.replace_input_with(position, value)
@@ -69,8 +89,16 @@ def append_input(node: ir.Node, name: str, value: ir.Value) -> None:
 
 
 def variant_of(node: ir.Node) -> Variant:
-    """The variant of the body that a node needs, from its attributes and its mask."""
+    """The variant of the body that a node needs, from its attributes and its masks."""
     mask = mask_of(node)
     kind = "none" if mask is None else "boolean" if mask.dtype == ir.DataType.BOOL else "additive"
     layout, scaling = (node.attributes[name].as_string() for name in ("layout", "scaling"))
-    return Variant(layout, scaling, bool(node.attributes["smooth_k"].as_int()), kind)  # type: ignore[arg-type]
+    smooth_k = bool(node.attributes["smooth_k"].as_int())
+    return Variant(
+        layout,  # type: ignore[arg-type]
+        scaling,  # type: ignore[arg-type]
+        smooth_k,
+        kind,
+        block_mask=block_mask_of(node) is not None,
+        key_index=key_index_of(node) is not None,
+    )

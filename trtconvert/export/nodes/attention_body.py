@@ -14,12 +14,14 @@ from typing import Literal
 import onnx
 import onnx.parser
 
-from trtconvert.attention.reference import FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
+from trtconvert.attention.reference import BLOCK, FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 
 OP = "Int8Attention"
 INPUTS = ("q", "k", "v", "timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
 MASK = "mask"
+BLOCK_MASK = "block_mask"
+KEY_INDEX = "key_index"
 ATTRIBUTES = ("layout", "softmax_scale", "timestep_max", "scaling", "smooth_k")
 
 
@@ -31,28 +33,39 @@ class Variant:
     scaling: Literal["calibrated", "dynamic"] = "calibrated"
     smooth_k: bool = True
     mask: Literal["none", "boolean", "additive"] = "none"
+    block_mask: bool = False
+    key_index: bool = False
 
     @property
     def overload(self) -> str:
         smooth = "smooth" if self.smooth_k else "plain"
-        return f"{self.layout.lower()}_{self.scaling}_{smooth}_{self.mask}"
+        return "_".join([self.layout.lower(), self.scaling, smooth, self.mask, *self.flags])
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The optional inputs behind the mask. A node has an attribute of the same name, 1, for each."""
+        return tuple(name for name in (BLOCK_MASK, KEY_INDEX) if getattr(self, name))
 
 
 def function_body(variant: Variant) -> onnx.FunctionProto:
     """The FunctionProto of one variant."""
     masked = variant.mask != "none"
-    inputs = ", ".join((*INPUTS, MASK) if masked else INPUTS)
+    inputs = ", ".join((*INPUTS, *([MASK] if masked else []), *variant.flags))
+    k, v = ("k_given", "v_given") if variant.key_index else ("k_bhnd", "v_bhnd")
     text = f"""
     <opset_import: ["": {OPSET}], domain: "{DOMAIN}">
-    {OP} <{", ".join(ATTRIBUTES)}> ({inputs}) => (out) {{
+    {OP} <{", ".join((*ATTRIBUTES, *variant.flags))}> ({inputs}) => (out) {{
         {_CONSTANTS}
-        {_HEADS_FIRST[variant.layout]}
+        {_HEADS_FIRST[variant.layout].format(k=k, v=v)}
+        {_GATHER if variant.key_index else ""}
         {_SHAPES}
         {_TABLES}
         k_centred = {"Sub(k_heads, k_offset_row)" if variant.smooth_k else "Identity(k_heads)"}
         {_SCALES[variant.scaling]}
         {_FIRST_PRODUCT}
+        {_MASK_SHAPE if masked or variant.block_mask else ""}
         {_MASKS[variant.mask]}
+        {_BLOCKS if variant.block_mask else "z = Identity(z_masked)"}
         {_SECOND_PRODUCT}
         {_LAYOUT_OF_RESULT[variant.layout]}
         out = CastLike(out_float, q)
@@ -92,18 +105,26 @@ _CONSTANTS = f"""
 _HEADS_FIRST = {
     "BHND": """
         q_bhnd = Cast<to = 1>(q)
-        k_bhnd = Cast<to = 1>(k)
-        v_bhnd = Cast<to = 1>(v)
+        {k} = Cast<to = 1>(k)
+        {v} = Cast<to = 1>(v)
 """,
     "BNHD": """
         q_float = Cast<to = 1>(q)
         k_float = Cast<to = 1>(k)
         v_float = Cast<to = 1>(v)
         q_bhnd = Transpose<perm = [0, 2, 1, 3]>(q_float)
-        k_bhnd = Transpose<perm = [0, 2, 1, 3]>(k_float)
-        v_bhnd = Transpose<perm = [0, 2, 1, 3]>(v_float)
+        {k} = Transpose<perm = [0, 2, 1, 3]>(k_float)
+        {v} = Transpose<perm = [0, 2, 1, 3]>(v_float)
 """,
 }
+
+# The rows of k and v that there are.
+_GATHER = """
+        key_rows = Cast<to = 7>(key_index)
+        key_places = Unsqueeze(key_rows, minus_one)
+        k_bhnd = GatherND<batch_dims = 2>(k_given, key_places)
+        v_bhnd = GatherND<batch_dims = 2>(v_given, key_places)
+"""
 
 # Heads are seen as [B, Hkv, G, N, D], G query heads to each key and value head.
 _SHAPES = """
@@ -225,16 +246,38 @@ _FIRST_PRODUCT = """
 _MASK_SHAPE = """
         heads = Shape<start = 1, end = 2>(q_bhnd)
         mask_full = Concat<axis = 0>(batch, heads, queries, keys)
-        mask_rows = Expand(mask, mask_full)
         mask_grouped_shape = Concat<axis = 0>(batch, kv_heads, minus_one, queries, keys)
+"""
+
+_GROUP_MASK = """
+        mask_rows = Expand(mask, mask_full)
         mask_grouped = Reshape(mask_rows, mask_grouped_shape)
 """
 
 _MASKS = {
-    "none": "z = Identity(logits)",
-    "boolean": _MASK_SHAPE + "        z = Where(mask_grouped, logits, hidden)",
-    "additive": _MASK_SHAPE + "        mask_float = Cast<to = 1>(mask_grouped)\n        z = Add(logits, mask_float)",
+    "none": "z_masked = Identity(logits)",
+    "boolean": _GROUP_MASK + "        z_masked = Where(mask_grouped, logits, hidden)",
+    "additive": _GROUP_MASK
+    + "        mask_float = Cast<to = 1>(mask_grouped)\n        z_masked = Add(logits, mask_float)",
 }
+
+# A block mask, written out for every query and key.
+_BLOCKS = f"""
+        block = Constant<value = int64 {{{BLOCK}}}>()
+        first_place = Constant<value = int64 {{0}}>()
+        next_place = Constant<value = int64 {{1}}>()
+        last_query = Squeeze(queries)
+        query_places = Range(first_place, last_query, next_place)
+        query_blocks = Div(query_places, block)
+        last_key = Squeeze(keys)
+        every_key = Range(first_place, last_key, next_place)
+        key_blocks = Div(every_key, block)
+        block_rows = Gather<axis = 2>(block_mask, query_blocks)
+        block_columns = Gather<axis = 3>(block_rows, key_blocks)
+        block_full = Expand(block_columns, mask_full)
+        block_grouped = Reshape(block_full, mask_grouped_shape)
+        z = Where(block_grouped, z_masked, hidden)
+"""
 
 # Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 E4M3 by E4M3, the weights relative to a power of two of
 # each row. The row sum is that of the unquantised weights but in modes 3 and 4.

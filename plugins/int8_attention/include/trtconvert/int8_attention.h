@@ -1,6 +1,6 @@
 /* C API of the INT8 attention kernels: plain C, no TensorRT, no torch.
  *
- * A run launches two kernels, or three where there is a norm across heads. It allocates nothing, synchronises nothing and reads
+ * A run launches two kernels, one more where there is a norm across heads and one or two where there is a block mask. It allocates nothing, synchronises nothing and reads
  * no device memory on the host, so CUDA graphs capture it.
  * Every function is safe to call from several threads and on several streams at once, as long as each launch in flight
  * has its own workspace.
@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_ATTENTION_VERSION 5
+#define TRTCONVERT_ATTENTION_VERSION 6
 
 typedef enum {
   TRTCONVERT_SCALING_CALIBRATED = 0,  /* q_scale and k_scale are used as they are */
@@ -111,6 +111,24 @@ typedef struct {
   const void* second_v;
   void* second_out;
   TrtConvertStrides second_q_strides, second_k_strides, second_v_strides, second_out_strides;
+
+  /* Which blocks of 128 queries by 128 keys there are: one byte for each, nonzero = attend, contiguous, on the device,
+   * [block_mask_batch, block_mask_heads, ceil(Nq / 128), ceil(Nk / 128)]. The others are neither read nor computed. A query whose row
+   * has no block gets zeros. Beside it a mask and key_lengths may hide keys of these blocks. */
+  const void* block_mask; /* null with block_mask_batch 0 */
+
+  /* Rows of k and v to attend to, in any order: [B, Hkv, Nk] on the device. What lies outside k is clamped. Everything that counts
+   * keys counts these: num_keys, mask, block_mask, key_lengths. Not with layers before attention or tokens in two tensors. */
+  const int32_t* key_index; /* null with source_keys 0 */
+
+  /* The natural logarithm of each row's sum of exponentials of its scaled logits, [B, H, Nq] on the device, or null: that of the
+   * weights that the output was divided by, -inf for a row without a key, NaN where the output is. What smooth_k subtracts does not
+   * show in it. */
+  float* lse;
+
+  int32_t block_mask_batch; /* 0: no block mask; else 1 or B */
+  int32_t block_mask_heads; /* 0: no block mask; else 1 or H */
+  int32_t source_keys;      /* tokens of k and v with key_index, else 0 */
 } TrtConvertAttentionParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */

@@ -1,0 +1,100 @@
+// What the attention kernels need of a block mask: of each row of blocks a list of its key tiles, and for the kernel of sm_90a the
+// order in which thread blocks take the rows.
+#include <algorithm>
+
+#include "element.cuh"
+#include "launch.h"
+
+namespace trtconvert::attention {
+namespace blocks {
+
+constexpr int kListThreads = 128;
+constexpr int kListWarps = kListThreads / 32;
+
+// A warp for each row. Tiles whose keys lie beyond the element's length are left out.
+__global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constant__ Params p) {
+  const int64_t rows = int64_t(p.batch) * p.block_mask_heads * p.block_rows;
+  const int64_t row = int64_t(blockIdx.x) * kListWarps + threadIdx.x / 32;
+  if (row >= rows) return;
+  const int64_t of_element = int64_t(p.block_mask_heads) * p.block_rows;
+  const int batch = int(row / of_element);
+  const int64_t given = p.block_mask_batch > 1 ? row : row % of_element;
+  const uint8_t* const mask = p.block_mask + given * p.key_tiles;
+  int32_t* const tiles = p.block_tiles + row * p.key_tiles;
+  const int end = ceil_div(num_keys_of(p, batch), kKeyTile), lane = threadIdx.x % 32;
+  int count = 0;
+#pragma unroll 4
+  for (int first = 0; first < end; first += 32) {
+    const int tile = first + lane;
+    const unsigned kept = __ballot_sync(0xffffffffu, tile < end && mask[tile] != 0);
+    if (kept >> lane & 1) tiles[count + __popc(kept & ((1u << lane) - 1))] = tile;
+    count += __popc(kept);
+  }
+  if (lane == 0) p.block_counts[row] = count;
+}
+
+// A thread block for each batch element: the rows of all its heads by their length, so that no thread block begins with a long one
+// when the others are done. In octaves; among those the order stays, since neighbours share keys. The result does not depend on
+// which thread comes first.
+constexpr int kOrderThreads = 512;
+constexpr int kOctaves = 16;  // of the number of tiles, the last one holds all beyond
+
+__device__ __forceinline__ int octave_of(int count) { return kOctaves - 1 - min(32 - __clz(count), kOctaves - 1); }
+
+__global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ Params p) {
+  __shared__ int places[kOctaves * kOrderThreads];  // by octave, then by thread: how many rows, then where the next one goes
+  __shared__ int warp_sums[kOrderThreads / 32];
+  const int batch = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
+  const int units = p.heads * p.block_rows, each = ceil_div(units, kOrderThreads);
+  const int first = min(thread * each, units), end = min(first + each, units);
+  const auto count_of = [&](int unit) { return p.block_counts[block_row_of(p, batch, unit / p.block_rows, unit % p.block_rows)]; };
+
+#pragma unroll
+  for (int octave = 0; octave < kOctaves; ++octave) places[octave * kOrderThreads + thread] = 0;
+  for (int unit = first; unit < end; ++unit) ++places[octave_of(count_of(unit)) * kOrderThreads + thread];
+  __syncthreads();
+
+  // An exclusive sum over all of them, kOctaves neighbours a thread.
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kOctaves; ++i) {
+    const int here = places[thread * kOctaves + i];
+    places[thread * kOctaves + i] = sum;
+    sum += here;
+  }
+  int before = sum;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, before, distance);
+    if (lane >= distance) before += other;
+  }
+  if (lane == 31) warp_sums[thread / 32] = before;
+  before -= sum;
+  __syncthreads();
+  for (int warp = 0; warp < thread / 32; ++warp) before += warp_sums[warp];
+#pragma unroll
+  for (int i = 0; i < kOctaves; ++i) places[thread * kOctaves + i] += before;
+  __syncthreads();
+
+  BlockRow* const order = p.block_order + int64_t(batch) * units;
+  for (int unit = first; unit < end; ++unit) {
+    const int64_t row = block_row_of(p, batch, unit / p.block_rows, unit % p.block_rows);
+    const int count = p.block_counts[row];
+    const int last = count > 0 ? p.block_tiles[row * p.key_tiles + count - 1] : -1;
+    order[places[octave_of(count) * kOrderThreads + thread]++] = {unit, count, last, 0};
+  }
+}
+
+}  // namespace blocks
+
+// Launched in the ordinary way, like the pre-pass: the workspace may be in use by the call before.
+cudaError_t launch_block_lists(const Params& p, cudaStream_t stream) {
+  const int64_t rows = int64_t(p.batch) * p.block_mask_heads * p.block_rows;
+  const int64_t thread_blocks = (rows + blocks::kListWarps - 1) / blocks::kListWarps;
+  if (thread_blocks > INT32_MAX || int64_t(p.heads) * p.block_rows > INT32_MAX) return cudaErrorInvalidConfiguration;
+  blocks::list_kernel<<<unsigned(thread_blocks), blocks::kListThreads, 0, stream>>>(p);
+  if (p.multiprocessors > 0) blocks::order_kernel<<<unsigned(p.batch), blocks::kOrderThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace trtconvert::attention
