@@ -11,6 +11,7 @@ from support import REPOSITORY
 
 LAYERS: tuple[set[str], ...] = (
     {"cli"},
+    {"serving"},
     {"pipeline", "compile", "summary", "doctor", "starter", "optimization"},
     {"stages"},
     {"evaluate"},

@@ -671,6 +671,151 @@ def dequantize(model: Path, output: Path, dtype: Any) -> None:
     print_outcome(report.console, outcome, sum(tensor.nbytes for tensor in source.tensors))
 
 
+def _replicas(text: str) -> tuple[int | None, int | None]:
+    """The least and the most replicas that `--replicas` names; None for as many as there are GPUs.
+
+    Raises:
+        UserError: it names none.
+    """
+    if text == "auto":
+        return None, None
+    least, colon, most = text.partition(":")
+    parts = (least, most) if colon else (least, least)
+    if all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts) and 1 <= int(parts[0]) <= int(
+        parts[1]
+    ):
+        return int(parts[0]), int(parts[1])
+    raise UserError(
+        "--replicas is no number of replicas",
+        expected="auto, a number from 1, or LEAST:MOST",
+        got=text,
+        remedy="correct the option",
+    )
+
+
+@main.command("serve")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 for all. There is no login."
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--name", help="Of the model, for clients; the bundle's folder by default.")
+@click.option("--address", help="Ray cluster, as auto or HOST:PORT; one of this machine alone by default.")
+@click.option(
+    "--replicas",
+    default="auto",
+    show_default=True,
+    metavar="auto|N|LEAST:MOST",
+    help="One per GPU, so many, or as many as there is work for.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    show_default=True,
+    help="cuda: a GPU for each replica; cpu: ONNX Runtime. auto takes cuda where the cluster has GPUs.",
+)
+@click.option(
+    "--cpus", type=click.FloatRange(0, 1024), default=1, show_default=True, help="Cores set aside for each replica."
+)
+@click.option(
+    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Images drawn at once, at most."
+)
+@click.option(
+    "--batch-wait-ms",
+    type=click.FloatRange(0, 60_000),
+    default=10,
+    show_default=True,
+    help="How long an image waits for others of its shape while a replica is free.",
+)
+@click.option(
+    "--queue-limit",
+    type=click.IntRange(1, 100_000),
+    default=64,
+    show_default=True,
+    help="Images asked for and not answered; more get status 429.",
+)
+@click.option(
+    "--max-images", type=click.IntRange(1, 100), default=10, show_default=True, help="n of a request, at most."
+)
+@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Denoising steps by default.")
+@click.option(
+    "--max-steps", type=click.IntRange(1), default=100, show_default=True, help="steps of a request, at most."
+)
+@click.option(
+    "--start-seconds",
+    type=click.FloatRange(1),
+    default=900,
+    show_default=True,
+    help="In which a replica has to be there.",
+)
+@click.option(
+    "--request-seconds", type=click.FloatRange(0.1), default=600, show_default=True, help="That a request may take."
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(0),
+    default=60,
+    show_default=True,
+    help="In which requests are finished after SIGTERM or Ctrl-C.",
+)
+@click.pass_context
+def serve_command(
+    context: click.Context,
+    bundle: Path,
+    host: str,
+    port: int,
+    name: str | None,
+    address: str | None,
+    replicas: str,
+    device: Any,
+    cpus: float,
+    max_batch: int,
+    batch_wait_ms: float,
+    queue_limit: int,
+    max_images: int,
+    steps: int,
+    max_steps: int,
+    start_seconds: float,
+    request_seconds: float,
+    drain_seconds: float,
+) -> None:
+    """Serve BUNDLE over HTTP, as the OpenAI images API does, with replicas on a Ray cluster. See docs/serving.md.
+
+    Needs the extra `serve`. There is no login and no encryption: put a proxy in front of it.
+    """
+    from trtconvert.serving.server import Limits, Options, require_packages, serve
+
+    require_packages()
+    from trtconvert.serving.cluster import Placement
+
+    for option, number, other, most in (
+        ("--steps", steps, "--max-steps", max_steps),
+        ("--max-images", max_images, "--queue-limit", queue_limit),
+    ):
+        if number > most:
+            raise UserError(
+                f"{option} is more than {other}",
+                expected=f"at most {most}",
+                got=str(number),
+                remedy=f"lower it, or raise {other}",
+            )
+    least, most = _replicas(replicas)
+    bad = [
+        number
+        for number in (cpus, batch_wait_ms, start_seconds, request_seconds, drain_seconds)
+        if not math.isfinite(number)
+    ]
+    if bad:  # in no range, and click takes it
+        raise UserError(
+            "an option is no number of seconds or cores", expected="a number", got=str(bad[0]), remedy="correct it"
+        )
+    limits = Limits(name or bundle.resolve().name, max_images, steps, max_steps)
+    options = Options(host, port, limits, max_batch, batch_wait_ms / 1000, queue_limit, request_seconds, drain_seconds)
+    placement = Placement(address, least, most, device, cpus, start_seconds)
+    context.exit(serve(bundle, options, placement, lambda line: click.echo(line)))
+
+
 @main.command()
 @click.argument("of", type=click.Choice(["recipe", "analysis"]), default="recipe")
 def schema(of: str) -> None:

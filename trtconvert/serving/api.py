@@ -1,0 +1,259 @@
+"""The OpenAI images API, as far as a bundle can answer it: requests are read strictly, and errors have the API's shape.
+
+Source: the API's reference, `POST /v1/images/generations`. `seed` and `steps` are ours.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from trtconvert.documents import parse_json
+from trtconvert.errors import did_you_mean, first_line
+from trtconvert.serving.jobs import FORMATS, ImageFormat, Offer, Order, Range, Refusal, Shape
+
+BODY_BYTES = 256 * 2**10
+"""Of a request: the longest prompt of characters of four bytes, each written as twelve."""
+
+PROMPT_CHARACTERS = 16_000
+"""Text encoders read some hundred words."""
+
+SEEDS = 2**63
+"""Seeds of torch's generators, from 0."""
+
+_SHOWN = 200
+"""Characters of a value in a message."""
+
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
+
+
+class ApiError(Exception):
+    """What is answered in the place of images.
+
+    Args:
+        status: of HTTP.
+        param: the field of the request that is wrong; code: for programs.
+        retry: seconds after which to ask again, where that may help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        problem: str,
+        *,
+        expected: str,
+        got: str,
+        remedy: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry: int | None = None,
+    ) -> None:
+        super().__init__(problem)
+        self.status, self.retry = status, retry
+        kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+        message = f"{problem}; expected: {expected}; got: {_short(got)}; remedy: {remedy}"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+class _Request(BaseModel):
+    """The fields that are read. `user` is for those who watch over misuse: nothing here depends on it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Annotated[str, StringConstraints(max_length=PROMPT_CHARACTERS)] | None = None
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    size: str | None = None
+    response_format: Literal["b64_json"] | None = None
+    output_format: ImageFormat | None = None
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+
+_EXPECTED = {
+    "prompt": f"a text of at most {PROMPT_CHARACTERS} characters",
+    "model": "the name of the model, see GET /v1/models",
+    "n": "a whole number from 1",
+    "size": "WIDTHxHEIGHT, as 1024x1024, or auto",
+    "response_format": "b64_json: images are not kept, and have no address",
+    "output_format": ", ".join(FORMATS),
+    "seed": "a whole number from 0 to 2^63 - 1",
+    "steps": "a whole number from 1",
+    "user": "a text",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        model: the name that it serves the bundle by.
+        images: of a request at most; steps: where none are asked for; most_steps: at most.
+    """
+
+    model: str
+    images: int
+    steps: int
+    most_steps: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request that was read: images of one shape."""
+
+    shape: Shape
+    orders: tuple[Order, ...]
+
+
+def read_generation(body: bytes, offer: Offer, limits: Limits) -> Generation:
+    """
+    Raises:
+        ApiError: it is no request, or not for this bundle.
+    """
+    request = _read(body)
+    if request.model is not None and request.model != limits.model:
+        raise ApiError(
+            404,
+            "there is no such model here",
+            expected=limits.model,
+            got=request.model,
+            remedy="correct model, or leave it out",
+            param="model",
+            code="model_not_found",
+        )
+    _require("n", request.n or 1, limits.images)
+    _require("steps", request.steps or limits.steps, limits.most_steps)
+    width, height = _size(request.size, offer)
+    shown = _shown(request.prompt, offer)
+    seed, count = request.seed, request.n or 1
+    if seed is not None and seed + count > SEEDS:
+        raise _unfit("seed", "so large that the seeds of all images, one after the other, are below 2^63", str(seed))
+    first = secrets.randbelow(SEEDS - count) if seed is None else seed
+    return Generation(
+        Shape(height, width, request.steps or limits.steps, shown),
+        tuple(Order(first + i, request.prompt, request.output_format or "png") for i in range(count)),
+    )
+
+
+def generation_body(images: Sequence[str], orders: Sequence[Order], created: int, shape: Shape) -> dict[str, Any]:
+    """The answer. images: files in base64. The seed of each image draws it again."""
+    data = [{"b64_json": image, "seed": order.seed} for image, order in zip(images, orders, strict=True)]
+    size = {} if shape.width is None else {"size": f"{shape.width}x{shape.height}"}
+    return {"created": created, "output_format": orders[0].format, **size, "data": data}
+
+
+def error_of(refusal: Refusal) -> ApiError:
+    """What a replica refused."""
+    status = {"client": 400, "machine": 503, "fault": 500}[refusal.whose]
+    return ApiError(
+        status,
+        refusal.problem,
+        expected=refusal.expected or "-",
+        got=refusal.got or "-",
+        remedy=refusal.remedy or "-",
+        retry=5 if status == 503 else None,
+    )
+
+
+def _read(body: bytes) -> _Request:
+    try:
+        content = parse_json(body)
+    except ValueError as error:
+        raise ApiError(
+            400,
+            "the body is no JSON",
+            expected="an object with the fields of an images request, in UTF-8",
+            got=first_line(error),
+            remedy="correct the body",
+        ) from error
+    if not isinstance(content, dict):
+        raise ApiError(
+            400,
+            "the body is no object",
+            expected='an object, as {"prompt": "…"}',
+            got=type(content).__name__,
+            remedy="correct the body",
+        )
+    if unknown := [name for name in content if name not in _Request.model_fields]:
+        raise ApiError(
+            400,
+            "a field is not known here",
+            expected="some of " + ", ".join(_Request.model_fields),
+            got=unknown[0],
+            remedy=did_you_mean(unknown[0], _Request.model_fields, "leave it out"),
+            param=_short(unknown[0]),
+            code="unknown_parameter",
+        )
+    try:
+        return _Request.model_validate(content)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise _unfit(name, _EXPECTED[name], repr(content[name])) from error
+
+
+def _unfit(name: str, expected: str, got: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{name} is not what is taken",
+        expected=expected,
+        got=got,
+        remedy=f"correct {name}, or leave it out",
+        param=name,
+        code="invalid_value",
+    )
+
+
+def _require(name: str, number: int, most: int) -> None:
+    if number > most:
+        raise _unfit(name, f"at most {most} on this server", str(number))
+
+
+def _size(text: str | None, offer: Offer) -> tuple[int | None, int | None]:
+    """Width and height."""
+    ranges = offer.width, offer.height
+    if text is None or text == "auto":
+        width, height = (None if of is None else of.opt for of in ranges)
+        return width, height
+    taken = f"widths {offer.width}, heights {offer.height}, or auto"
+    if offer.width is None or offer.height is None:
+        taken = "auto: the model draws one size"
+    found = _SIZE.fullmatch(text)
+    width, height = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not (_within(width, offer.width) and _within(height, offer.height)):
+        raise _unfit("size", f"WIDTHxHEIGHT with {taken}", text)
+    return width, height
+
+
+def _within(size: int, of: Range | None) -> bool:
+    return of is not None and of.low <= size <= of.high
+
+
+def _shown(prompt: str | None, offer: Offer) -> bool | str:
+    if offer.shows == "prompt" and prompt is None:
+        raise ApiError(
+            400,
+            "prompt is missing",
+            expected=_EXPECTED["prompt"],
+            got="none",
+            remedy="add prompt",
+            param="prompt",
+            code="missing_required_parameter",
+        )
+    if prompt is None:
+        return False
+    if offer.shows == "label":
+        return prompt
+    if offer.shows == "seed":
+        raise _unfit("prompt", "none: the model draws by the seed alone", prompt)
+    return True

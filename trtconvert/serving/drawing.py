@@ -1,0 +1,194 @@
+"""Images of a loaded bundle, batch by batch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert import models, runtime
+from trtconvert.errors import TrtconvertError, UserError, first_line, kind_and_first_line
+from trtconvert.evaluate.grid import picture
+from trtconvert.runtime.batches import AnyBatch
+from trtconvert.serving.jobs import Answer, Batch, Drawn, ImageFormat, Offer, Order, Range, Refusal, Shape, refusal
+
+_MOST_AT_ONCE = 64
+"""Images of a batch where the model's own sampler decides: it goes through any number, and memory grows with it."""
+
+
+class Drawer:
+    """Draws with a bundle, one batch at a time.
+
+    Args:
+        folder: the bundle; device: see `trtconvert.runtime.load`.
+
+    Attributes:
+        offer: what it draws.
+
+    Raises:
+        UserError: no bundle, or one that lacks what it needs to draw, see `trtconvert.models.load_sampler`.
+        BackendUnavailable: it does not run here.
+    """
+
+    def __init__(self, folder: Path, device: str | None = None) -> None:
+        self._bundle = runtime.load(folder, device=device)
+        self._denoiser = AnyBatch(self._bundle["denoiser"])
+        self._draw: _Pipeline | _Sampler
+        if self._bundle.manifest.pipeline:
+            self._draw = _Pipeline(self._bundle)
+        else:
+            self._draw = _Sampler(self._bundle)
+        self.offer = self._draw.offer
+
+    def __call__(self, batch: Batch) -> list[Answer]:
+        """An answer for each order, in their order. What one order is refused for does not keep the others from being drawn."""
+        answers: dict[int, Answer] = {}
+        left = list[int]()
+        for place, order in enumerate(batch.orders):
+            problem = self._draw.refused(order)
+            if problem is None:
+                left.append(place)
+            else:
+                answers[place] = problem
+        orders = [batch.orders[place] for place in left]
+        answers |= dict(zip(left, self._answers(batch.shape, orders), strict=True))
+        return [answers[place] for place in range(len(batch.orders))]
+
+    def close(self) -> None:
+        """Let go of the engines."""
+        self._bundle.close()
+
+    def _answers(self, shape: Shape, orders: Sequence[Order]) -> list[Answer]:
+        if not orders:
+            return []
+        try:
+            images = self._draw(self._denoiser, shape, orders)
+            return [Drawn(encoded(image, order.format)) for image, order in zip(images, orders, strict=True)]
+        except TrtconvertError as error:
+            why = refusal(error)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            why = Refusal(
+                "machine",
+                "the memory ran out",
+                "room for a batch of images",
+                first_line(error),
+                "try again, or serve with a smaller --max-batch",
+            )
+        except Exception as error:
+            logging.getLogger("ray.serve").exception("drawing failed")
+            why = Refusal("fault", "drawing failed", "images", kind_and_first_line(error), "report it with the log")
+        if len(orders) > 1:  # it may be the fault of one
+            return [answer for order in orders for answer in self._answers(shape, [order])]
+        return [why]
+
+
+class _Sampler:
+    """Draws with the sampler of a model that is no pipeline: the shipped one, or that of an entry point."""
+
+    def __init__(self, bundle: runtime.LoadedBundle) -> None:
+        self._sample, self._condition = models.load_conditional_sampler(bundle)
+        shows = "seed" if self._condition is None else "caption"
+        self.offer = Offer(shows, None, None, _MOST_AT_ONCE, bundle.backend)
+
+    def refused(self, order: Order) -> Refusal | None:
+        """Why the caption is none."""
+        if order.prompt is None or self._condition is None:
+            return None
+        try:
+            self._condition([order.prompt])
+        except ValueError as error:
+            return Refusal(
+                "client",
+                "the model does not draw such a prompt",
+                first_line(error),
+                repr(order.prompt),
+                "correct the prompt, or leave it out: the seed then decides",
+            )
+        except TrtconvertError as error:
+            return refusal(error)
+        return None
+
+    def __call__(self, denoiser: AnyBatch, shape: Shape, orders: Sequence[Order]) -> Tensor:
+        conditions = None
+        if shape.shown and self._condition is not None:
+            conditions = dict(self._condition([order.prompt or "" for order in orders]))
+        return self._sample(
+            denoiser, [order.seed for order in orders], steps=shape.steps, solver="ddim", conditions=conditions
+        )
+
+
+class _Pipeline:
+    """Draws with a diffusers pipeline of the bundle's components."""
+
+    def __init__(self, bundle: runtime.LoadedBundle) -> None:
+        from trtconvert.models.diffusers import PipelineSampler
+        from trtconvert.models.pipelines import size_range
+
+        sampler = models.load_sampler(bundle)
+        assert isinstance(sampler, PipelineSampler)
+        self._sampler, self._caller = sampler, sampler.caller
+        options = bundle.manifest.recipe.model.options
+
+        def sizes(name: str) -> Range | None:
+            given: Any = options.get(name)
+            return None if given is None else Range(*size_range(name, given))
+
+        by_class = "class_labels" in self._caller.parameters and not self._caller.takes_prompts
+        shows = "prompt" if self._caller.takes_prompts else "label" if by_class else "seed"
+        self.offer = Offer(shows, sizes("height"), sizes("width"), sampler.batch, bundle.backend)
+
+    def refused(self, order: Order) -> Refusal | None:
+        """Prompts are any text; what is wrong with a label the call says."""
+        return None
+
+    def __call__(self, denoiser: AnyBatch, shape: Shape, orders: Sequence[Order]) -> Tensor:
+        asked = {"height": shape.height, "width": shape.width}
+        sizes = dict(self._sampler.sizes) | {name: size for name, size in asked.items() if size is not None}
+        caller, captions = self._caller, None
+        if isinstance(shape.shown, str):
+            caller = copy.copy(caller)
+            caller.arguments = caller.arguments | {"class_labels": [_label(shape.shown)]}
+        elif shape.shown:
+            captions = [order.prompt or "" for order in orders]
+        sampler = dataclasses.replace(self._sampler, caller=caller, sizes=sizes)
+        images = sampler.draw(denoiser, denoiser.device, [order.seed for order in orders], shape.steps, captions)
+        drawn = {"height": images.shape[2], "width": images.shape[3]}
+        if len(images) != len(orders) or any(
+            size is not None and size != drawn[name] and "frames" not in sizes for name, size in asked.items()
+        ):
+            raise UserError(
+                "the model does not draw this size",
+                expected=f"sizes as it draws them, as {drawn['width']}x{drawn['height']}",
+                got=f"{shape.width}x{shape.height}",
+                remedy="ask for the expected size, or leave the size out",
+            )
+        return images
+
+
+def _label(text: str) -> int:
+    """
+    Raises:
+        UserError: it is no number of a class.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UserError(
+            "the prompt is no class of the model",
+            expected="the number of a class",
+            got=repr(text),
+            remedy="correct the prompt, or leave it out: the seed then decides",
+        )
+    return int(text)
+
+
+def encoded(image: Tensor, kind: ImageFormat) -> bytes:
+    """The file of an image [C, H, W] in [0, 1], C 1 or 3."""
+    file = io.BytesIO()
+    picture(image).save(file, kind.upper())
+    return file.getvalue()
