@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_pipelines
 import torch
@@ -29,6 +31,8 @@ from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.runtime import pipeline as pipeline_module
 from trtconvert.runtime.pipeline import make_pipeline
+from trtconvert.serving.drawing import Drawer
+from trtconvert.serving.jobs import Batch, Offer, Order, Range, Refusal, Shape
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -63,6 +67,24 @@ def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):
             path.relative_to(moved / bundle.manifest.pipeline) for path in (moved / bundle.manifest.pipeline).iterdir()
         }
     assert {str(path) for path in left} == {"model_index.json", "scheduler", "tokenizer", "tokenizer_2"}
+
+
+def test_a_bundle_is_served_by_its_prompts_and_sizes(half):
+    drawer = Drawer(half.bundle, "cpu")
+    assert drawer.offer == Offer("prompt", Range(32, 32, 64), Range(32, 32, 32), 2, drawer.offer.backend)
+
+    def drawn(height: int, *orders: Order) -> list[np.ndarray]:
+        answers = drawer(Batch(Shape(height, 32, 2, True), orders))
+        return [np.asarray(Image.open(io.BytesIO(answer.image)), dtype=np.int16) for answer in answers]
+
+    one, other = Order(1, "a cat", "png"), Order(1, "two dogs", "png")
+    pair, (alone,) = drawn(32, one, other), drawn(32, other)
+    near, far = np.abs(pair[1] - alone).mean(), np.abs(pair[1] - pair[0]).mean()
+    assert near < far / 10, "prompts are read, each for its own image"
+    assert drawn(64, one)[0].shape == (64, 32, 3)
+    (odd,) = drawer(Batch(Shape(41, 32, 2, True), (one,)))
+    assert isinstance(odd, Refusal) and odd.whose == "client", "the pipeline would draw another size"
+    drawer.close()
 
 
 def test_a_bundle_that_was_named_from_another_folder_has_its_pipeline(half, tmp_path, monkeypatch):

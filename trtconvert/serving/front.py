@@ -179,6 +179,7 @@ class Front:
         finally:
             for task in (drawing, left):
                 task.cancel()
+            await asyncio.gather(drawing, left, return_exceptions=True)
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})

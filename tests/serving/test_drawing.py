@@ -1,0 +1,95 @@
+"""Batches drawn with bundles of the shipped model and of an entry point; of pipelines: tests/models/test_pipeline_bundles.py."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from support import tiny_recipe
+
+from trtconvert import runtime
+from trtconvert.cache import Cache
+from trtconvert.errors import UserError
+from trtconvert.models.digits import digit_labels, draw_digits
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
+from trtconvert.runtime.batches import AnyBatch
+from trtconvert.serving.drawing import Drawer
+from trtconvert.serving.jobs import Batch, Drawn, Order, Refusal, Shape
+
+STEP = 1
+"""Of 256: what is rounded otherwise in batches of other sizes."""
+
+
+def pixels(answer: object) -> np.ndarray:
+    assert isinstance(answer, Drawn), answer
+    return np.asarray(Image.open(io.BytesIO(answer.image)).convert("RGB"), dtype=np.int16)
+
+
+def test_digits_are_drawn_by_caption_or_by_seed(digits):
+    """As the sampler draws them, and each order whatever it is drawn with."""
+    drawer = Drawer(digits, "cpu")
+    assert (drawer.offer.shows, drawer.offer.height) == ("caption", None) and "ONNX Runtime" in drawer.offer.backend
+    with runtime.load(digits, device="cpu") as bundle:
+        denoiser = AnyBatch(bundle["denoiser"])
+        expected = draw_digits(denoiser, [5, 6, 7], steps=4, solver="ddim", conditions=digit_labels(["3", "", "9"]))
+        by_seed = draw_digits(denoiser, [5], steps=4, solver="ddim")
+    shown = [Order(5, "3", "png"), Order(6, "", "webp"), Order(7, "9", "png")]
+    answers = drawer(Batch(Shape(None, None, 4, True), tuple(shown)))
+    alone = drawer(Batch(Shape(None, None, 4, True), (shown[2],)))
+    (seeded,) = drawer(Batch(Shape(None, None, 4, False), (Order(5, None, "png"),)))
+
+    def near(answer: object, image: torch.Tensor) -> bool:
+        return bool(np.abs(pixels(answer) - image.mul(255).round().numpy().transpose(1, 2, 0)).max() <= STEP)
+
+    assert near(answers[0], expected[0]) and near(answers[2], expected[2]) and near(alone[0], expected[2])
+    assert near(seeded, by_seed[0])
+    assert isinstance(answers[1], Drawn) and answers[1].image[8:12] == b"WEBP"
+    drawer.close()
+
+
+def test_one_caption_that_is_none_is_refused_alone(digits):
+    drawer = Drawer(digits, "cpu")
+    orders = [Order(seed, prompt, "png") for seed, prompt in enumerate(["1", "a cat", "12", "2"])]
+    answers = drawer(Batch(Shape(None, None, 2, True), tuple(orders)))
+    assert [isinstance(answer, Drawn) for answer in answers] == [True, False, False, True]
+    assert isinstance(answers[1], Refusal) and answers[1].whose == "client"
+    assert (answers[1].expected, answers[1].got) == ("a digit from 0 to 9", "'a cat'")
+    drawer.close()
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_request(digits, monkeypatch):
+    drawer = Drawer(digits, "cpu")
+
+    def full(*_arguments: object, **_named: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(drawer._draw, "_sample", full)
+    for answer in drawer(Batch(Shape(None, None, 2, True), (Order(1, "1", "png"), Order(2, "2", "png")))):
+        assert isinstance(answer, Refusal) and answer.whose == "machine" and "--max-batch" in answer.remedy
+    drawer.close()
+
+
+def test_an_entry_points_bundle_draws_by_its_seeds(tmp_path):
+    """Whatever its sampler does; it has no captions, and says so."""
+    build(
+        load_recipe(tiny_recipe(tmp_path)),
+        tmp_path / "bundle",
+        Cache(tmp_path / "cache"),
+        Reporter(Console(quiet=True)),
+    )
+    drawer = Drawer(tmp_path / "bundle", "cpu")
+    answers = drawer(Batch(Shape(None, None, 2, False), (Order(1, None, "png"), Order(2, None, "jpeg"))))
+    assert drawer.offer.shows == "seed" and pixels(answers[0]).ndim == 3
+    assert isinstance(answers[1], Drawn) and answers[1].image[:2] == b"\xff\xd8"
+    drawer.close()
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path):
+    with pytest.raises(UserError):
+        Drawer(tmp_path, "cpu")
