@@ -154,8 +154,10 @@ def test_the_backward_needs_no_square_of_memory(dtype: torch.dtype) -> None:
     assert torch.cuda.max_memory_allocated() - before < 64 * 2**20
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(scaled_dot_product_attention(*wide), wide, gradient.float())  # type: ignore[arg-type]
-    for a, b in zip(found, expected, strict=True):
-        assert error(a, b) < (1e-2 if dtype == torch.float16 else 3e-2)
+    narrow = [x.detach().requires_grad_() for x in (q, k, v)]
+    exact16 = torch.autograd.grad(scaled_dot_product_attention(*narrow), narrow, gradient)  # type: ignore[arg-type]
+    for a, b, c in zip(found, expected, exact16, strict=True):
+        assert error(a, b) < 1.05 * error(c, b) + 1e-3  # as close as attention in that type is
 
 
 def test_131072_tokens_in_windows() -> None:

@@ -24,6 +24,8 @@ SHAPES = ((1, 1), (2, 1), (1, 4), (2, 4))
 # by the rounding's step: 1/255, or a sixteenth in FP8.
 LSE = {Mode.FP16: 2e-3, Mode.PRECISION: 2e-3, Mode.BALANCED: 2e-3, Mode.AGGRESSIVE: 1e-2, Mode.FP8: 7e-2}
 TYPICAL_LSE = 4e-3
+FEW_KEYS = 1.5
+"""Factor of an output's limit: a number that is rounded up here and down there weighs more in a row of one block of keys."""
 
 
 def blocks(batch: int, heads: int, queries: int, keys: int, density: float = 0.5, empty: bool = False) -> Tensor:
@@ -44,6 +46,11 @@ def kept_rows(batch: int, kv_heads: int, keys: int, kept: int) -> Tensor:
     return (order[..., :kept] % keys).int()
 
 
+def given_keys(k: Tensor) -> Tensor:
+    """Those that are numbers: of keys behind a length tests make NaN."""
+    return k.nan_to_num(0)
+
+
 def compare(qkv, tables, *, timestep: Tensor | None = None, target_arch: int = 0, **options) -> tuple[Tensor, Tensor]:
     """Runs kernel and reference and compares outputs and log-sum-exps; returns the kernel's."""
     q = qkv[0]
@@ -62,11 +69,15 @@ def compare(qkv, tables, *, timestep: Tensor | None = None, target_arch: int = 0
     modes = [Mode(int(mode)) for mode in tables.modes]
     rounding = ROUNDED_TO_BF16 if q.dtype == torch.bfloat16 else 0
     assert out.isfinite().all()
-    assert error(out, expected) <= max(SAME_ARITHMETIC[mode] for mode in modes) + rounding
+    assert error(out, expected) <= FEW_KEYS * max(SAME_ARITHMETIC[mode] for mode in modes) + rounding
     unseen = expected_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, unseen)
     difference = (lse - expected_lse).masked_fill(unseen, 0).abs()
-    assert difference.max() <= max(LSE[mode] for mode in modes) + rounding
+    # One number of a query, or of a key, that lies between two levels may be rounded either way, and moves a logit by as much.
+    levels = 2 * q.shape[-1] ** -0.5 * float(q.abs().max() * given_keys(qkv[1]).abs().max()) / 127
+    assert difference.max() <= max(LSE[mode] for mode in modes) + rounding + levels * any(
+        mode != Mode.FP16 for mode in modes
+    )
     assert difference.square().mean().sqrt() <= TYPICAL_LSE + rounding
     rows = out if layout == "BHND" else out.transpose(1, 2)
     assert not rows[unseen].any()

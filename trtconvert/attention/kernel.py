@@ -211,7 +211,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`int8_attention`, called as `reference.attention` is: with `return_lse` it returns the log-sum-exp as well."""
     run = int8_attention_lse if return_lse else int8_attention
-    return run(q, k, v, timestep, **vars(tables), **options)
+    # One by one: torch.compile knows no vars() of a frozen dataclass.
+    named = {name: getattr(tables, name) for name in (*_TABLES[1:], "modes")}
+    return run(q, k, v, timestep, **named, **options)
 
 
 @int8_attention.register_fake
