@@ -1,0 +1,244 @@
+"""Latency and throughput of a served bundle, and what becomes of its requests when a replica is killed.
+
+    python bench/serve.py BUNDLE [--replicas 2] [--requests 1000] [--clients 1 4 16] [--steps 20] [--kill] [--json FILE]
+
+Starts `trtconvert serve BUNDLE` on this machine. For each number of clients, each of which asks for one image after the other, it
+prints the latency of a request (median, 95th and 99th percentile) and images per second. With --kill there is one round, and one
+replica is killed (SIGKILL) when half of the requests are answered; every request has a seed of its own, and what is counted is
+answers by seed: none may be missing, and none there twice. Nothing is asserted about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import http.client
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import processor
+
+START_SECONDS, ANSWER_SECONDS = 300, 300
+KILL_AFTER = 0.05
+"""Seconds after an answer: the replicas have begun their next batches by then."""
+
+REPLICA = "ray::ServeReplica"
+"""What Ray calls the processes of replicas."""
+
+
+@dataclass
+class Served:
+    """A server that is ready, and what it printed."""
+
+    process: subprocess.Popen[str]
+    port: int
+    lines: list[str]
+
+    def ask(self, content: dict[str, Any]) -> tuple[int, Any]:
+        """Status and content of the answer to a request for images."""
+        return self.exchange("POST", "/v1/images/generations", content)
+
+    def exchange(self, method: str, path: str, content: dict[str, Any] | None = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            body = None if content is None else json.dumps(content)
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read()
+        return reply.status, json.loads(text) if reply.getheader(
+            "content-type"
+        ) == "application/json" else text.decode()
+
+    def metric(self, name: str) -> float:
+        """A counter or gauge without labels."""
+        _, text = self.exchange("GET", "/metrics")
+        (value,) = re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)
+        return float(value)
+
+    def replicas(self) -> list[int]:
+        """Process ids of its replicas on this machine."""
+        parents = dict[int, int]()
+        names = dict[int, str]()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                stat = (folder / "stat").read_text()
+                parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+                names[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+
+        def is_ours(pid: int) -> bool:
+            while pid > 1 and pid != self.process.pid:
+                pid = parents.get(pid, 0)
+            return pid == self.process.pid
+
+        return sorted(pid for pid, name in names.items() if name.startswith(REPLICA) and is_ours(pid))
+
+
+@contextlib.contextmanager
+def served(bundle: Path, *options: object) -> Iterator[Served]:
+    """`trtconvert serve` at a free port, once it is ready; stopped by SIGTERM in the end."""
+    command = [sys.executable, "-m", "trtconvert.cli", "serve", str(bundle), "--port", "0", *map(str, options)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines, ready = list[str](), threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if line.startswith("ready: "):
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        ready.wait(START_SECONDS)
+        found = re.search(r"^ready: http://[^ ]*:(\d+)/", "\n".join(lines), re.MULTILINE)
+        if found is None:
+            raise RuntimeError("the server does not come up:\n" + "\n".join(lines))
+        yield Served(process, int(found[1]), lines)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        reader.join(10)
+
+
+@dataclass
+class Round:
+    """What came of requests.
+
+    Attributes:
+        answers: (seed, status, content, seconds) as they came.
+        seconds: of all together.
+    """
+
+    answers: list[tuple[int, int, Any, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def missing_and_doubled(self, seeds: Sequence[int]) -> tuple[int, int]:
+        """Requests without an image of their seed, and images beyond one for each."""
+        images = Counter(
+            image["seed"] for _, status, content, _ in self.answers if status == 200 for image in content["data"]
+        )
+        return sum(images[seed] == 0 for seed in seeds), sum(images.values()) - len(images)
+
+
+def asked(server: Served, seeds: Sequence[int], clients: int, kill_at: int | None = None, **fields: Any) -> Round:
+    """Ask for an image of each seed.
+
+    Args:
+        clients: that ask at once; kill_at: answers after which a replica is killed; fields: of the requests.
+    """
+    left, found, lock = list(reversed(seeds)), Round(), threading.Lock()
+    started = time.perf_counter()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                seed = left.pop()
+            began = time.perf_counter()
+            try:
+                status, content = server.ask({"seed": seed, **fields})
+            except (OSError, http.client.HTTPException) as error:
+                status, content = 0, str(error)
+            with lock:
+                found.answers.append((seed, status, content, time.perf_counter() - began))
+                if len(found.answers) == kill_at:
+                    threading.Timer(KILL_AFTER, lambda: os.kill(server.replicas()[0], signal.SIGKILL)).start()
+
+    threads = [threading.Thread(target=work) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def figures(clients: int, found: Round) -> dict[str, Any]:
+    times = sorted(seconds for _, status, _, seconds in found.answers if status == 200)
+    cuts = statistics.quantiles(times, n=100) if len(times) > 1 else times * 99
+    return {
+        "clients": clients,
+        "answered": len(times),
+        "refused": dict(Counter(status for _, status, _, _ in found.answers if status != 200)),
+        "median_ms": 1e3 * statistics.median(times),
+        "p95_ms": 1e3 * cuts[94],
+        "p99_ms": 1e3 * cuts[98],
+        "images_per_s": len(times) / found.seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--replicas", default="2")
+    parser.add_argument("--cpus", default="1")
+    parser.add_argument("--max-batch", default="8")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    options = [
+        "--replicas",
+        given.replicas,
+        "--cpus",
+        given.cpus,
+        "--max-batch",
+        given.max_batch,
+        "--queue-limit",
+        1000,
+    ]
+    started = time.perf_counter()
+    with served(given.bundle, *options) as server:
+        until_ready = time.perf_counter() - started
+        print(f"{datetime.date.today()}, {processor()}, {os.cpu_count()} cores; {server.lines[-1]}")
+        print(
+            f"{given.replicas} replicas, batches of at most {given.max_batch}, {given.steps} steps, ready in {until_ready:.1f} s"
+        )
+        seeds, rows = range(given.requests), []
+        asked(server, range(20), 4, steps=given.steps)  # warms up
+        for clients in given.clients[-1:] if given.kill else given.clients:
+            found = asked(server, seeds, clients, len(seeds) // 2 if given.kill else None, steps=given.steps)
+            rows.append(row := figures(clients, found))
+            latency = f"{row['median_ms']:.0f} ms, 95 % {row['p95_ms']:.0f}, 99 % {row['p99_ms']:.0f}"
+            print(
+                f"{clients:4} clients: {row['answered']} answered, {sum(row['refused'].values())} refused; latency {latency}; "
+                f"{row['images_per_s']:.1f} images/s"
+            )
+            if given.kill:
+                row["missing"], row["doubled"] = found.missing_and_doubled(seeds)
+                row["lost_batches"] = server.metric("trtconvert_lost_batches_total")
+                print(
+                    f"      one replica killed half way: {row['missing']} requests without an image, {row['doubled']} images "
+                    f"twice; {row['lost_batches']:.0f} batches drawn again"
+                )
+    print(server.lines[-1])
+    if given.json is not None:
+        given.json.write_text(json.dumps({"machine": processor(), "rounds": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A bundle served with two replicas on a Ray cluster of this machine: one of them is killed, and the server is stopped at work."""
+
+from __future__ import annotations
+
+import base64
+import io
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from support import REPOSITORY
+
+from trtconvert.serving.drawing import Drawer
+from trtconvert.serving.jobs import Batch, Drawn, Order, Shape
+
+pytest.importorskip("ray.serve", reason="needs the extra serve")
+
+sys.path.append(str(REPOSITORY / "bench"))
+from serve import Served, asked, served  # the bench of the same
+
+OPTIONS = ("--replicas", 2, "--cpus", 0.5, "--max-batch", 4, "--queue-limit", 40)
+
+
+def lose_none(server: Served, requests: int) -> None:
+    """Ask so many times, kill a replica half way, and check that each request was answered once, with its own image."""
+    seeds = range(requests)
+    found = asked(server, seeds, 24, requests // 2, steps=10)
+    assert [status for _, status, _, _ in found.answers] == [200] * requests
+    assert found.missing_and_doubled(seeds) == (0, 0)
+    assert server.metric("trtconvert_lost_batches_total") >= 1, "the replica was at work"
+    assert server.metric("trtconvert_images_total") == requests
+    images = {seed: content["data"][0]["b64_json"] for seed, _, content, _ in found.answers}
+    for seed, expected in zip(seeds, EXPECTED, strict=False):
+        assert np.abs(pixels(base64.b64decode(images[seed])) - expected).max() <= 1
+
+
+EXPECTED: list[np.ndarray] = []
+"""Of the first seeds, as a bundle draws them without a server."""
+
+
+def pixels(file: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(file)), dtype=np.int16)
+
+
+@pytest.fixture(scope="module")
+def bundle(digits):
+    drawer = Drawer(digits, "cpu")
+    orders = tuple(Order(seed, None, "png") for seed in range(8))
+    EXPECTED[:] = [
+        pixels(answer.image)
+        for answer in drawer(Batch(Shape(None, None, 10, False), orders))
+        if isinstance(answer, Drawn)
+    ]
+    assert len(EXPECTED) == 8
+    drawer.close()
+    return digits
+
+
+def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
+    """Killed half way; and a server that is asked to stop finishes what it has taken, and takes no more."""
+    with served(bundle, *OPTIONS) as server:
+        lose_none(server, 60)
+        before = len(server.lines)
+        rounds = []
+        asking = threading.Thread(target=lambda: rounds.append(asked(server, range(12), 12, steps=60)))
+        asking.start()
+        while server.metric("trtconvert_pending_images") < 12:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        while server.exchange("GET", "/health/ready")[0] == 200:
+            time.sleep(0.01)
+        status, refused = server.ask({"seed": 1})
+        assert status == 503 and "about to stop" in refused["error"]["message"]
+        asking.join()
+        assert [status for _, status, _, _ in rounds[0].answers] == [200] * 12
+        assert server.process.wait(60) == 0
+    said = "\n".join(server.lines[before:])
+    assert "SIGTERM: no more requests are taken; 12 are finished, in at most 60 s" in said
+    assert said.endswith("ended; every request was answered")
+
+
+@pytest.mark.soak
+def test_a_thousand_requests_and_none_is_lost(bundle):
+    with served(bundle, *OPTIONS) as server:
+        lose_none(server, 1000)
+
+
+@pytest.mark.soak
+def test_an_end_that_takes_too_long_is_cut_short(bundle):
+    """By the limit, which is named, and by a second signal."""
+    for options, signals in ((("--drain-seconds", 0.5), 1), ((), 2)):
+        with served(bundle, *OPTIONS, *options) as server:
+            asking = threading.Thread(target=lambda server=server: asked(server, range(24), 24, steps=100))
+            asking.start()
+            while server.metric("trtconvert_pending_images") < 24:
+                time.sleep(0.01)
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            assert server.process.wait(60) == 1
+            asking.join()
+        assert "requests unanswered" in server.lines[-1]
