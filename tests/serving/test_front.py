@@ -175,6 +175,17 @@ def test_who_leaves_is_not_drawn():
     served(work)
 
 
+def test_what_is_not_finished_at_the_end_is_told():
+    async def work(front: Front, pool: Replicas) -> None:
+        asking = asyncio.create_task(ask(front.app, "POST", PATH, {"prompt": "a"}))
+        await asyncio.sleep(0.02)
+        front.cut.set()
+        (await asking).error(503, "the server stops")
+        pool.go.set()
+
+    served(work)
+
+
 def test_health_tells_starting_ready_lost_and_draining():
     async def work(front: Front, pool: Replicas) -> None:
         async def states() -> tuple[int, int, str]:

@@ -1,4 +1,4 @@
-"""A bundle served with two replicas on a Ray cluster of this machine: one of them is killed, and the server is stopped at work."""
+"""A bundle served with two replicas on a Ray cluster of this machine: one is killed, and the server is stopped at work."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def test_an_end_that_takes_too_long_is_cut_short(bundle):
     """By the limit, which is named, and by a second signal."""
     for options, signals in ((("--drain-seconds", 0.5), 1), ((), 2)):
         with served(bundle, *OPTIONS, *options) as server:
-            asking = threading.Thread(target=lambda server=server: asked(server, range(24), 24, steps=100))
+            rounds = []
+            asking = threading.Thread(
+                target=lambda server=server, rounds=rounds: rounds.append(asked(server, range(24), 24, steps=100))
+            )
             asking.start()
             while server.metric("trtconvert_pending_images") < 24:
                 time.sleep(0.01)
@@ -103,4 +106,5 @@ def test_an_end_that_takes_too_long_is_cut_short(bundle):
                 time.sleep(0.3)
             assert server.process.wait(60) == 1
             asking.join()
-        assert "requests unanswered" in server.lines[-1]
+        statuses = [status for _, status, _, _ in rounds[0].answers]
+        assert set(statuses) <= {200, 503} and f"{statuses.count(503)} requests were answered" in server.lines[-1]

@@ -74,12 +74,12 @@ class Front:
         app: for an ASGI server.
         offer: what the bundle draws; None until a replica has loaded it, and requests are asked to come again.
         draining: no more requests are taken.
-        active: requests that were taken and are not answered.
+        active: requests that were taken and are not answered; cut: once it is set they are answered that nothing comes.
     """
 
     def __init__(self, pool: Pool, dispatcher: Dispatcher, limits: Limits, *, seconds: float) -> None:
         self.offer: Offer | None = None
-        self.draining, self.active = False, 0
+        self.draining, self.active, self.cut = False, 0, asyncio.Event()
         self._pool, self._dispatcher, self._limits, self._seconds = pool, dispatcher, limits, seconds
         self._created = int(time.time())
         self._metrics = _Metrics(dispatcher, pool, lambda: self.ready)
@@ -168,18 +168,20 @@ class Front:
         return JSONResponse(generation_body(images, generation.orders, int(time.time()), generation.shape))
 
     async def _drawn_for(self, request: Request, *work: Any) -> list[Answer]:
-        """The answers, unless the client leaves: what nobody waits for is not drawn."""
+        """The answers, unless the client leaves: what nobody waits for is not drawn. Or the server."""
         drawing = asyncio.create_task(self._dispatcher.draw(*work))
-        left = asyncio.create_task(_left(request))
+        left, cut = asyncio.create_task(_left(request)), asyncio.create_task(self.cut.wait())
         try:
-            await asyncio.wait((drawing, left), return_when=asyncio.FIRST_COMPLETED)
-            if not drawing.done():
+            await asyncio.wait((drawing, left, cut), return_when=asyncio.FIRST_COMPLETED)
+            if drawing.done():
+                return drawing.result()
+            if left.done():
                 raise ClientDisconnect
-            return drawing.result()
+            raise _later("the server stops", "that it finishes what it took", "more than it may take for it")
         finally:
-            for task in (drawing, left):
+            for task in (drawing, left, cut):
                 task.cancel()
-            await asyncio.gather(drawing, left, return_exceptions=True)
+            await asyncio.gather(drawing, left, cut, return_exceptions=True)
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _PACKAGES = ("ray", "starlette", "uvicorn", "prometheus_client")
 _BACKLOG = 1024
 _LOOK_SECONDS = 0.1
+_CUT_SECONDS = 5.0
+"""In which requests that are not finished are answered so."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,13 @@ async def _drained(front: Front, seconds: float, signals: list[signal.Signals], 
     until = time.monotonic() + seconds
     while front.active and time.monotonic() < until and len(signals) < 2:
         await asyncio.sleep(_LOOK_SECONDS / 2)
-    if front.active:
-        say(f"ended with {front.active} requests unanswered")
+    if unfinished := front.active:
+        front.cut.set()
+        with contextlib.suppress(TimeoutError):  # of a body that still comes
+            async with asyncio.timeout(_CUT_SECONDS):
+                while front.active:
+                    await asyncio.sleep(_LOOK_SECONDS / 2)
+        say(f"ended; {unfinished} requests were answered that their images are not drawn (503)")
         return 1
     say("ended; every request was answered")
     return 0
