@@ -3,7 +3,7 @@
 // NVIDIA ships its headers in no package that pip can install. A plugin needs few of their declarations, and of those only
 // what the compiler turns into machine code: the order of virtual functions, the layout of the structs, the numbers of
 // the enumerators. These have been the same since TensorRT 10.0, except for the logger (see v10, v11 below), so that one
-// binary serves TensorRT 10 and 11. tests/abi compares this file with the official headers wherever those are at hand.
+// binary serves TensorRT 10 and 11. tests/plugins/abi compares this file with the official headers wherever those are at hand.
 //
 // Namespaces and names are the official ones: they are part of the ABI too, through the type information that
 // dynamic_cast compares. Itanium C++ ABI only (GCC and Clang, Linux).
