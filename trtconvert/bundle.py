@@ -375,6 +375,8 @@ class Manifest(_Record):
     """What a bundle holds.
 
     Attributes:
+        weights: `models.identity` of what the denoiser was made from, its code among it; code: the hash of that alone, where a
+            function of the user's made it.
         backend: the one that the build chose, or `trtconvert compile` added; backend_reason: why.
         pipeline: folder with what a diffusers pipeline needs beside the components; empty where the denoiser stands alone.
         files: every file of the bundle beside the manifest, by its path; not what users put beside them.
@@ -384,6 +386,7 @@ class Manifest(_Record):
     format: Literal[1] = FORMAT
     model: str
     weights: str
+    code: str = ""
     versions: dict[str, str]
     backend: Literal["tensorrt", "tensorrt_rtx", "onnxruntime"]
     backend_reason: str

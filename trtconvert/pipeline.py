@@ -26,6 +26,7 @@ from trtconvert.bundle import (
 from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.identity import search_reads
 from trtconvert.engine import BackendStatus, choose_backend
+from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
@@ -221,6 +222,7 @@ def _assemble(
     manifest = Manifest(
         model=_title(recipe) if denoiser is None else f"{denoiser.pipeline} ({recipe.model.source})",
         weights=weights,
+        code=source_identity(recipe.model.source),
         versions=versions(),
         backend=backend.name,
         backend_reason=reason,

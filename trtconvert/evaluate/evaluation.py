@@ -27,7 +27,7 @@ from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, warn
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.clipping import Clipping, shares
 from trtconvert.evaluate.features import Extractor, load_extractor
@@ -301,7 +301,13 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
             remedy="run this where it is, or leave --weights out",
         )
     section = section.model_copy(update={"weights": weights})
-    if (got := identity(section, loras)) != bundle.manifest.weights:
+    got, code = identity(section, loras), bundle.manifest.code
+    if got != bundle.manifest.weights and code and identity(section, loras, code=code) == bundle.manifest.weights:
+        warn(
+            f"the code of {section.source} has changed since the bundle was built, its weights have not: figures hold if it "
+            "still computes the same"
+        )
+    elif got != bundle.manifest.weights:
         raise UserError(
             f"{weights or section.source} is not what the bundle was made from",
             expected=f"the model {bundle.manifest.weights[:12]}…",

@@ -17,10 +17,12 @@ from trtconvert.recipe import ONNX, LoraSection, ModelSection
 from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
 
 
-def identity(section: ModelSection, loras: Sequence[LoraSection] = ()) -> str:
+def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: str | None = None) -> str:
     """SHA-256 over the weights, the configurations of a file of weights, the images, the options with the files that they name by
     absolute paths, and the code of a `package.module:function`.
 
+    Args:
+        code: `source_identity` of the function, if that is not to be what lies here now.
     Raises:
         UserError: the weights, an image or a file that an option names cannot be read.
     """
@@ -47,7 +49,7 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = ()) -> str:
             else _content(of, "image", "images", expected)
             for argument, of in section.images.items()
         }
-    if code := source_identity(section.source):
+    if code := source_identity(section.source) if code is None else code:
         parts["code"] = code
         names = [name for name in _texts(section.options) if _is_file(name)]
         if names:
