@@ -479,6 +479,18 @@ def report(bundle: Path, evaluation: Path | None, output: Path) -> None:
 
 
 @main.command()
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("comparison.html"), show_default=True)
+def compare(first: Path, second: Path, output: Path) -> None:
+    """Show two bundles side by side as one HTML file: figures, speed, samples, and what their recipes say differently."""
+    from trtconvert.evaluate.comparison import write_comparison
+
+    write_comparison(first, second, output)
+    click.echo(f"{first} and {second}: {output}")
+
+
+@main.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("kernel_cost.json"), show_default=True)
 def measure(output: Path) -> None:
     """Measure the attention kernels on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
