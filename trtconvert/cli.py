@@ -705,6 +705,31 @@ def _replicas(text: str) -> tuple[int | None, int | None]:
     )
 
 
+def _at_most(option: str, number: int, other: str, most: int) -> None:
+    """
+    Raises:
+        UserError: one option is above another.
+    """
+    if number > most:
+        raise UserError(
+            f"{option} is more than {other}",
+            expected=f"at most {most}",
+            got=str(number),
+            remedy=f"lower it, or raise {other}",
+        )
+
+
+def _finite(*numbers: float) -> None:
+    """
+    Raises:
+        UserError: one is infinite or nan, which is in no range and click takes.
+    """
+    if bad := [number for number in numbers if not math.isfinite(number)]:
+        raise UserError(
+            "an option is no number of seconds or cores", expected="a number", got=str(bad[0]), remedy="correct it"
+        )
+
+
 @main.command("serve")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
@@ -801,31 +826,58 @@ def serve_command(
     require_packages()
     from trtconvert.serving.cluster import Placement
 
-    for option, number, other, most in (
-        ("--steps", steps, "--max-steps", max_steps),
-        ("--max-images", max_images, "--queue-limit", queue_limit),
-    ):
-        if number > most:
-            raise UserError(
-                f"{option} is more than {other}",
-                expected=f"at most {most}",
-                got=str(number),
-                remedy=f"lower it, or raise {other}",
-            )
+    _at_most("--steps", steps, "--max-steps", max_steps)
+    _at_most("--max-images", max_images, "--queue-limit", queue_limit)
+    _finite(cpus, batch_wait_ms, start_seconds, request_seconds, drain_seconds)
     least, most = _replicas(replicas)
-    bad = [
-        number
-        for number in (cpus, batch_wait_ms, start_seconds, request_seconds, drain_seconds)
-        if not math.isfinite(number)
-    ]
-    if bad:  # in no range, and click takes it
-        raise UserError(
-            "an option is no number of seconds or cores", expected="a number", got=str(bad[0]), remedy="correct it"
-        )
     limits = Limits(name or bundle.resolve().name, max_images, steps, max_steps)
     options = Options(host, port, limits, max_batch, batch_wait_ms / 1000, queue_limit, request_seconds, drain_seconds)
     placement = Placement(address, least, most, device, cpus, start_seconds)
     context.exit(serve(bundle, options, placement, lambda line: click.echo(line)))
+
+
+@main.command("export-triton")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the model repository.")
+@click.option("--name", help="Of the model; the bundle's folder by default. Its components are called NAME-COMPONENT.")
+@click.option(
+    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Images drawn at once, at most."
+)
+@click.option(
+    "--batch-wait-ms",
+    type=click.FloatRange(0, 60_000),
+    default=10,
+    show_default=True,
+    help="How long Triton waits for others.",
+)
+@click.option(
+    "--queue-limit", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Requests that wait, at most."
+)
+@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Denoising steps by default.")
+@click.option(
+    "--max-steps", type=click.IntRange(1), default=100, show_default=True, help="STEPS of a request, at most."
+)
+@click.option("--force", is_flag=True, help="Replace models of these names.")
+def export_triton_command(
+    bundle: Path,
+    output: Path,
+    name: str | None,
+    max_batch: int,
+    batch_wait_ms: float,
+    queue_limit: int,
+    steps: int,
+    max_steps: int,
+    force: bool,
+) -> None:
+    """Write BUNDLE into a model repository for NVIDIA Triton Inference Server. See docs/serving.md."""
+    from trtconvert.serving.triton import Settings, export_triton
+
+    _at_most("--steps", steps, "--max-steps", max_steps)
+    _finite(batch_wait_ms)
+    wait = round(batch_wait_ms * 1000)
+    settings = Settings(name or bundle.resolve().name, max_batch, wait, queue_limit, steps, max_steps)
+    for line in export_triton(bundle, output, settings, force=force):
+        click.echo(line)
 
 
 @main.command()

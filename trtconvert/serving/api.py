@@ -121,7 +121,12 @@ def read_generation(body: bytes, offer: Offer, limits: Limits) -> Generation:
     Raises:
         ApiError: it is no request, or not for this bundle.
     """
-    request = _read(body)
+    return generation_of(_content(body), offer, limits)
+
+
+def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Generation:
+    """See `read_generation`, of the body's fields."""
+    request = _read(content)
     if request.model is not None and request.model != limits.model:
         raise ApiError(
             404,
@@ -166,7 +171,7 @@ def error_of(refusal: Refusal) -> ApiError:
     )
 
 
-def _read(body: bytes) -> _Request:
+def _content(body: bytes) -> dict[str, Any]:
     try:
         content = parse_json(body)
     except ValueError as error:
@@ -185,6 +190,10 @@ def _read(body: bytes) -> _Request:
             got=type(content).__name__,
             remedy="correct the body",
         )
+    return content
+
+
+def _read(content: dict[str, Any]) -> _Request:
     if unknown := [name for name in content if name not in _Request.model_fields]:
         raise ApiError(
             400,
