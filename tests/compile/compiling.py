@@ -62,7 +62,7 @@ def with_vae(bundle):
     """The bundle with a second component."""
     manifest = read_manifest(bundle)
     denoiser = manifest.components["denoiser"]
-    vae = denoiser.model_copy(update={"timestep_input": "", "timestep_max": 0.0, "sites": []})
+    vae = denoiser.model_copy(update={"timestep_input": "", "timestep_max": 0.0, "sites": [], "input_ranges": {}})
     (bundle / MANIFEST).unlink()
     write_manifest(bundle, manifest.model_copy(update={"components": {"denoiser": denoiser, VAE: vae}}))
     return bundle

@@ -151,7 +151,10 @@ def test_without_a_gpu_the_command_says_what_is_missing(bundle):
     if tensorrt.device_architecture() is not None:
         pytest.skip("looks at a machine without a GPU")
     refusal(
-        run("compile", bundle), "TensorRT cannot be used here", "no NVIDIA GPU", "the machine that the engine is for"
+        run("compile", bundle),
+        "TensorRT cannot be used here",
+        "no NVIDIA GPU",
+        "run `trtconvert compile BUNDLE` on the machine that it is for",
     )
 
 

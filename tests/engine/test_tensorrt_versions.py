@@ -41,7 +41,12 @@ class Driver:
     [
         (803, None, "fails with error 803: system has unsupported", "restart the machine"),
         (803, "0", "fails with error 803: system has unsupported", "restart the machine"),
-        (100, None, "no NVIDIA GPU", "build on the machine that the engine is for"),
+        (
+            100,
+            None,
+            "no NVIDIA GPU",
+            "run `trtconvert compile BUNDLE` on the machine that it is for; bundles are built without one",
+        ),
         (100, "", "no NVIDIA GPU, with CUDA_VISIBLE_DEVICES=''", "unset it"),
     ],
 )

@@ -44,7 +44,7 @@ def create(phase, **attributes):
     return creator.create_plugin("layer", trt.PluginFieldCollection(fields), phase)
 
 good = dict(layout=b"BNHD", softmax_scale=0.125, timestep_max=1000.0, scaling=b"dynamic", smooth_k=0)
-good |= dict(rotary=1, norm=1, norm_eps=1e-6, norm_split=0, kv_heads=0, k_head=0, v_head=0, parts=1)
+good |= dict(rotary=1, norm=1, norm_eps=1e-6, norm_split=0, kv_heads=0, k_head=0, v_head=0, parts=1, block_mask=0, key_index=0)
 plugin = create(trt.TensorRTPhase.BUILD, **good)
 found["plugin"] = plugin.interface_info.kind
 kinds = trt.PluginCapabilityType
@@ -53,7 +53,7 @@ found["core"] = [core.plugin_name, core.plugin_version, core.plugin_namespace]
 found["outputs"] = build.num_outputs
 found["interfaces"] = [c.interface_info.kind for c in (core, build, runtime)]
 found["defaults"] = create(trt.TensorRTPhase.BUILD) is not None
-found["from_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_version=4, **good) is not None
+found["from_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_version=5, **good) is not None
 found["from_other_engine"] = create(trt.TensorRTPhase.RUNTIME, serialization_version=9, **good) is not None
 found["bad"] = {}
 for name, value in {"layout": b"BDNH", "softmax_scale": -1.0, "smooth_k": 7, "scaling": 3}.items():
@@ -116,7 +116,18 @@ def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> No
     version, found, _ = probed
     assert found["version"].startswith(version + ".")
     assert found["new"] == sorted(OURS)
-    of_layers = ["rotary", "norm", "norm_eps", "norm_split", "kv_heads", "k_head", "v_head", "parts"]
+    of_layers = [
+        "rotary",
+        "norm",
+        "norm_eps",
+        "norm_split",
+        "kv_heads",
+        "k_head",
+        "v_head",
+        "parts",
+        "block_mask",
+        "key_index",
+    ]
     assert found["fields"] == ["layout", "softmax_scale", "timestep_max", "scaling", "smooth_k", *of_layers]
     assert found["gone"] == [True] * len(OURS)
 

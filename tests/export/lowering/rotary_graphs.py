@@ -19,7 +19,7 @@ from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.lowering import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 
-HEADS, CHANNELS, TOKENS = 2, 16, 6
+HEADS, CHANNELS, TOKENS = 2, 32, 6
 
 
 WIDTH = HEADS * CHANNELS

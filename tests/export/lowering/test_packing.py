@@ -253,7 +253,7 @@ class Crossed(nn.Module):
         self.itself = Attention(context=64)
         self.wide, self.grouped = Attention(heads=3, kv_heads=3), Attention(heads=4, kv_heads=2)
         self.masked, self.biased = Attention(heads=1, kv_heads=1), Attention(bias=True)
-        self.short_heads, self.of_squares = Attention(heads=4, kv_heads=4, dim=16), Attention()
+        self.long_heads, self.of_squares = Attention(heads=4, kv_heads=4, dim=64), Attention()
         self.normed, self.seen = Attention(), Attention()
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
@@ -266,7 +266,7 @@ class Crossed(nn.Module):
             x = self.itself(x, x)
         x = self.grouped(self.wide(x, text), text)
         x = self.masked(x, text, (mask >= 0)[:, None, None])
-        x = self.of_squares(self.short_heads(self.biased(x, text), text), text.square())
+        x = self.of_squares(self.long_heads(self.biased(x, text), text), text.square())
         x = self.normed(x, text, normed=True)
         return self.seen(x, text) + self.seen.k(text).mean()
 
@@ -276,7 +276,7 @@ FIRST_HEADS = {
     "grouped": (6, 8, 2),
     "masked": (10, 11, 1),
     "biased": (0, 2, 2),
-    "short_heads": (0, 4, 4),
+    "long_heads": (0, 4, 4),
     "of_squares": (0, 2, 2),
 }
 """By site: the first head of its keys, the first of its values, and how many each are."""
@@ -334,7 +334,7 @@ def test_sites_read_their_keys_and_values_from_one_product(crossed, shape):
     assert nodes["wide"].inputs[1] is nodes["masked"].inputs[2] is not nodes["biased"].inputs[1]
     shared = keys_and_values(model, list(FIRST_HEADS), fed)
     own = keys_and_values(original, list(FIRST_HEADS), fed)
-    products = {"text", "squares", "biased", "short heads"}
+    products = {"text", "squares", "biased", "long heads"}
     assert sum(node.op_type == "MatMul" for node in model.graph) == len(products)
     for (k_head, v_head, count), (k, v), (k_own, v_own) in zip(heads.values(), shared, own, strict=True):
         np.testing.assert_allclose(k[:, :, k_head : k_head + count], k_own, rtol=1e-5, atol=1e-5)

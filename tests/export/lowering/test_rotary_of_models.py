@@ -27,7 +27,7 @@ class Flux(nn.Module):
             num_single_layers=1,
             num_attention_heads=HEADS,
             attention_head_dim=CHANNELS,
-            axes_dims_rope=(4, 4, 8),
+            axes_dims_rope=(8, 8, 16),
             joint_attention_dim=8,
             pooled_projection_dim=8,
         )
@@ -107,7 +107,7 @@ class HunyuanVideo(nn.Module):
             num_refiner_layers=1,
             text_embed_dim=8,
             pooled_projection_dim=8,
-            rope_axes_dim=(4, 4, 8),
+            rope_axes_dim=(8, 8, 16),
         )
 
     def forward(self, x: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
