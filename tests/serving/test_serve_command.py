@@ -70,4 +70,8 @@ def test_a_damaged_bundle_and_a_taken_port_are_told_before_a_cluster_starts(digi
         refusal(run("serve", digits, "--port", taken.getsockname()[1]), "nothing can listen at 127.0.0.1", "--port 0")
     refusal(run("serve", digits, *LOCAL, "--host", "no such host"), "nothing can listen")
     refusal(run("serve", digits, *LOCAL, "--host", "192.0.2.77"), "nothing can listen")
+    refusal(
+        run("serve", digits, *LOCAL, "--address", "127.0.0.1:1"), "cannot be reached at 127.0.0.1:1", "ray start --head"
+    )
+    refusal(run("serve", digits, *LOCAL, "--address", "ray://127.0.0.1:1"), "--address names no Ray cluster")
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line
 from trtconvert.serving.dispatch import BATCHES_PER_REPLICA, ReplicaLost
 from trtconvert.serving.jobs import Answer, Batch, Offer, Refusal, refusal
 
@@ -29,6 +30,7 @@ _LOOK_SECONDS = 0.5
 _LOOK_TIMES_TO_TELL = 60
 """Looks at the cluster, after which what it waits for is told."""
 
+_REACH_SECONDS = 5.0
 _STOP_SECONDS = 20.0
 """What taking replicas down may take. They have nothing to do by then."""
 
@@ -102,7 +104,7 @@ class Cluster:
         failure: why none will be.
 
     Raises:
-        BackendUnavailable: there is no such cluster, or it has no GPU where one is asked for.
+        BackendUnavailable: there is no such cluster. UserError: this machine has too few GPUs or cores.
     """
 
     def __init__(self, bundle: Path, name: str, placement: Placement, say: Callable[[str], None]) -> None:
@@ -250,11 +252,46 @@ def _not_deployed(got: str) -> BackendUnavailable:
     )
 
 
+def require_reachable(address: str) -> None:
+    """Ray itself would try for minutes.
+
+    Raises:
+        UserError: an address of another form; BackendUnavailable: nothing listens there.
+    """
+    host, colon, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not (colon and host and "/" not in host and port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise UserError(
+            "--address names no Ray cluster",
+            expected="auto, or HOST:PORT as `ray start --head` prints it",
+            got=address,
+            remedy="correct it, or leave it out for a cluster of this machine alone",
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
+    except OSError as error:
+        raise _unreachable(address, error.strerror or first_line(error)) from error
+
+
+def _unreachable(address: str | None, got: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"the Ray cluster cannot {'start on this machine' if address is None else f'be reached at {address}'}",
+        expected="a cluster with the Ray and the Python of this machine",
+        got=got,
+        remedy="start one with `ray start --head`, or leave out --address for one of this machine alone"
+        if address is not None
+        else "look into /tmp/ray/session_latest/logs",
+    )
+
+
 def _connect(address: str | None) -> None:
     """
     Raises:
         BackendUnavailable: there is no such cluster.
     """
+    if address is not None:
+        require_reachable(address)
     # Ray reads these when it is imported. It tells its makers how it is used, unless it is asked not to; and what starts here
     # alone lets nobody in who does not know its token, since whoever reaches a cluster's ports may run anything there.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -277,21 +314,27 @@ def _connect(address: str | None) -> None:
             **(own if address is None else {}),
         )
     except Exception as error:  # of many classes
-        where = "start on this machine" if address is None else f"be reached at {address}"
-        raise BackendUnavailable(
-            f"the Ray cluster cannot {where}",
-            expected="a cluster with the Ray and the Python of this machine",
-            got=first_line(error),
-            remedy="start one with `ray start --head`, or leave out --address for one of this machine alone"
-            if address is not None
-            else "look into /tmp/ray/session_latest/logs",
-        ) from error
+        raise _unreachable(address, first_line(error)) from error
 
 
 def _gpus(placement: Placement) -> bool:
-    """Whether replicas take a GPU each."""
+    """Whether replicas take a GPU each.
+
+    Raises:
+        UserError: the server's own cluster, which nothing is added to, has not what its replicas want.
+    """
     import ray
 
-    if placement.device != "auto":
-        return placement.device == "cuda"
-    return ray.cluster_resources().get("GPU", 0) >= 1
+    there = ray.cluster_resources()
+    on_gpus = placement.device == "cuda" or (placement.device == "auto" and there.get("GPU", 0) >= 1)
+    if placement.address is None:
+        replicas = placement.least or 1
+        for name, each, option in (("GPU", int(on_gpus), "--device cpu"), ("CPU", placement.cpus, "fewer --cpus")):
+            if replicas * each > there.get(name, 0):
+                raise UserError(
+                    f"this machine has too few {name}s for its replicas",
+                    expected=f"{replicas * each:g} {name}s, {each:g} for each of {replicas}",
+                    got=f"{there.get(name, 0):g}",
+                    remedy=f"ask for fewer --replicas, or {option}, or give the --address of a larger Ray cluster",
+                )
+    return on_gpus
