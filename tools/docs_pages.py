@@ -23,7 +23,10 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
-} | {f"plugins/{path.parent.name}/README.md": f"kernels/{path.parent.name}.md" for path in ROOT.glob("plugins/*/README.md")}
+} | {
+    f"plugins/{path.parent.name}/README.md": f"kernels/{path.parent.name}.md"
+    for path in ROOT.glob("plugins/*/README.md")
+}
 """What lies elsewhere in the repository, and the page that it becomes."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _SOURCES = {page: source for source, page in PAGES.items()}

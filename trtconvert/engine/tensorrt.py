@@ -155,7 +155,10 @@ def driver_problem() -> tuple[str, str] | None:
                 f"no NVIDIA GPU, with CUDA_VISIBLE_DEVICES={hidden!r}",
                 "name a GPU in CUDA_VISIBLE_DEVICES, or unset it",
             )
-        return "no NVIDIA GPU", "run `trtconvert compile BUNDLE` on the machine that it is for; bundles are built without one"
+        return (
+            "no NVIDIA GPU",
+            "run `trtconvert compile BUNDLE` on the machine that it is for; bundles are built without one",
+        )
     words = ctypes.c_char_p()
     driver.cuGetErrorString(failure, ctypes.byref(words))
     return (
