@@ -248,7 +248,8 @@ def _not_deployed(got: str) -> BackendUnavailable:
         "the replicas do not come up",
         expected="a replica that has loaded the bundle, at the same path and with the same trtconvert on every machine",
         got=got,
-        remedy="look into Ray's logs (/tmp/ray/session_latest/logs), free or add GPUs, or ask for fewer --replicas or --cpus",
+        remedy="look into Ray's logs (/tmp/ray/session_latest/logs), free or add GPUs, ask for fewer --replicas or --cpus, or set "
+        "RAY_AUTH_MODE as where the cluster was started",
     )
 
 
@@ -274,6 +275,12 @@ def require_reachable(address: str) -> None:
         raise _unreachable(address, error.strerror or first_line(error)) from error
 
 
+def _has_token() -> bool:
+    """Whether Ray would find a token for clusters that want one, as those of `ray start` do."""
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return named or (Path.home() / ".ray" / "auth_token").is_file()
+
+
 def _unreachable(address: str | None, got: str) -> BackendUnavailable:
     return BackendUnavailable(
         f"the Ray cluster cannot {'start on this machine' if address is None else f'be reached at {address}'}",
@@ -295,8 +302,9 @@ def _connect(address: str | None) -> None:
     # Ray reads these when it is imported. It tells its makers how it is used, unless it is asked not to; and what starts here
     # alone lets nobody in who does not know its token, since whoever reaches a cluster's ports may run anything there.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address is None:
+    if address is None or _has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if address is None:
         os.environ.pop("RAY_ADDRESS", None)
     import ray
     import ray.serve  # which sets up its log
@@ -314,7 +322,15 @@ def _connect(address: str | None) -> None:
             **(own if address is None else {}),
         )
     except Exception as error:  # of many classes
-        raise _unreachable(address, first_line(error)) from error
+        raise _unreachable(address, _reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What was first: Ray's errors hold those below them in their text."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.startswith("ray.exceptions.")]
+    return lines[-1].removeprefix("ray.exceptions.") if lines else first_line(error)
 
 
 def _gpus(placement: Placement) -> bool:
