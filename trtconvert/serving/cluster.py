@@ -248,8 +248,8 @@ def _not_deployed(got: str) -> BackendUnavailable:
         "the replicas do not come up",
         expected="a replica that has loaded the bundle, at the same path and with the same trtconvert on every machine",
         got=got,
-        remedy="look into Ray's logs (/tmp/ray/session_latest/logs), free or add GPUs, ask for fewer --replicas or --cpus, or set "
-        "RAY_AUTH_MODE as where the cluster was started",
+        remedy="look into Ray's logs (/tmp/ray/session_latest/logs), free or add GPUs, ask for fewer --replicas or --cpus, or "
+        "set RAY_AUTH_MODE as where the cluster was started",
     )
 
 
