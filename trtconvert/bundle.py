@@ -403,6 +403,11 @@ class Manifest(_Record):
         """The attention sites of all components."""
         return [site for component in self.components.values() for site in component.sites]
 
+    @property
+    def scalings(self) -> dict[str, str]:
+        """How each converted site gets the scales of queries and keys; the recipe says it of bundles of before."""
+        return {site.name: site.scaling or self.recipe.attention.scaling for site in self.sites if site.modes}
+
     @field_validator("components")
     @classmethod
     def _named(cls, components: dict[str, ComponentRecord]) -> dict[str, ComponentRecord]:

@@ -730,6 +730,14 @@ def _finite(*numbers: float) -> None:
         )
 
 
+_MAX_BATCH = click.option(
+    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Images drawn at once, at most."
+)
+_DEFAULT_STEPS = click.option(
+    "--steps", type=click.IntRange(1), default=50, show_default=True, help="Denoising steps by default."
+)
+
+
 @main.command("serve")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
@@ -755,9 +763,7 @@ def _finite(*numbers: float) -> None:
 @click.option(
     "--cpus", type=click.FloatRange(0, 1024), default=1, show_default=True, help="Cores set aside for each replica."
 )
-@click.option(
-    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Images drawn at once, at most."
-)
+@_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
     type=click.FloatRange(0, 60_000),
@@ -775,7 +781,7 @@ def _finite(*numbers: float) -> None:
 @click.option(
     "--max-images", type=click.IntRange(1, 100), default=10, show_default=True, help="n of a request, at most."
 )
-@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Denoising steps by default.")
+@_DEFAULT_STEPS
 @click.option(
     "--max-steps", type=click.IntRange(1), default=100, show_default=True, help="steps of a request, at most."
 )
@@ -840,9 +846,7 @@ def serve_command(
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the model repository.")
 @click.option("--name", help="Of the model; the bundle's folder by default. Its components are called NAME-COMPONENT.")
-@click.option(
-    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Images drawn at once, at most."
-)
+@_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
     type=click.FloatRange(0, 60_000),
@@ -853,7 +857,7 @@ def serve_command(
 @click.option(
     "--queue-limit", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Requests that wait, at most."
 )
-@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Denoising steps by default.")
+@_DEFAULT_STEPS
 @click.option(
     "--max-steps", type=click.IntRange(1), default=100, show_default=True, help="STEPS of a request, at most."
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,6 +61,12 @@ def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:
     """A remedy for a name that is none of the valid ones: the nearest of them, or something else where none is near."""
     near = difflib.get_close_matches(got, list(valid), n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else otherwise
+
+
+def several(names: Sequence[str], most: int) -> str:
+    """The first few of some names, and how many there are beside them."""
+    further = len(names) - most
+    return ", ".join(names[:most]) + (f" and {further} more" if further > 0 else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -133,9 +133,7 @@ def int8_attention(
     mask it takes as long as without: it computes all blocks, some rows at a time.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
-    _check(q, k, v, timestep, tables, mask, key_lengths, layout, scaling, block_mask, key_index)
-    run = _run_cuda if q.is_cuda else reference.attention
-    return run(
+    return _compute(
         q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
         scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths, block_mask=block_mask, key_index=key_index,
     )  # fmt: skip
@@ -168,13 +166,19 @@ def int8_attention_lse(
     An operator of its own, as operators of torch have a fixed number of results. Differentiable through both.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
-    _check(q, k, v, timestep, tables, mask, key_lengths, layout, scaling, block_mask, key_index)
-    run = _run_cuda if q.is_cuda else reference.attention
-    return run(
+    return _compute(
         q, k, v, timestep, tables, layout=layout, softmax_scale=softmax_scale, timestep_max=timestep_max,
         scaling=scaling, smooth_k=smooth_k, mask=mask, key_lengths=key_lengths, block_mask=block_mask, key_index=key_index,
         return_lse=True,
     )  # fmt: skip
+
+
+def _compute(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, **options: Any) -> Any:
+    """What both operators do: checks, and then the kernels on a GPU and the reference on a CPU. Options are the reference's."""
+    checked = ("mask", "key_lengths", "layout", "scaling", "block_mask", "key_index")
+    _check(q, k, v, timestep, tables, *(options[name] for name in checked))
+    run = _run_cuda if q.is_cuda else reference.attention
+    return run(q, k, v, timestep, tables, **options)
 
 
 @overload

@@ -17,7 +17,7 @@ from trtconvert.attention.masks import (
     window_mask,
 )
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.pruning import check_ratio, kept_keys, kept_mask, key_importance, most_important
+from trtconvert.attention.pruning import check_ratio, kept_keys, kept_mask, key_importance, most_important, no_calls
 from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, seen_bins, tables_of_ranges
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_modes
@@ -512,12 +512,7 @@ class Int8Attention(nn.Module):
             observer(SiteCall("attention", Q, K, V, None, scale, steps, "", lambda Q=Q: Q))
         rows = observer.finish()
         if not rows:
-            raise UserError(
-                "there is nothing to calibrate on",
-                expected="(Q, K, V, timestep) of one call or more",
-                got="none",
-                remedy="collect the tensors that the model passes to attention at several timesteps",
-            )
+            raise no_calls("to calibrate on")
         seen = rows["attention"]
         means = offsets(rows, self.bins)["attention"]
         tables = tables_of_ranges(ranges_of_maxima(seen, means, percentile / 100, self.bins), means)

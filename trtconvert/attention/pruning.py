@@ -104,7 +104,7 @@ def pruning_schedule(
             known = found[place]
             found[place] = share if known is None else min(known, share)
     if all(share is None for share in found):
-        raise _no_data()
+        raise no_calls("to find it from")
     return tuple(min(share or 0.0, 1 - 1e-6) for share in found)
 
 
@@ -141,7 +141,7 @@ def block_mask_of_data(
             )
         seen = found if seen is None else seen | found
     if seen is None:
-        raise _no_data()
+        raise no_calls("to find it from")
     return seen
 
 
@@ -167,9 +167,10 @@ def _check_lost(lost: float) -> None:
         )
 
 
-def _no_data() -> UserError:
+def no_calls(purpose: str) -> UserError:
+    """Of what takes calls of attention, and is given none."""
     return UserError(
-        "there is nothing to find it from",
+        f"there is nothing {purpose}",
         expected="(Q, K, V, timestep) of one call or more",
         got="none",
         remedy="collect the tensors that the model passes to attention at several timesteps",

@@ -316,14 +316,13 @@ def _planned(
     component = next(part for part in manifest.components.values() if part.is_denoiser)
     factor = 1 / component.diffusers.timestep_factor if component.diffusers is not None else 1.0
     forced = None if precision_mode is None else modes(precision_mode, saved.bins)
-    attention = manifest.recipe.attention
+    scalings, smooth_k = manifest.scalings, manifest.recipe.attention.smooth_k
     found = {}
     for site in manifest.sites:
         if site.modes and site.name in saved.tables:
             own = torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced
-            scaling = site.scaling or attention.scaling
             tables = AttentionTables(**saved.tables[site.name], modes=own)
-            found[site.name] = Calibrated(tables, scaling, attention.smooth_k)
+            found[site.name] = Calibrated(tables, scalings[site.name], smooth_k)
     common = torch.full((saved.bins,), int(Mode.PRECISION), dtype=torch.int32) if forced is None else forced
     return Plan(common, component.timestep_max, factor, False), found
 

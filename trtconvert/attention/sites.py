@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
 
 HEAD_DIMS = range(32, 257, 8)
@@ -283,7 +283,4 @@ def _by_reason(left: list[Site]) -> str:
     groups: dict[str, list[str]] = {}
     for site in left:
         groups.setdefault(site.obstacle, []).append(site.name)
-    return "; ".join(
-        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") + f": {reason}"
-        for reason, names in groups.items()
-    )
+    return "; ".join(f"{several(names, 3)}: {reason}" for reason, names in groups.items())

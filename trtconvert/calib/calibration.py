@@ -121,6 +121,11 @@ class Calibration:
         return Calibration(tables, provenance, shares, counts, scales, ranges)
 
 
+def modes_of_bundle(manifest: Manifest) -> dict[str, Tensor]:
+    """The modes of every converted site, [T] INT32, for `Calibration.with_modes`."""
+    return {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in manifest.sites if site.modes}
+
+
 def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
     """The calibration of a bundle, with tables of every site that the manifest says is converted, and of no other.
 

@@ -13,7 +13,7 @@ from trtconvert.bundle import ComponentRecord, Dims, TensorRecord
 from trtconvert.engine import BuildWatcher
 from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import TrtconvertError, several
 
 _MEMORY_WORDS = (
     "out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory", "bad_alloc",
@@ -29,9 +29,8 @@ def tell_mixed(component: ComponentRecord, why: str, watch: BuildWatcher) -> Non
     """Say that layers whose modes change with the timestep, if there are any, are of 16 bits in an engine."""
     layers = [layer.name for layer in component.layers if layer.is_mixed]
     if layers:
-        shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
         reason = "as they are INT8 in some timestep bins only, which takes a kernel of ours"
-        watch.notice(f"layers in 16 bits, {reason}: {shown}; {why}")
+        watch.notice(f"layers in 16 bits, {reason}: {several(layers, 3)}; {why}")
 
 
 def build_plan(

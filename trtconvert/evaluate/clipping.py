@@ -13,7 +13,7 @@ from trtconvert.attention.ranges import LEVELS
 from trtconvert.attention.reference import FP8_TOP, AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import Manifest
-from trtconvert.calib.calibration import load_of_bundle
+from trtconvert.calib.calibration import load_of_bundle, modes_of_bundle
 from trtconvert.calib.coverage import INSIDE
 
 TENSORS = ("q", "k", "v")
@@ -42,12 +42,8 @@ class Clipping:
         Raises:
             UserError: see `load_of_bundle`.
         """
-        sites = [site for site in manifest.sites if site.modes]
-        modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
-        attention = manifest.recipe.attention
-        scalings = {site.name: site.scaling or attention.scaling for site in sites}
-        tables = load_of_bundle(folder, manifest).with_modes(modes)
-        return Clipping(tables, scalings, timestep_max, attention.smooth_k)
+        tables = load_of_bundle(folder, manifest).with_modes(modes_of_bundle(manifest))
+        return Clipping(tables, manifest.scalings, timestep_max, manifest.recipe.attention.smooth_k)
 
     def add(self, call: SiteCall) -> None:
         """Count the elements of a call. Nothing waits for the device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from trtconvert.bundle import EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.errors import UserError
 from trtconvert.evaluate.pages import template
-from trtconvert.evaluate.report import SAMPLES, gates, tiles
+from trtconvert.evaluate.report import gates, picture_of, tiles
 from trtconvert.files import whole_file
 
 
@@ -93,14 +92,13 @@ def _side(folder: Path, manifest: Manifest) -> Side:
     figures |= {gate.name: gate.got for gate in gates(manifest) if not gate.name.startswith(("Images", "Worst"))}
     figures["Size on disk"] = f"{sum(file.size for file in manifest.files.values()) / 2**20:.1f} MiB"
     denoiser = next(component for component in manifest.components.values() if component.is_denoiser)
-    has_picture = SAMPLES in manifest.files and (folder / SAMPLES).is_file()
     return Side(
         folder.name or str(folder.resolve().name),
         manifest.model,
         figures,
         {engine.gpu or engine.target: _microseconds(engine) for engine in denoiser.engines},
         dict(_flat(manifest.recipe.model_dump(mode="json"))),
-        base64.b64encode((folder / SAMPLES).read_bytes()).decode() if has_picture else "",
+        picture_of(folder, manifest),
     )
 
 

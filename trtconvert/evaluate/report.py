@@ -98,22 +98,28 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
 def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> str:
     """The report as HTML. The bundle's files are taken to be whole."""
     components = [_component_view(name, component, manifest, folder) for name, component in manifest.components.items()]
-    # What users have put there under these names is not the build's.
-    listed = {name for name in (SAMPLES, FRONTIER) if name in manifest.files and (folder / name).is_file()}
+    # What users have put there under such a name is not the build's.
+    has_frontier = FRONTIER in manifest.files and (folder / FRONTIER).is_file()
     return template("report.html.j2").render(
         manifest=manifest,
         recipe=_yaml(manifest.recipe.model_dump(mode="json")),
         gates=gates(manifest),
         tiles=tiles(manifest, evaluation),
-        picture=base64.b64encode((folder / SAMPLES).read_bytes()).decode() if SAMPLES in listed else "",
+        picture=picture_of(folder, manifest),
         shown=min(manifest.recipe.output.grid, manifest.quality.samples),
         components=components,
-        frontier=charts.frontier(read_frontier(folder / FRONTIER)) if FRONTIER in listed else None,
+        frontier=charts.frontier(read_frontier(folder / FRONTIER)) if has_frontier else None,
         evaluation=evaluation,
         figures=rows(evaluation) if evaluation else [],
         paired=paired_rows(evaluation) if evaluation else [],
         watch=watch_line(evaluation) if evaluation else "",
     )
+
+
+def picture_of(folder: Path, manifest: Manifest) -> str:
+    """A bundle's samples, PNG in base64; empty where the build left none."""
+    has_samples = SAMPLES in manifest.files and (folder / SAMPLES).is_file()
+    return base64.b64encode((folder / SAMPLES).read_bytes()).decode() if has_samples else ""
 
 
 def gates(manifest: Manifest) -> list[Gate]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trtconvert.attention import kernel
 from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import LayerRecord, Manifest
-from trtconvert.calib.calibration import load_of_bundle
+from trtconvert.calib.calibration import load_of_bundle, modes_of_bundle
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
@@ -33,13 +33,10 @@ class TorchInt8:
 
     def __init__(self, model: DiffusionModel, folder: Path, manifest: Manifest) -> None:
         device = next(model.denoiser.parameters()).device
-        sites = [site for site in manifest.sites if site.modes]
-        modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in sites}
         calibration = load_of_bundle(folder, manifest)
-        tables = {name: table.to(device) for name, table in calibration.with_modes(modes).items()}
-        attention = manifest.recipe.attention
-        scalings = {site.name: site.scaling or attention.scaling for site in sites}
-        self._sites = Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, compute=kernel.attention)
+        tables = {name: of.to(device) for name, of in calibration.with_modes(modes_of_bundle(manifest)).items()}
+        smooth_k = manifest.recipe.attention.smooth_k
+        self._sites = Int8Sites(tables, model.timestep_max, manifest.scalings, smooth_k, compute=kernel.attention)
         records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
         of_layers = tables_of_layers(model, records, calibration.layers)
         self._layers = Int8Layers({name: of.to(device) for name, of in of_layers.items()}, model.timestep_max)

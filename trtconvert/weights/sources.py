@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.documents import read_json, text_flaw
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, several
 from trtconvert.files import open_regular
 from trtconvert.weights.tensor_files import TYPES, read_entries, read_entry
 from trtconvert.weights.weight_files import (
@@ -174,7 +174,7 @@ def _open(place: Path) -> Source:
 
 def _listing(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    return several(names, 8) or "nothing"
 
 
 def _files(folder: Path) -> tuple[Path, ...]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trtconvert.errors import several
 from trtconvert.progress import say
 from trtconvert.weights.analysis import Analysis, TensorReport
 from trtconvert.weights.conversion import Outcome
@@ -103,9 +104,8 @@ def print_outcome(console: Console, outcome: Outcome, before: int) -> None:
         worst = max(in_int8, key=lambda path: in_int8[path].relative_error)
         say(console, f"largest relative error in INT8: {in_int8[worst].relative_error:.4f}, {worst}")
     if outcome.left_out:
-        names = ", ".join(path.name for path in outcome.left_out[:5])
-        more = f" and {len(outcome.left_out) - 5} more" if len(outcome.left_out) > 5 else ""
-        say(console, f"left out, the same weights in another form: {names}{more}")
+        names = several([path.name for path in outcome.left_out], 5)
+        say(console, f"left out, the same weights in another form: {names}")
 
 
 def size(count: int) -> str:
