@@ -211,14 +211,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path, error) from error
 
 
-def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that torch wrote. Those of the format since torch 1.6 are read from the disk as they are used.
+def load_torch(path: Path) -> Any:
+    """What torch wrote to a file, on the CPU. Tensors of the format since torch 1.6 are read from the disk as they are used.
 
     Raises:
-        UserError: it is damaged, holds more than weights, or none.
+        UserError: it is damaged, or holds more than tensors, numbers, texts and what holds these.
     """
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         # torch names a class as `Unsupported global: GLOBAL package.Class`; a file that is none says something else.
         named = re.search(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error))
@@ -233,6 +233,15 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
         raise damaged(path, error) from error
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that torch wrote, see `load_torch`.
+
+    Raises:
+        UserError: it is damaged, holds more than weights, or none.
+    """
+    loaded = load_torch(path)
     while isinstance(loaded, Mapping) and isinstance(inner := loaded.get("state_dict"), Mapping):
         loaded = inner
     if not isinstance(loaded, Mapping) or not any(isinstance(x, Tensor) for x in loaded.values()):
