@@ -1,0 +1,152 @@
+"""The emoji that the second shipped model was trained on, and a small classifier that says what is drawn in one.
+
+The classifier's features also serve as the embedding for Fréchet distances: Inception was not made for drawings of 64 pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from trtconvert.errors import UserError
+from trtconvert.models.checkpoint import load_weights
+from trtconvert.models.emoji_dit import CATEGORIES, CLASSES, IMAGE_SHAPE
+
+FEATURES = 128
+HELD_OUT = 10
+"""One in so many emoji is held out, with all its skin tones."""
+
+CATEGORY_OF = torch.tensor([index for index, subgroups in enumerate(CATEGORIES.values()) for _ in subgroups])
+"""[98]: the category of each class, an index into `CATEGORIES`."""
+
+
+@dataclass(frozen=True)
+class EmojiData:
+    """
+    Attributes:
+        images: [N, 3, 64, 64] UINT8, on white.
+        labels: [N] INT64, indices into `CLASSES`.
+        weights: [N] FP64, one over the number of variants of an emoji: drawn by these, each emoji is as likely as any other,
+            however many skin tones it has.
+        held_out: [N] BOOL.
+    """
+
+    images: Tensor
+    labels: Tensor
+    weights: Tensor
+    held_out: Tensor
+
+    def part(self, held_out: bool) -> EmojiData:
+        """The images that are held out, or those that are not."""
+        kept = self.held_out == held_out
+        return EmojiData(self.images[kept], self.labels[kept], self.weights[kept], self.held_out[kept])
+
+
+def emoji_data(package: Path) -> EmojiData:
+    """Noto's emoji as the npm package `emoji-datasource-google` has them: 3,781 images of 1,906 emoji.
+
+    Args:
+        package: the unpacked package: `emoji.json` and `img/google/64`. Its five swatches of skin tones are left out.
+    Raises:
+        UserError: a file is missing, or its images have another size.
+    """
+    remedy = "run `npm pack emoji-datasource-google`, unpack the archive, and give the folder `package` in it"
+    index, folder = package / "emoji.json", package / "img" / "google" / "64"
+    if not index.is_file() or not folder.is_dir():
+        raise UserError(
+            f"there are no emoji in {package}",
+            expected="emoji.json and img/google/64 of the npm package emoji-datasource-google",
+            got="neither" if not index.is_file() and not folder.is_dir() else "one of the two",
+            remedy=remedy,
+        )
+    known = {name: label for label, name in enumerate(CLASSES)}
+    images: list[Tensor] = []
+    labels: list[int] = []
+    weights: list[float] = []
+    held_out: list[bool] = []
+    for emoji in sorted(json.loads(index.read_text("utf-8")), key=lambda emoji: emoji["unified"]):
+        if emoji["subcategory"] not in known:
+            continue
+        variants = [emoji, *emoji.get("skin_variations", {}).values()]
+        for variant in variants:
+            images.append(_on_white(folder / variant["image"], remedy))
+            labels.append(known[emoji["subcategory"]])
+            weights.append(1 / len(variants))
+            held_out.append(zlib.crc32(emoji["unified"].encode()) % HELD_OUT == 0)
+    return EmojiData(
+        torch.stack(images), torch.tensor(labels), torch.tensor(weights, dtype=torch.float64), torch.tensor(held_out)
+    )
+
+
+def _on_white(path: Path, remedy: str) -> Tensor:
+    """[3, 64, 64] UINT8."""
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGBA")
+    except OSError as error:
+        raise UserError(f"cannot read {path}", expected="a PNG image", got=str(error), remedy=remedy) from error
+    if image.size != IMAGE_SHAPE[:0:-1]:
+        expected = f"{IMAGE_SHAPE[2]} x {IMAGE_SHAPE[1]} pixels"
+        raise UserError(f"{path} has another size", expected=expected, got=f"{image.size}", remedy=remedy)
+    white = Image.new("RGBA", image.size, "white")
+    return torch.from_numpy(np.array(Image.alpha_composite(white, image).convert("RGB"))).permute(2, 0, 1)
+
+
+class EmojiClassifier(nn.Module):
+    """Four stages of two convolutions, a mean over the image and one linear layer; 0.6 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (IMAGE_SHAPE[0], 32, 64, 96, FEATURES)
+        self.body = nn.Sequential(*(_stage(*pair) for pair in zip(widths, widths[1:], strict=False)))
+        self.head = nn.Linear(FEATURES, len(CATEGORIES))
+
+    def maps(self, images: Tensor) -> Tensor:
+        """[B, 3, 64, 64] in [0, 1] → [B, FEATURES, 4, 4]."""
+        return self.body(images * 2 - 1)
+
+    def features(self, images: Tensor) -> Tensor:
+        """[B, 3, 64, 64] in [0, 1] → [B, FEATURES]."""
+        return self.maps(images).mean((2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, 64, 64] in [0, 1] → logits [B, 9], in the order of `CATEGORIES`."""
+        return self.head(self.features(images))
+
+
+def _stage(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1),
+        nn.GroupNorm(8, outputs),
+        nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+        nn.GroupNorm(8, outputs),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+def load_emoji_classifier(path: Path) -> EmojiClassifier:
+    """The classifier with trained weights, which are stored in FP16, as FP32, in evaluation mode, on the CPU.
+
+    Raises:
+        UserError: the file is missing, damaged, or not for this classifier.
+    """
+    classifier = EmojiClassifier().half()
+    load_weights(classifier, path)
+    return classifier.float().eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def category_accuracy(classifier: EmojiClassifier, images: Tensor, labels: Tensor) -> float:
+    """Share of images, [B, 3, 64, 64] in [0, 1], whose category is that of their label, [B], an index into `CLASSES`."""
+    wanted = CATEGORY_OF.to(labels.device)[labels]
+    seen = torch.cat([classifier(part).argmax(1) for part in images.split(500)])
+    return (seen == wanted).double().mean().item()

@@ -1,0 +1,89 @@
+"""The emoji DiT as a `DiffusionModel`: the model in colour that ships with the project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec
+from trtconvert.models.emoji_dit import (
+    BETA_SCHEDULE,
+    CATEGORIES,
+    CLASSES,
+    IMAGE_SHAPE,
+    NULL_LABEL,
+    PREDICTION,
+    TIMESTEPS,
+    load_emoji_dit,
+)
+from trtconvert.models.samplers import initial_noise, sample
+
+SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
+
+
+def label_of_seed(seed: int) -> int:
+    """The categories by turns, and within each its subgroups by turns."""
+    category = list(CATEGORIES.values())[seed % len(CATEGORIES)]
+    return CLASSES.index(category[seed // len(CATEGORIES) % len(category)])
+
+
+def draw_emoji(
+    denoiser: Denoiser,
+    seeds: Sequence[int],
+    *,
+    steps: int,
+    solver: str,
+    conditions: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """The model's `Sampler`: the labels are those of `label_of_seed`, unless conditions say otherwise."""
+    return sample(
+        denoiser,
+        initial_noise(seeds, IMAGE_SHAPE),
+        SCHEDULE,
+        prediction=PREDICTION,
+        solver=solver,
+        steps=steps,
+        conditions=conditions or {"label": torch.tensor([label_of_seed(seed) for seed in seeds])},
+    )
+
+
+def emoji_labels(captions: Sequence[str]) -> dict[str, Tensor]:
+    """The model's condition: a caption is one of `CLASSES`, or empty for none.
+
+    Raises:
+        ValueError: another caption.
+    """
+    known = {name: label for label, name in enumerate(CLASSES)} | {"": NULL_LABEL}
+    if any(caption not in known for caption in captions):
+        raise ValueError(f"a subgroup of Unicode's emoji: {', '.join(CLASSES)}")
+    return {"label": torch.tensor([known[caption] for caption in captions])}
+
+
+def emoji_model(weights: Path) -> DiffusionModel:
+    """The trained model.
+
+    Raises:
+        UserError: see `load_emoji_dit`.
+    """
+    image = ("batch", IMAGE_SHAPE[0], "height", "width")
+    return DiffusionModel(
+        name="emoji-dit",
+        denoiser=load_emoji_dit(weights),
+        inputs=(
+            InputSpec("x", "float32", image),
+            InputSpec("timestep", "float32", ("batch",)),
+            InputSpec("label", "int64", ("batch",)),
+        ),
+        output=InputSpec("prediction", "float32", image),
+        timestep_input="timestep",
+        timestep_max=float(TIMESTEPS),
+        sigmas=SCHEDULE.sigmas,
+        dims={"batch": (1, 8, 64), "height": (32, 64, 128), "width": (32, 64, 128)},
+        sample=draw_emoji,
+        encoder=ImageEncoder(IMAGE_SHAPE, lambda images: images * 2 - 1),
+        condition=emoji_labels,
+    )
