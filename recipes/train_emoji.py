@@ -40,6 +40,7 @@ from trtconvert.models.samplers import initial_noise, sample
 LABEL_DROPOUT = 0.1
 EMA_DECAY = 0.9995
 WARMUP_STEPS = 500
+DECAY = 0.25  # of the steps, the last ones, in which the learning rate falls to nothing
 LICENCE = {"license": "MIT", "data": "Noto Emoji, Apache 2.0"}
 
 
@@ -120,7 +121,7 @@ def train_diffusion(training: Training, data: EmojiData, args: argparse.Namespac
         images = F.avg_pool2d(images, images.shape[-1] // training.image_size)
     schedule = training.noise_schedule(device)
     torch.manual_seed(args.seed)
-    model = training.build().to(device)
+    model = training.build().to(device, memory_format=torch.channels_last)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(
@@ -156,7 +157,8 @@ def train_diffusion(training: Training, data: EmojiData, args: argparse.Namespac
     while step < args.steps:
         step += 1
         for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate * min(1.0, step / WARMUP_STEPS)
+            rest = (args.steps - step) / (DECAY * args.steps)
+            group["lr"] = training.learning_rate * min(1.0, step / WARMUP_STEPS, rest)
         index = torch.multinomial(data.weights, args.batch // ranks, replacement=True)
         labels = data.labels[index]
         labels = labels.masked_fill(torch.rand(len(labels), device=device) < LABEL_DROPOUT, emoji_dit.NULL_LABEL)
