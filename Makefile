@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test soak lint docs bench tensorrt clean
+.PHONY: setup demo test soak sanitize lint docs wheel check-wheel bench tensorrt clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,18 @@ soak: $(STAMP)
 	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest tests/robustness
 	$(BIN)/python -m pytest -m soak
 
+# Random arguments to every C API and every plugin, ROUNDS=… of them, under AddressSanitizer and UBSan. Compiles the library's host code for
+# that into out/sanitize: 5 minutes of processor time.
+SANITIZED := out/sanitize/.built
+sanitize: $(SANITIZED)
+	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest -s tests/robustness/test_sanitized.py
+
+$(SANITIZED): $(COMPILED) $(wildcard tests/robustness/sanitized/*) | $(STAMP)
+	$(BIN)/python -m pip wheel . --no-deps --quiet --disable-pip-version-check --wheel-dir out/sanitize -C build-dir=out/sanitize/build \
+	  -C cmake.build-type=RelWithDebInfo -C cmake.define.TRTCONVERT_CUDA_ARCHITECTURES=90a \
+	  -C 'cmake.define.TRTCONVERT_SANITIZE=address;undefined'
+	touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -37,6 +49,15 @@ lint: $(STAMP)
 # The documentation as a site, in out/docs; warnings are errors.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# An sdist and a manylinux wheel, in out/dist.
+wheel: $(STAMP)
+	$(BIN)/python tools/make_dist.py
+
+# Both installed into fresh environments, where they convert the demo. QUICK=1 takes the dependencies and the library
+# of this one, and fewer samples.
+check-wheel: $(STAMP)
+	$(BIN)/python tools/check_dist.py $(if $(QUICK),--quick)
 
 # Prints the figures of the README with the machine and the date. bench/attention.py needs a GPU and runs on its own.
 bench: $(STAMP)

@@ -37,6 +37,7 @@ LAYERS: tuple[set[str], ...] = (
         "progress",
         "provenance",
         "recipe",
+        "shipped",
     },
 )
 """From the top: modules and folders of the package. Those of one layer may import each other."""

@@ -1,6 +1,13 @@
 """trtconvert: diffusion models to TensorRT engines with INT8 attention and layers that follow the denoising timestep."""
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(
+        "trtconvert runs on Linux only\n  expected: linux\n"
+        f"  got: {sys.platform}\n  remedy: use it in WSL 2, in a container, or on another machine; see docs/installation.md"
+    )
 
 if TYPE_CHECKING:
     from trtconvert.optimization import optimize

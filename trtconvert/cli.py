@@ -157,7 +157,11 @@ def main(debug: bool) -> None:
 @click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
 def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool, skip_bad: bool) -> None:
-    """Convert the model of RECIPE and leave a bundle. RECIPE may be an ONNX file, and stands for what `init` writes for it."""
+    """Convert the model of RECIPE and leave a bundle.
+
+    RECIPE may be an ONNX file, which stands for what `init` writes for it, or digits-dit, a small model that comes with the
+    program.
+    """
     from rich.console import Console
 
     from trtconvert import pipeline, summary
@@ -171,12 +175,16 @@ def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache
 
 
 def _recipe(path: Path) -> Recipe:
-    """A recipe; of an ONNX file that with which it begins."""
+    """A recipe; of an ONNX file that with which it begins, and by its name one that comes with the program.
+
+    Raises:
+        UserError: there is none, or it cannot be used.
+    """
     from trtconvert.recipe import ONNX_SUFFIX, load_recipe
-    from trtconvert.starter import recipe_of
+    from trtconvert.starter import named_recipe, recipe_of
 
     if path.suffix != ONNX_SUFFIX:
-        return load_recipe(path)
+        return load_recipe(path if path.exists() else named_recipe(path))
     with recipe_of(path) as file:
         return load_recipe(file)
 
@@ -528,8 +536,8 @@ def doctor() -> None:
 def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...], force: bool) -> None:
     """Write a commented recipe for MODEL.
 
-    That is the folder of a diffusers pipeline, a file of weights, an ONNX file, or a published model by its short name, as sdxl
-    or flux1; another name lists them.
+    That is the folder of a diffusers pipeline, a file of weights, an ONNX file, or a model by its short name: a published one, as
+    sdxl or flux1, or digits-dit, which comes with the program. Another name lists them.
     """
     from trtconvert.files import whole_file
     from trtconvert.starter import recipe_text

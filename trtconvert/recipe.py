@@ -533,7 +533,7 @@ def load_recipe(path: Path) -> Recipe:
             f"{path}: a recipe is a mapping of sections",
             expected=f"sections {', '.join(Recipe.model_fields)}",
             got=_kind(document) if document is not None else "an empty file",
-            remedy="start from recipes/digits-dit.yaml",
+            remedy="let `trtconvert init` write one",
         )
     try:
         recipe = Recipe.model_validate(_plain(path, document))

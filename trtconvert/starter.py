@@ -17,6 +17,7 @@ from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
 from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, with_dtype
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
+from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     """A commented recipe.
 
     Args:
-        model: a short name of `PUBLISHED`, a pipeline's folder, a file of weights, or an ONNX file.
+        model: a short name of `PUBLISHED` or of a model that comes with the program, a pipeline's folder, a file of weights, or
+            an ONNX file.
         at: where it will lie; paths in it are relative to its folder.
         prompts: a text file, one prompt a line, to calibrate on; loras: files to merge.
     Raises:
@@ -146,6 +148,8 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
             )
     if model.endswith(ONNX_SUFFIX) and Path(model).is_file():
         return _of_onnx(Path(model), _beside(Path(model), at), at, prompts, loras)
+    if model in shipped_models() and not Path(model).exists():
+        return _shipped(model, prompts, loras)
     found = _published(model) if model in PUBLISHED and not Path(model).exists() else _looked_at(Path(model), at)
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
@@ -171,6 +175,26 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     lines += _components(known is not None and known.second_encoder)
     lines += _quality(known is None or known.is_large, prompts, at)
     return "\n".join(lines) + "\n"
+
+
+def _shipped(name: str, prompts: Path | None, loras: Sequence[Path]) -> str:
+    """The recipe of a model that comes with the program, which names its files where they are installed.
+
+    Raises:
+        UserError: there are prompts or LoRAs, which are for diffusers pipelines.
+    """
+    for option, given in (("--prompts", [prompts] if prompts else []), ("--lora", loras)):
+        if given:
+            raise UserError(
+                f"{name} takes no {option}",
+                expected=f"{name} as it comes with the program",
+                got=f"{option} {given[0]}",
+                remedy="leave the option out",
+            )
+    text = shipped_recipe(name).read_text(encoding="utf-8")
+    for file in shipped_folder().glob("*.safetensors"):
+        text = text.replace(f": {file.name}", f": {_quoted(str(file))}")
+    return text
 
 
 def _published(name: str) -> _Found:
@@ -199,11 +223,12 @@ def _looked_at(place: Path, at: Path) -> _Found:
             got=", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder",
             remedy="save the whole pipeline there",
         )
+    names = [*PUBLISHED, *shipped_models()]
     raise UserError(
         f"'{place}' is no folder, no file and no model that comes with a recipe",
-        expected="a pipeline's folder, a file of weights, or one of " + ", ".join(PUBLISHED),
+        expected="a pipeline's folder, a file of weights, or one of " + ", ".join(names),
         got=str(place),
-        remedy=did_you_mean(str(place), PUBLISHED, "check the path"),
+        remedy=did_you_mean(str(place), names, "check the path"),
     )
 
 
@@ -261,6 +286,26 @@ def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Se
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
     stored = sum(path.stat().st_size for path in (place, *external_files(place)))
     return "\n".join([*lines, *_quality(stored > _LARGE, None, at)]) + "\n"
+
+
+def named_recipe(name: Path) -> Path:
+    """The recipe that a command was given a name of, where no file is: that of a model that comes with the program.
+
+    Raises:
+        UserError: it is none.
+    """
+    models = shipped_models()
+    if str(name) in models:
+        return shipped_recipe(str(name))
+    known = str(name) in PUBLISHED
+    raise UserError(
+        f"there is no recipe {name}",
+        expected="a YAML file, an ONNX file, or a model that comes with the program: " + ", ".join(models),
+        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with it" if known else "no such file",
+        remedy=f"`trtconvert init {name} -o recipe.yaml` writes a recipe for its weights"
+        if known
+        else did_you_mean(str(name), models, "check the path"),
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from trtconvert.entry_point import function_identity, import_function, source_id
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import PlanSection, Recipe
+from trtconvert.shipped import shipped_folder
 
 INPUT_SUFFIXES = (".safetensors", ".npz", ".pt")
 PROMPT_SUFFIXES = (".txt",)
@@ -22,8 +23,8 @@ KERNEL_COST = Path(__file__).with_name("kernel_cost.json")
 head size), mode, and seconds of a call with its quantisation."""
 
 
-CLASSIFIER_WEIGHTS = Path(__file__).parents[2] / "recipes" / "digits-classifier.safetensors"
-"""Weights of the feature extractor "digits-classifier" in a checkout."""
+CLASSIFIER_WEIGHTS = shipped_folder() / "digits-classifier.safetensors"
+"""Weights of the feature extractor "digits-classifier"."""
 
 EXTRACTOR = "the feature extractor"
 """What a user's function for features is, in messages."""

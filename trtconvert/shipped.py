@@ -1,0 +1,29 @@
+"""Files that come with the program beside its code: recipes, and the models of those that build anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trtconvert.documents import parse_yaml
+
+_PACKAGE = Path(__file__).parent
+
+
+def shipped_folder() -> Path:
+    """The folder of recipes: in the package where it was installed, beside the package in a checkout."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def shipped_models() -> list[str]:
+    """Names of the recipes whose weights come with the program, so that they build anywhere."""
+    return [path.stem for path in sorted(shipped_folder().glob("*.yaml")) if _weights(path).is_file()]
+
+
+def shipped_recipe(name: str) -> Path:
+    """The recipe of one of `shipped_models`."""
+    return shipped_folder() / f"{name}.yaml"
+
+
+def _weights(recipe: Path) -> Path:
+    return recipe.parent / str(parse_yaml(recipe.read_text(encoding="utf-8"))["model"]["weights"])
