@@ -14,7 +14,7 @@ setup: $(STAMP)
 $(STAMP): $(COMPILED)
 	@echo "Setting up $(VENV). Compiling the CUDA kernels takes some 20 minutes of processor time: 10 minutes on two cores."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[rtx,evaluate,dev,docs,package]'
 	touch $@
 
 demo: $(STAMP)
