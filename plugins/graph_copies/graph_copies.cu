@@ -158,6 +158,7 @@ int trtconvert_launch_copies(const TrtConvertCopyingGraph* graph) {
   const uint64_t* addresses = graph->addresses;
   for (int i = 0; i < graph->num_nodes; ++i) {
     TrtConvertCopyNode& node = graph->nodes[i];
+    if (!usable(&node)) return cudaErrorInvalidValue;
     const cudaError_t error = aim(exec, node, addresses);
     if (error != cudaSuccess) return finished(error);
     addresses += node.count;

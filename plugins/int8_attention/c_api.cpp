@@ -13,7 +13,8 @@ namespace {
 
 constexpr long long kMaxTokens = 1LL << 30;   // token indices, rounded up to whole tiles, stay within int32
 constexpr long long kMaxGridYZ = 65535;       // CUDA's limit: heads and batch are grid dimensions
-constexpr double kMostElements = 1LL << 44;   // more than any GPU holds; sizes and offsets in bytes stay far within 64 bits
+constexpr int64_t kMostStride = int64_t{1} << 44;  // more than any GPU holds; sizes and offsets in bytes stay far within 64 bits
+constexpr double kMostElements = kMostStride;
 
 TrtConvertStatus check_shapes(const TrtConvertAttentionParams* p, Report& report) {
   if (!p) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
@@ -99,6 +100,10 @@ TrtConvertStatus check_tensor(const char* name, const void* pointer, const TrtCo
                        "%lld; make the tensor contiguous",
                        name, static_cast<long long>(s.batch), static_cast<long long>(s.token),
                        static_cast<long long>(s.head));
+  for (const int64_t stride : {s.batch, s.token, s.head})
+    if (stride < -kMostStride || stride > kMostStride)
+      return report.fail(TRTCONVERT_INVALID_ARGUMENT, "%s: expected strides of at most 2^44 elements, got %lld", name,
+                         static_cast<long long>(stride));
   return TRTCONVERT_OK;
 }
 
@@ -235,6 +240,11 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
     if (c->mask) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "mask: expected null with mask_kind 0, got %p", c->mask);
   } else if (report.check_pointer("mask", c->mask, c->mask_kind == TRTCONVERT_MASK_BOOL ? 1 : 2)) {
     return report.status;
+  } else {
+    for (const int64_t stride : c->mask_strides)
+      if (stride < -kMostStride || stride > kMostStride)
+        return report.fail(TRTCONVERT_INVALID_ARGUMENT, "mask_strides: expected at most 2^44 elements, got %lld",
+                           static_cast<long long>(stride));
   }
   if (c->key_lengths && report.check_pointer("key_lengths", c->key_lengths, 4)) return report.status;
   if (check_sparse(*c, report) || check_layers_before(*c, report) || check_second_part(*c, report)) return report.status;
@@ -248,6 +258,8 @@ TrtConvertStatus check_all(const TrtConvertAttentionParams* c, Device& device, R
   if (c->workspace_size < needed)
     return report.fail(TRTCONVERT_WORKSPACE_TOO_SMALL, "workspace_size: expected at least %zu bytes, got %zu", needed,
                        c->workspace_size);
+  if (needed > UINTPTR_MAX - reinterpret_cast<uintptr_t>(c->workspace))
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "workspace: expected %zu bytes behind the pointer, got %p", needed, c->workspace);
   if (error != cudaSuccess)
     return report.no_device(error);
   if (device.major < 8)

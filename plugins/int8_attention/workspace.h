@@ -12,7 +12,7 @@ namespace trtconvert::attention {
 inline size_t lay_out_workspace(Params& p, void* base) {
   size_t offset = 0;
   const auto take = [&](size_t bytes) {
-    uint8_t* const start = static_cast<uint8_t*>(base) + offset;
+    auto* const start = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(base) + offset);
     offset += (bytes + 255) / 256 * 256;
     return start;
   };

@@ -44,6 +44,16 @@ bool check_rank(Input input, Dims const& dims, int32_t rank) noexcept {
   return true;
 }
 
+// More than any GPU holds, so that strides are far from overflowing.
+bool check_elements(Input input, Dims const& dims) noexcept {
+  constexpr double kMost = double(int64_t{1} << 44);
+  double elements = 1;
+  for (int32_t i = 0; i < dims.nbDims; ++i) elements *= static_cast<double>(dims.d[i]);
+  if (std::abs(elements) <= kMost) return true;
+  log(Severity::kERROR, "input '%s': expected at most 2^44 elements, got shape %s", kInputNames[input], ShapeText(dims).text);
+  return false;
+}
+
 // [batch, heads, tokens, head_dim] whatever the layout.
 struct HeadsFirst {
   int64_t batch, heads, tokens, dim;
@@ -141,6 +151,7 @@ bool check_layers_before(Dims const* rotary, Dims const* norm, HeadsFirst const&
 
 // Strides that broadcast the mask to [B, H, Nq, Nk], dimensions aligned at the right as in ONNX.
 bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& params) noexcept {
+  if (!check_elements(kMask, mask.dims)) return false;
   Dims const full{4, {params.batch, params.num_heads, params.num_queries, params.num_keys}};
   bool fits = mask.dims.nbDims >= 1 && mask.dims.nbDims <= 4;
   int64_t stride = 1;
@@ -149,7 +160,7 @@ bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& para
     int64_t const size = own >= 0 ? mask.dims.d[own] : 1;
     fits = size == 1 || size == full.d[i];
     params.mask_strides[i] = size == 1 ? 0 : stride;
-    stride *= size;
+    if (fits) stride *= size;
   }
   if (!fits) {
     log(Severity::kERROR, "input 'mask': expected a shape that broadcasts to %s, got %s", ShapeText(full).text,
@@ -268,6 +279,7 @@ bool describe(Attributes const& attributes, PluginTensorDesc const* inputs, int3
   bool const packed = is_packed(q_dims);
   int32_t const rank = packed ? 5 : 4;
   if (!check_rank(kQ, q_dims, rank) || !check_rank(kK, k_dims, rank) || !check_rank(kModes, modes, 1)) return false;
+  if (!check_elements(kQ, q_dims) || !check_elements(kK, k_dims)) return false;
   bool const in_parts = attributes.parts > 1;
   if (in_parts && !check_parts(q_dims, k_dims, attributes)) return false;
   if (packed && (!check_packed(q_dims, attributes) || (!in_parts && !check_shape(kK, k_dims, q_dims)))) return false;

@@ -54,6 +54,7 @@ Int8Instance choose(int64_t rows, int out_columns, int depth, bool bf16, int mul
   Int8Instance best = {};
   int64_t least = INT64_MAX;
   for_each_tile<kGeglu>([&](auto tile) {
+    if (tile.cluster > multiprocessors) return;
     const Int8Instance candidate = {tile.columns, tile.alternate, tile.cluster, kGeglu, bf16};
     const int64_t tiles = in(in(rows, kTileRows * tile.cluster) * in(out_columns, candidate.out_columns()),
                              multiprocessors / tile.cluster);

@@ -55,7 +55,7 @@ TRTCONVERT_API int trtconvert_record_copies(void* stream, TrtConvertCopyNode* no
 /* Tells the nodes which addresses moved since the launch before, and launches. Launches on their way keep the addresses that
  * they were given. After an error nothing was launched, and the next launch sets the failed node's addresses anew.
  *
- * cudaErrorInvalidValue: a null pointer, also among the addresses of copies that have bytes. */
+ * cudaErrorInvalidValue: a null pointer, also among the addresses of copies that have bytes; or a node that cannot have been recorded. */
 TRTCONVERT_API int trtconvert_launch_copies(const TrtConvertCopyingGraph* graph);
 
 #ifdef __cplusplus
