@@ -33,6 +33,7 @@ LAYERS: tuple[set[str], ...] = (
         "images",
         "interception",
         "library",
+        "locks",
         "manifest_checks",
         "progress",
         "provenance",

@@ -503,6 +503,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 Result = TypeVar("Result")
 
+_READINGS = 100
+"""Of a bundle that changes meanwhile: builds take far longer than one of them."""
+
 
 def read_unchanged(
     folder: Path, use: Callable[[Manifest], Result], discard: Callable[[Result], object] = lambda result: None
@@ -514,9 +517,9 @@ def read_unchanged(
         use: may read the bundle's files.
         discard: called with what `use` gave where it is not taken.
     Raises:
-        UserError: not a bundle; or what `use` raises of one that stayed what it was.
+        UserError: not a bundle; what `use` raises of one that stayed what it was; or it changed again and again.
     """
-    while True:
+    for _ in range(_READINGS):
         before = _as_it_lies(folder)
         try:
             result = use(read_manifest(folder))
@@ -527,6 +530,12 @@ def read_unchanged(
         if _as_it_lies(folder) == before:
             return result
         discard(result)
+    raise UserError(
+        f"the bundle {folder} does not stay as it is",
+        expected=f"one that nothing replaces while it is read, in one of {_READINGS} times",
+        got="another one each time",
+        remedy="end what builds or compiles it over and over, or read a copy of it",
+    )
 
 
 def _as_it_lies(folder: Path) -> bytes:

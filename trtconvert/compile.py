@@ -31,7 +31,8 @@ from trtconvert.cache import Cache, Stage, default_folder
 from trtconvert.documents import YamlError, parse_yaml
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
-from trtconvert.files import is_open_file, lock, locked, path_of, require_writable, settled, sweep_files, whole_file
+from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
+from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter, say
 from trtconvert.recipe import EngineSection
 from trtconvert.stages import ENGINE, engine_stages, narrowed
@@ -281,7 +282,6 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bo
     Args:
         say: told where another process has the lock, and where there is none.
     """
-    waiting = False
     while True:
         read_manifest(folder)  # refuses what is no bundle, or none any more
         try:
@@ -289,13 +289,7 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bo
         except FileNotFoundError:
             continue
         try:
-            try:
-                has_lock = lock(handle, wait=False)
-            except BlockingIOError:
-                if not waiting:
-                    say(f"another process compiles {folder}: waiting for it")
-                waiting = True
-                has_lock = lock(handle)
+            has_lock = lock(handle, folder, wait=DAY, say=say)
             if not has_lock:
                 say(f"notice: {folder} is on a file system without locks: compile it on one machine at a time")
             if is_open_file(handle, folder / MANIFEST):

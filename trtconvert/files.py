@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
 import io
 import os
@@ -22,6 +21,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from trtconvert.errors import UserError
+from trtconvert.locks import DAY, lock
 
 PARTIAL = ".partial-"
 """What the names of temporary folders hold that become folders or files, between a dot with the name and a random ending."""
@@ -30,9 +30,6 @@ _OLD = "-old"
 
 _PARTIAL_NAME = re.compile(rf"\..*{re.escape(PARTIAL)}[a-z0-9_]{{8}}({_OLD})?", re.DOTALL)
 """With an ending as `tempfile` makes it: a user's own folder may be called nearly so."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""What file systems answer that have no locks; the last one NFS, for files that cannot be opened for writing."""
 
 _INSTEAD = "give another place"
 
@@ -236,13 +233,14 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
 
 @contextmanager
 def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
-    """Waits until no other process is inside such a block for the same path. The lock ends with the process, however that ends.
+    """Waits until no other process is inside such a block for the same path, for a day at most, and says for whom. The lock ends
+    with the process, however that ends.
 
     Args:
         work: what the processes would share; the lock is a file beside it, which goes in the end.
         instead: for messages, what the user can do to have another place.
     Raises:
-        UserError: the place cannot be written.
+        UserError: the place cannot be written, or another process has it for longer.
     """
     path = work.with_name(work.name + ".lock")
     with _explained(work, instead):
@@ -260,7 +258,7 @@ def _lock_file(path: Path) -> int:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            lock(handle)
+            lock(handle, path, wait=DAY, noted=True)
             # The one before may have removed the file after this process had opened it.
             there = is_open_file(handle, path)
         except BaseException:
@@ -269,23 +267,6 @@ def _lock_file(path: Path) -> int:
         if there:
             return handle
         os.close(handle)
-
-
-def lock(handle: int, *, wait: bool = True) -> bool:
-    """Lock an open file or folder until it is closed, or the process ends. False where its file system has no locks.
-
-    Raises:
-        BlockingIOError: another process has the lock, and this one shall not wait.
-    """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def is_open_file(handle: int, path: Path) -> bool:
@@ -305,7 +286,7 @@ def _partial_folder(target: Path) -> Iterator[Path]:
         _sweep(target)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}{PARTIAL}", dir=target.parent))
         handle = os.open(partial, os.O_RDONLY)
-        lock(handle)
+        lock(handle, partial)
     try:
         yield partial
     finally:
@@ -318,10 +299,14 @@ def _partial_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it, or replaces it."""
+    """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it, or replaces it.
+
+    Raises:
+        UserError: another process has it for an hour, which takes moments.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock(handle)
+        lock(handle, folder)
         yield
     finally:
         os.close(handle)
@@ -424,7 +409,7 @@ def _in_use(partial: Path) -> bool:
     except OSError:  # another user's, or removed just now by the process that made it
         return True
     try:
-        return not lock(handle, wait=False)  # without locks nobody can tell
+        return not lock(handle, partial, wait=0)  # without locks nobody can tell
     except BlockingIOError:
         return True
     finally:

@@ -128,7 +128,7 @@ def _noticing(ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:  # all of torch.distributed's are
         raise RankLost(
             f"rank {ranks.rank} has lost the other processes",
-            expected=f"{ranks.size} running processes",
+            expected=f"{ranks.size} running processes, of which none is {PATIENCE.days} days behind another",
             got=first_line(error),
             remedy="see which one failed, and run the same command again: finished batches are kept",
         ) from error
