@@ -6,6 +6,7 @@ from trtconvert import early
 
 # isort: split
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 
 if TYPE_CHECKING:
     from trtconvert.cache import Cache
+    from trtconvert.progress import Output, Reporter
     from trtconvert.recipe import Recipe
 
 
@@ -64,6 +66,7 @@ class _Commands(click.Group):
     """
 
     stopped_by: int | None = None
+    as_json = False  # whether the command that runs now tells of errors as lines of JSON
     _left_at = -math.inf  # seconds, of time.monotonic()
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Any:
@@ -100,7 +103,7 @@ class _Commands(click.Group):
         return self.stopped_by is not None
 
     def invoke(self, ctx: click.Context) -> Any:
-        self.stopped_by, self._left_at = None, -math.inf
+        self.stopped_by, self._left_at, self.as_json = None, -math.inf, False
         # What the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
         heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
         before = {n: signal.signal(n, self.stop) for n in (*heeded, signal.SIGALRM)}
@@ -110,19 +113,22 @@ class _Commands(click.Group):
             raise
         except BrokenPipeError:
             raise  # the reader of a pipe has left; click ends quietly
-        except KeyboardInterrupt:
-            self._end_stopped()
+        except KeyboardInterrupt as interrupt:
+            self._end_stopped(interrupt)
         except Exception as error:
             if self.was_stopped():
                 # A library that was being imported made an error of its own of the interrupt.
-                self._end_stopped()
+                self._end_stopped(KeyboardInterrupt())
             if ctx.params["debug"]:
                 traceback.print_exc()
             if isinstance(error, MemoryError):
                 error = _out_of_host_memory(error)
+            code = error.exit_code if isinstance(error, TrtconvertError) else 1
+            if self.as_json:
+                self._tell(error, code)
             if isinstance(error, TrtconvertError):
                 click.echo(f"error: {error}", err=True)
-                sys.exit(error.exit_code)
+                sys.exit(code)
             click.echo(f"internal error: {kind_and_first_line(error)}", err=True)
             click.echo("  remedy: this is a fault of trtconvert; please report it with the output of --debug", err=True)
             sys.exit(1)
@@ -133,11 +139,20 @@ class _Commands(click.Group):
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
-    def _end_stopped(self) -> NoReturn:
+    def _end_stopped(self, interrupt: KeyboardInterrupt) -> NoReturn:
+        code = 128 + (self.stopped_by or signal.SIGINT)
+        if self.as_json:
+            self._tell(interrupt, code)
         click.echo(
             "interrupted; finished stages stay in the cache, if one is kept, nothing half-written is left", err=True
         )
-        sys.exit(128 + (self.stopped_by or signal.SIGINT))
+        sys.exit(code)
+
+    def _tell(self, error: BaseException, code: int) -> NoReturn:
+        from trtconvert.progress import failure, write_event
+
+        write_event(failure(error, code))
+        sys.exit(code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -150,28 +165,66 @@ def main(debug: bool) -> None:
     look_in(Path())
 
 
+def _speaking(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds --quiet and --json to a command, which says all that it says through its argument `out`."""
+
+    @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+    @click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="Print the result as a JSON object, and progress and errors as lines of JSON on the standard error.",
+    )
+    @functools.wraps(command)
+    def wrapped(quiet: bool, as_json: bool, **named: Any) -> None:
+        from trtconvert.progress import Output
+
+        if quiet and as_json:
+            raise UserError(
+                "--quiet and --json exclude each other",
+                expected="one of them",
+                got="both",
+                remedy="leave --quiet out: with --json, the standard output has the result alone",
+            )
+        main.as_json = as_json
+        out = Output("json" if as_json else "quiet" if quiet else "text", main.was_stopped)
+        with out.kept_clean():
+            command(out=out, **named)
+
+    return wrapped
+
+
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the bundle; out/NAME by default.")
 @click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder of the build cache.")
 @click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
-def build(recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool, skip_bad: bool) -> None:
+@_speaking
+def build(
+    recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool, skip_bad: bool, out: Output
+) -> None:
     """Convert the model of RECIPE and leave a bundle.
 
     RECIPE may be an ONNX file, which stands for what `init` writes for it, or digits-dit, a small model that comes with the
     program.
     """
-    from rich.console import Console
-
     from trtconvert import pipeline, summary
-    from trtconvert.progress import Reporter
 
-    report = Reporter(Console(highlight=False), main.was_stopped)
+    report = out.reporter()
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
         outcome = pipeline.build(_recipe(recipe), output, cache, report, skip_bad=skip_bad)
-    summary.print_build(outcome, report)
+    out.result(
+        {"bundle": outcome.folder, **_times(report), "manifest": outcome.manifest.model_dump(mode="json")},
+        show=lambda _: summary.print_build(outcome, report),
+    )
+
+
+def _times(report: Reporter) -> dict[str, Any]:
+    """Of stages, for programs."""
+    seconds = {name: round(seconds, 3) for name, seconds in report.seconds.items()}
+    return {"seconds": seconds, "reused": sorted(report.reused)}
 
 
 def _recipe(path: Path) -> Recipe:
@@ -213,45 +266,43 @@ def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
     help="Instead of what the bundle's recipe says, as engine.attention=native; several times for several fields. The bundle "
     "keeps it.",
 )
-def compile_command(bundle: Path, cache_folder: Path | None, no_cache: bool, changes: tuple[str, ...]) -> None:
+@_speaking
+def compile_command(
+    bundle: Path, cache_folder: Path | None, no_cache: bool, changes: tuple[str, ...], out: Output
+) -> None:
     """Build the TensorRT engine of this machine's GPU into BUNDLE, with no model code and no calibration.
 
     Engines that an earlier call has finished are taken from the cache. Where one cannot be built, as for want of memory, --set
     changes what the recipe asks for: engine.attention, engine.workspace_mb, engine.shapes and others.
     """
-    from rich.console import Console
-
     from trtconvert import summary
     from trtconvert.compile import compile_bundle
     from trtconvert.files import settled
-    from trtconvert.progress import Reporter
 
-    report = Reporter(Console(highlight=False), main.was_stopped)
+    report = out.reporter()
     bundle = settled(bundle)
     with _cache(cache_folder, no_cache) as cache:
         manifest = compile_bundle(bundle, report, cache, changes)
-    summary.print_manifest(report.console, manifest, bundle)
+    out.result(
+        {"bundle": bundle, **_times(report), "manifest": manifest.model_dump(mode="json")},
+        show=lambda console: summary.print_manifest(console, manifest, bundle),
+    )
 
 
 @main.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
-def inspect(bundle: Path, as_json: bool) -> None:
-    """Show what BUNDLE holds, after checking every file in it."""
-    from rich.console import Console
-
+@_speaking
+def inspect(bundle: Path, out: Output) -> None:
+    """Show what BUNDLE holds, after checking every file in it. With --json, its manifest."""
     from trtconvert import summary
     from trtconvert.bundle import Manifest, check_files, read_unchanged
 
     def shown(manifest: Manifest) -> Any:
         check_files(bundle, manifest)
-        return manifest.model_dump_json(indent=1) if as_json else summary.manifest_table(manifest, bundle)
+        return manifest.model_dump(mode="json"), summary.manifest_table(manifest, bundle)
 
-    found = read_unchanged(bundle, shown)
-    if as_json:
-        click.echo(found)
-    else:
-        Console(highlight=False).print(found)
+    values, table = read_unchanged(bundle, shown)
+    out.result(values, show=lambda console: console.print(table))
 
 
 @main.command()
@@ -266,8 +317,16 @@ def inspect(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1025), default=0, show_default=True, help="Seed of the first sample."
 )
+@_speaking
 def run(
-    bundle: Path, output: Path, prompts: tuple[str, ...], samples: int | None, steps: int, solver: str, seed: int
+    bundle: Path,
+    output: Path,
+    prompts: tuple[str, ...],
+    samples: int | None,
+    steps: int,
+    solver: str,
+    seed: int,
+    out: Output,
 ) -> None:
     """Sample images with BUNDLE on what this machine can run."""
     from trtconvert import models, runtime
@@ -304,7 +363,16 @@ def run(
         seconds = time.perf_counter() - started
         save_sheet(images, partial)
     drawn = f"{samples} {'sample' if samples == 1 else 'samples'} in {seconds:.2g} s"
-    click.echo(f"{drawn}, loaded in {loading:.2g} s, on {loaded.backend}: {output}")
+    out.result(
+        {
+            "output": output,
+            "samples": samples,
+            "seconds": round(seconds, 3),
+            "loading_seconds": round(loading, 3),
+            "backend": loaded.backend,
+        },
+        f"{drawn}, loaded in {loading:.2g} s, on {loaded.backend}: {output}",
+    )
 
 
 @main.command()
@@ -342,32 +410,34 @@ def run(
     "--work", type=click.Path(path_type=Path), help="Folder of finished shards; in the user's cache by default."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("evaluation.json"), show_default=True)
-def evaluate(bundle: Path, work: Path | None, output: Path, **request: Any) -> None:
+@_speaking
+def evaluate(bundle: Path, work: Path | None, output: Path, out: Output, **request: Any) -> None:
     """Measure the quality of BUNDLE's samples: PSNR, SSIM, FID, KID, IS, precision, recall.
 
     Goes on where it was when it was killed. Under torchrun, the processes share the work.
     """
-    from rich.console import Console
-
     from trtconvert.cache import default_folder
     from trtconvert.calib.distributed import joined_ranks
     from trtconvert.evaluate import evaluation
     from trtconvert.evaluate.table import print_evaluation
     from trtconvert.files import require_writable, whole_file
-    from trtconvert.progress import Reporter, say
 
     instead = "give another file with -o"
     require_writable(output, instead)
     with joined_ranks() as ranks:
-        console = Console(highlight=False, quiet=ranks.rank > 0)
+        if ranks.rank > 0:
+            out.silence()
         found = evaluation.evaluate(
-            bundle, evaluation.Request(**request), work or default_folder() / "evaluate", ranks, Reporter(console)
+            bundle, evaluation.Request(**request), work or default_folder() / "evaluate", ranks, out.reporter()
         )
     if found is not None:
         with whole_file(output, instead) as partial:
             partial.write_text(found.model_dump_json(indent=1))
-        print_evaluation(console, found)
-        say(console, f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it")
+        out.result(
+            {"output": output, "evaluation": found.model_dump(mode="json")},
+            f"written to {output}; `trtconvert report {bundle} --evaluation {output}` shows it",
+            show=lambda console: print_evaluation(console, found),
+        )
 
 
 def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -413,6 +483,7 @@ def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
 )
 @click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the model.")
+@_speaking
 def calibrate(
     recipe: Path,
     data: str | None,
@@ -421,42 +492,50 @@ def calibrate(
     cache_folder: Path | None,
     skip_bad: bool,
     device: str,
+    out: Output,
 ) -> None:
     """Calibrate the model of RECIPE and write its scales, for `calibration: {from: FILE}` in recipes.
 
     Goes on where it was when it was killed. Under torchrun, the processes share the work.
     """
-    from rich.console import Console
-
     from trtconvert.cache import Cache, default_folder
     from trtconvert.calib.command import calibrate_recipe, summary
     from trtconvert.calib.distributed import joined_ranks
-    from trtconvert.progress import Reporter
 
     chosen, cache = _with_data(recipe, data, samples), Cache(cache_folder or default_folder())
     with joined_ranks() as ranks:
-        report = Reporter(Console(highlight=False, quiet=ranks.rank > 0))
-        made = calibrate_recipe(chosen, output, cache, ranks, report, skip_bad=skip_bad, device=device)
-    if ranks.rank == 0:
-        click.echo("\n".join([*summary(made), f"written to {output}"]))
+        if ranks.rank > 0:
+            out.silence()
+        made = calibrate_recipe(chosen, output, cache, ranks, out.reporter(), skip_bad=skip_bad, device=device)
+    made_of = made.provenance
+    out.result(
+        {
+            "output": output,
+            "model": made_of.model,
+            "sites": len(made.tables),
+            "layers": len(made.layers),
+            "observed": made_of.observed,
+            "skipped": made_of.skipped,
+        },
+        *summary(made),
+        f"written to {output}",
+    )
 
 
 @main.command()
 @_calibration_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("inputs.safetensors"), show_default=True)
 @click.option("--per-run", type=click.IntRange(1), default=4, show_default=True, help="Steps recorded of each run.")
-def record(recipe: Path, data: str | None, samples: int | None, output: Path, per_run: int) -> None:
+@_speaking
+def record(recipe: Path, data: str | None, samples: int | None, output: Path, per_run: int, out: Output) -> None:
     """Record denoiser inputs of RECIPE's model at stratified timesteps, with the step before each.
 
     The file serves as calibration data.
     """
-    from rich.console import Console
-
     from trtconvert import models
     from trtconvert.calib import record as recording
     from trtconvert.files import whole_file
     from trtconvert.models.identity import identity
-    from trtconvert.progress import Reporter
 
     chosen = _with_data(recipe, data, samples)
     if output.suffix != ".safetensors":
@@ -466,63 +545,69 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
             got=output.suffix or "no ending",
             remedy="give another file with -o",
         )
-    report = Reporter(Console(highlight=False), main.was_stopped)
+    report = out.reporter()
     with whole_file(output, "give another file with -o") as partial, report.live(), report.stage("record") as bar:
         model = models.load(chosen.model, chosen.loras)
         weights = identity(chosen.model, chosen.loras)
         rows = recording.record(model, chosen.calibration, per_run, weights, partial, bar)
-    click.echo(f"{rows} inputs of {model.name} written to {output}")
+    out.result(
+        {"output": output, "model": model.name, "inputs": rows}, f"{rows} inputs of {model.name} written to {output}"
+    )
 
 
 @main.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--evaluation", type=click.Path(path_type=Path), help="What `trtconvert evaluate` wrote.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
-def report(bundle: Path, evaluation: Path | None, output: Path) -> None:
+@_speaking
+def report(bundle: Path, evaluation: Path | None, output: Path, out: Output) -> None:
     """Show BUNDLE as one HTML file: gates, samples, quality, precision and scales per site and timestep."""
     from trtconvert.evaluate.report import write_report
 
     write_report(bundle, evaluation, output)
-    click.echo(f"report of {bundle}: {output}")
+    out.result({"output": output}, f"report of {bundle}: {output}")
 
 
 @main.command()
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("comparison.html"), show_default=True)
-def compare(first: Path, second: Path, output: Path) -> None:
+@_speaking
+def compare(first: Path, second: Path, output: Path, out: Output) -> None:
     """Show two bundles side by side as one HTML file: figures, speed, samples, and what their recipes say differently."""
     from trtconvert.evaluate.comparison import write_comparison
 
-    write_comparison(first, second, output)
-    click.echo(f"{first} and {second}: {output}")
+    sides = write_comparison(first, second, output)
+    out.result({"output": output, "bundles": sides}, f"{first} and {second}: {output}")
 
 
 @main.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("kernel_cost.json"), show_default=True)
-def measure(output: Path) -> None:
+@_speaking
+def measure(output: Path, out: Output) -> None:
     """Measure the attention kernels on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
-    from rich.console import Console
-
     from trtconvert.calib.measure import steps, write_kernel_cost
     from trtconvert.files import whole_file
-    from trtconvert.progress import Reporter
 
-    reporter = Reporter(Console(highlight=False), main.was_stopped)
+    reporter = out.reporter()
     with whole_file(output, "give another file with -o") as partial, reporter.live(), reporter.stage("measure") as bar:
         bar.total(steps())
         write_kernel_cost(partial, bar.step)
-    click.echo(f"written to {output}")
+    out.result({"output": output}, f"written to {output}")
 
 
 @main.command()
-def doctor() -> None:
+@_speaking
+def doctor(out: Output) -> None:
     """Tell what this machine can build and run, and what is missing."""
-    from rich.console import Console
+    from dataclasses import asdict
 
     from trtconvert.doctor import examine, print_findings
 
-    print_findings(Console(highlight=False), examine())
+    found = examine()
+    out.result(
+        {"findings": [asdict(finding) for finding in found]}, show=lambda console: print_findings(console, found)
+    )
 
 
 @main.command()
@@ -569,16 +654,14 @@ _strategy = click.option(
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("analysis.json"), show_default=True)
 @_strategy
-def analyze(model: Path, output: Path, strategy: Any) -> None:
+@_speaking
+def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
     """Tell what INT8 would do to each tensor of MODEL: a file of weights, a folder of them, or a pipeline's folder.
 
     Writes JSON for `trtconvert quantize --analysis`, which `trtconvert schema analysis` describes, and a page for people.
     """
-    from rich.console import Console
-
     from trtconvert.evaluate.weights_page import write_page
     from trtconvert.files import require_writable, whole_file
-    from trtconvert.progress import Reporter, say
     from trtconvert.weights.analysis import Rules, analyse
     from trtconvert.weights.sources import open_source
     from trtconvert.weights.tables import print_analysis
@@ -595,14 +678,25 @@ def analyze(model: Path, output: Path, strategy: Any) -> None:
     source = open_source(model)
     for place in (output, page):
         require_writable(place, instead)
-    report = Reporter(Console(highlight=False), main.was_stopped)
+    report = out.reporter()
     with report.live(), report.stage("analyze") as bar:
         found = analyse(source, bar, Rules(strategy=strategy))
     with whole_file(output, instead) as partial:
         partial.write_text(found.model_dump_json(indent=1), encoding="utf-8")
     write_page(found, page)
-    print_analysis(report.console, found)
-    say(report.console, f"written to {output} and {page}")
+    out.result(
+        {
+            "output": output,
+            "page": page,
+            "tensors": len(found.tensors),
+            "parameters": found.parameters,
+            "parameters_int8": found.in_int8,
+            "bytes": found.bytes,
+            "bytes_after": found.bytes_after,
+        },
+        f"written to {output} and {page}",
+        show=lambda console: print_analysis(console, found),
+    )
 
 
 @main.command()
@@ -643,26 +737,25 @@ def analyze(model: Path, output: Path, strategy: Any) -> None:
     "--min-elements", type=click.IntRange(0), default=4096, show_default=True, help="Smaller weights are not INT8."
 )
 @_strategy
-def quantize(model: Path, output: Path, analysis: Path | None, **rules: Any) -> None:
+@_speaking
+def quantize(model: Path, output: Path, analysis: Path | None, out: Output, **rules: Any) -> None:
     """Write MODEL with its weights in INT8, and everything else that its folder has.
 
     Takes no more memory than the largest tensor needs, reads back what it wrote, and goes on where it was when it was killed.
     """
-    from rich.console import Console
-
-    from trtconvert.progress import Reporter
     from trtconvert.weights.analysis import Rules
     from trtconvert.weights.quantisation import quantise_model
     from trtconvert.weights.sources import open_source
-    from trtconvert.weights.tables import print_outcome
+    from trtconvert.weights.tables import outcome_values, print_outcome
 
     if math.isnan(rules["max_outliers"]):  # in no range, and click takes it
         raise UserError("--max-outliers is no share", expected="0 to 1", got="nan", remedy="give a number")
-    report = Reporter(Console(highlight=False), main.was_stopped)
+    report = out.reporter()
     source = open_source(model)
     with report.live(), report.stage("quantize") as bar:
         outcome = quantise_model(source, output, Rules(**rules), analysis, bar)
-    print_outcome(report.console, outcome, sum(tensor.nbytes for tensor in source.tensors))
+    before = sum(tensor.nbytes for tensor in source.tensors)
+    out.result(outcome_values(outcome, before), show=lambda console: print_outcome(console, outcome, before))
 
 
 @main.command()
@@ -675,20 +768,19 @@ def quantize(model: Path, output: Path, analysis: Path | None, **rules: Any) -> 
     type=click.Choice(["bf16", "fp16"]),
     help="Of what was converted; by default what each tensor was before, and bf16 where that had not 16 bits.",
 )
-def dequantize(model: Path, output: Path, dtype: Any) -> None:
+@_speaking
+def dequantize(model: Path, output: Path, dtype: Any, out: Output) -> None:
     """Write MODEL, which `trtconvert quantize` made, in 16 bits again."""
-    from rich.console import Console
-
-    from trtconvert.progress import Reporter
     from trtconvert.weights.quantisation import dequantise_model
     from trtconvert.weights.sources import open_source
-    from trtconvert.weights.tables import print_outcome
+    from trtconvert.weights.tables import outcome_values, print_outcome
 
-    report = Reporter(Console(highlight=False), main.was_stopped)
+    report = out.reporter()
     source = open_source(model)
     with report.live(), report.stage("dequantize") as bar:
         outcome = dequantise_model(source, output, dtype, bar)
-    print_outcome(report.console, outcome, sum(tensor.nbytes for tensor in source.tensors))
+    before = sum(tensor.nbytes for tensor in source.tensors)
+    out.result(outcome_values(outcome, before), show=lambda console: print_outcome(console, outcome, before))
 
 
 def _replicas(text: str) -> tuple[int | None, int | None]:
@@ -893,9 +985,9 @@ def export_triton_command(
 
 
 @main.command()
-@click.argument("of", type=click.Choice(["recipe", "analysis"]), default="recipe")
+@click.argument("of", type=click.Choice(["recipe", "analysis", "events"]), default="recipe")
 def schema(of: str) -> None:
-    """Print the JSON schema of recipes, for editors, or of what `trtconvert analyze` writes."""
+    """Print the JSON schema of recipes, for editors, of what `trtconvert analyze` writes, or of a line of progress (--json)."""
     import json
 
     from trtconvert.recipe import json_schema
@@ -904,6 +996,10 @@ def schema(of: str) -> None:
         from trtconvert.weights.analysis import Analysis
 
         click.echo(json.dumps(Analysis.model_json_schema(), indent=2))
+    elif of == "events":
+        from trtconvert.progress import events_schema
+
+        click.echo(json.dumps(events_schema(), indent=2))
     else:
         click.echo(json.dumps(json_schema(), indent=2, default=str))
 

@@ -33,7 +33,7 @@ from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
 from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.locks import DAY, lock
-from trtconvert.progress import Reporter, say
+from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
 from trtconvert.stages import ENGINE, engine_stages, narrowed
 
@@ -79,7 +79,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
     # Who switches a link to another bundle meanwhile changes what is served, and not which bundle gets the engines.
     folder = settled(folder).resolve()
     backend, cache = tensorrt.status(), cache or Cache(default_folder())
-    with _alone(folder, lambda text: say(report.console, text)) as unchanged:
+    with _alone(folder, report.notice) as unchanged:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         manifest = _changed(manifest, changes)
@@ -291,7 +291,7 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bo
         try:
             has_lock = lock(handle, folder, wait=DAY, say=say)
             if not has_lock:
-                say(f"notice: {folder} is on a file system without locks: compile it on one machine at a time")
+                say(f"{folder} is on a file system without locks: compile it on one machine at a time")
             if is_open_file(handle, folder / MANIFEST):
                 yield partial(is_open_file, handle, folder / MANIFEST)
                 return

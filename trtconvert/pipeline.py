@@ -32,7 +32,7 @@ from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
-from trtconvert.progress import Reporter, say
+from trtconvert.progress import Reporter
 from trtconvert.recipe import ONNX, Recipe, changed_paths, with_paths
 from trtconvert.stages import (
     CALIBRATION,
@@ -90,9 +90,8 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
     for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):
-        say(
-            report.console,
-            f"notice: {file.name} has parts for {', '.join(missing)} too, which are left out; an entry of loras with that target "
+        report.notice(
+            f"{file.name} has parts for {', '.join(missing)} too, which are left out; an entry of loras with that target "
             "takes them",
         )
 
@@ -102,9 +101,8 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             bundle.keep_others(output, new)
             if lost := _engines(output) - _engines(new):
                 names = ", ".join(sorted(Path(name).stem for name in lost))
-                say(
-                    report.console,
-                    f"notice: engines of the bundle before that the new one has not: {names}; run `trtconvert compile` on their "
+                report.notice(
+                    f"engines of the bundle before that the new one has not: {names}; run `trtconvert compile` on their "
                     "GPUs again",
                 )
 
@@ -114,7 +112,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
 
         loaded = models.load(recipe.model, recipe.loras)
         for text in loaded.notices:
-            say(report.console, f"notice: {text}")
+            report.notice(text)
         return loaded
 
     with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():

@@ -27,7 +27,7 @@ from trtconvert.engine import BackendStatus
 from trtconvert.errors import UserError
 from trtconvert.files import free_space, one_at_a_time, sha256
 from trtconvert.library import library_path
-from trtconvert.progress import Bar, Reporter, say
+from trtconvert.progress import Bar, Reporter
 from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe, computes
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def engine_stages(
         reads |= {"gpu": tensorrt.device_name(), "plugin": sha256(library) if (library := library_path()) else None}
     of_rtx = [target for target in options.targets if computes(target, component.outputs[0].dtype)]
     if backend.name == "tensorrt_rtx" and (left := [target for target in options.targets if target not in of_rtx]):
-        say(report.console, f"notice: no engine of {name} for {', '.join(left)}, which computes in float16 alone")
+        report.notice(f"no engine of {name} for {', '.join(left)}, which computes in float16 alone")
     targets = {"tensorrt_rtx": of_rtx, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
     built = []
     for target in targets[backend.name]:
@@ -360,9 +360,8 @@ def engine_stages(
         def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
             size, free = _size(exported, component), free_space(folder)
             if free < size:  # the engine is written after hours, perhaps; how large it is nobody knows before
-                say(
-                    report.console,
-                    f"notice: the ONNX of {name} takes {size / 2**20:.0f} MiB, and {cache.folder} has {free / 2**20:.0f} MiB "
+                report.notice(
+                    f"the ONNX of {name} takes {size / 2**20:.0f} MiB, and {cache.folder} has {free / 2**20:.0f} MiB "
                     f"free: the engine may not fit. If so, it is lost: free some space, or {cache.instead}",
                 )
             if backend.name == "tensorrt_rtx":

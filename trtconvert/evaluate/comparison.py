@@ -45,11 +45,13 @@ class Row:
         return self.first != self.second
 
 
-def write_comparison(first: Path, second: Path, output: Path) -> None:
+def write_comparison(first: Path, second: Path, output: Path) -> list[dict[str, Any]]:
     """
     Args:
         first, second: folders of bundles.
         output: the HTML file.
+    Returns:
+        What the page says of each bundle, but for its picture: the fields of `Side`.
     Raises:
         UserError: not a bundle or a damaged one, twice the same, or the place cannot be written.
     """
@@ -65,6 +67,7 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
     ]
     with whole_file(output, "give another file with -o") as partial:
         partial.write_text(render(*sides), encoding="utf-8")
+    return [{name: value for name, value in vars(side).items() if name != "picture"} for side in sides]
 
 
 def render(first: Side, second: Side) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -106,6 +107,20 @@ def print_outcome(console: Console, outcome: Outcome, before: int) -> None:
     if outcome.left_out:
         names = several([path.name for path in outcome.left_out], 5)
         say(console, f"left out, the same weights in another form: {names}")
+
+
+def outcome_values(outcome: Outcome, before: int) -> dict[str, Any]:
+    """The same for programs."""
+    in_int8 = [record.relative_error for record in outcome.records.values() if record.stored == "int8"]
+    return {
+        "folder": outcome.folder,
+        "files": outcome.files,
+        "bytes_before": before,
+        "bytes": outcome.bytes,
+        "stored": dict(Counter(record.stored for record in outcome.records.values())),
+        "worst_relative_error": max(in_int8, default=None),
+        "left_out": [str(path) for path in outcome.left_out],
+    }
 
 
 def size(count: int) -> str:

@@ -1,0 +1,181 @@
+"""What --json and --quiet leave of a command's words, and the times that bars estimate."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from safetensors.torch import save_file
+from support import REPOSITORY, refusal, run, tiny_recipe
+
+from trtconvert import bundle as bundles
+from trtconvert.cli import main
+from trtconvert.errors import GateError, UserError
+from trtconvert.progress import Event, Output, Reporter, events_schema, failure, write_result
+
+EVENT = TypeAdapter(Event)
+PAGE = REPOSITORY / "docs" / "automation.md"
+
+
+def spoken(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def told(*arguments: object) -> tuple[int, dict[str, Any] | None, list[Any]]:
+    """Exit code, result and events of a command with --json."""
+    code, out, err = spoken(*arguments, "--json")
+    assert out.count("\n") <= 1, out
+    return code, json.loads(out) if out else None, [EVENT.validate_json(line) for line in err.splitlines()]
+
+
+def documented() -> dict[str, set[str]]:
+    """The fields of each command's result, as the page lists them."""
+    rows = re.findall(r"^\| ([`\w, ]+) \| (`.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        command: set(re.findall(r"`(\w+)`", fields.partition(";")[0]))
+        for commands, fields in rows
+        for command in re.findall(r"`(\w+)`", commands)
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A tiny model that was converted with --json: its folder, with recipe, bundle and cache, the result and the events."""
+    folder = tmp_path_factory.mktemp("spoken")
+    code, result, events = told(*build_command(folder))
+    assert code == 0 and result is not None, events
+    return folder, result, events
+
+
+def build_command(folder: Path, name: str = "bundle") -> tuple[object, ...]:
+    return "build", tiny_recipe(folder), "-o", folder / name, "--cache", folder / "cache"
+
+
+def test_a_build_tells_its_stages_and_leaves_its_result(built):
+    folder, result, events = built
+    assert result.keys() == documented()["build"] == documented()["compile"]
+    assert result["bundle"] == str(folder / "bundle") and result["reused"] == []
+    assert result["manifest"] == json.loads((folder / "bundle" / bundles.MANIFEST).read_text())
+    for kind in ("started", "finished"):
+        assert [event.stage for event in events if event.event == kind] == list(result["seconds"])
+    counted = [event for event in events if event.event == "progress"]
+    assert counted and all(event.remaining_s is not None for event in counted if event.done)
+
+
+def test_what_the_cache_had_is_told(built):
+    code, result, events = told(*build_command(built[0], "other"))
+    assert code == 0 and result is not None and "calibrate" in result["reused"]
+    assert {event.stage for event in events if event.event == "finished" and event.reused} == set(result["reused"])
+
+
+def test_results_have_the_fields_that_the_page_lists(tmp_path, built):
+    folder, bundle = built[0], built[0] / "bundle"
+    recipe, cache = folder / "recipe.yaml", folder / "cache"
+    assert spoken(*build_command(folder, "third"), "--quiet") == (0, "", "")
+    save_file({"blocks.0.proj.weight": torch.randn(128, 128).bfloat16()}, tmp_path / "model.safetensors")
+    commands = {
+        "analyze": (tmp_path / "model.safetensors", "-o", tmp_path / "a.json"),
+        "quantize": (tmp_path / "model.safetensors", "-o", tmp_path / "int8"),
+        "dequantize": (tmp_path / "int8", "-o", tmp_path / "back"),
+        "doctor": (),
+        "run": (bundle, "-n", 1, "--steps", 2, "-o", tmp_path / "s.png"),
+        "report": (bundle, "-o", tmp_path / "r.html"),
+        "compare": (bundle, folder / "third", "-o", tmp_path / "c.html"),
+        "calibrate": (recipe, "-o", tmp_path / "c.safetensors", "--cache", cache),
+        "record": (recipe, "-o", tmp_path / "i.safetensors", "-n", 1, "--per-run", 2),
+    }
+    for name, arguments in commands.items():
+        code, result, events = told(name, *arguments)
+        assert code == 0 and result is not None, events
+        assert result.keys() == documented()[name], name
+        assert name != "compare" or [side["title"] for side in result["bundles"]] == ["bundle", "third"]
+
+
+def test_every_command_that_has_the_options_is_on_the_page():
+    def has(command: click.Command) -> bool:
+        return {"--json", "--quiet"} <= {name for option in command.params for name in option.opts}
+
+    assert {name for name, command in main.commands.items() if has(command)} == {*documented(), "inspect"}
+
+
+def test_quiet_leaves_errors_and_the_exit_code(tmp_path, built):
+    assert spoken("inspect", built[0] / "bundle", "-q") == (0, "", "")
+    code, out, err = spoken("inspect", tmp_path, "--quiet")
+    assert code == 2 and not out and "is not a bundle" in err
+
+
+def test_errors_are_events_under_json(tmp_path):
+    code, result, events = told("build", tmp_path / "none.yaml")
+    assert code == 2 and result is None
+    assert [(event.event, event.kind, event.exit_code) for event in events] == [("error", "user", 2)]
+    assert "there is no recipe" in events[0].problem and events[0].expected and events[0].remedy
+    # The next command in this process is asked for no JSON.
+    assert "error: there is no recipe" in spoken("build", tmp_path / "none.yaml")[2]
+
+
+def test_both_options_are_refused():
+    refusal(run("doctor", "--json", "--quiet"), "--quiet and --json exclude each other", "leave --quiet out")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (UserError("no", expected="yes"), 2, "user"),
+        (GateError("not good enough"), 1, "failed"),
+        (ValueError("odd"), 1, "internal"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_ends_a_command_is_told_by_its_kind(error, code, kind):
+    made = failure(error, code)
+    assert (made.kind, made.exit_code) == (kind, code) and made.problem
+
+
+def test_events_follow_their_schema():
+    assert json.loads(run("schema", "events").output) == json.loads(json.dumps(events_schema()))
+    with pytest.raises(ValidationError):
+        EVENT.validate_python({"event": "progress", "stage": "x", "done": 2, "elapsed_s": 1})
+
+
+def test_results_are_json_of_any_reader():
+    stream = io.StringIO()
+    write_result(stream, {"psnr": float("inf"), "name": "名", "of": [float("nan"), 1.5]})
+    assert json.loads(stream.getvalue(), parse_constant=pytest.fail) == {"psnr": None, "name": "名", "of": [None, 1.5]}
+
+
+def test_what_libraries_print_does_not_reach_the_result(capsys):
+    out = Output("json")
+    with out.kept_clean():
+        print("a library speaks")
+        out.result({"a": 1})
+    captured = capsys.readouterr()
+    assert captured.out == '{"a": 1}\n' and captured.err == "a library speaks\n"
+
+
+def test_bars_tell_the_time_that_is_left(monkeypatch):
+    now = [0.0]
+    screen = io.StringIO()
+    told_events = []
+    report = Reporter(Console(file=screen, force_terminal=True, width=100), events=told_events.append)
+    monkeypatch.setattr(report._bars, "get_time", lambda: now[0])
+    with report.stage("calibrate [all]") as bar:
+        bar.total(10)
+        for _ in range(4):
+            now[0] += 3
+            bar.step()
+        report._bars.console.print(report._bars.get_renderable())
+        bar.notice("a name :smile: [b]")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    assert "calibrate [all]" in shown and "0:00:18 left" in shown and "notice: a name :smile: [b]" in shown
+    assert [(event.done, event.remaining_s) for event in told_events if event.event == "progress"][-1] == (0.4, 18.0)
