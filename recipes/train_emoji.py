@@ -121,7 +121,7 @@ def train_diffusion(training: Training, data: EmojiData, args: argparse.Namespac
         images = F.avg_pool2d(images, images.shape[-1] // training.image_size)
     schedule = training.noise_schedule(device)
     torch.manual_seed(args.seed)
-    model = training.build().to(device, memory_format=torch.channels_last)
+    model = training.build().to(device).to(memory_format=torch.channels_last)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(

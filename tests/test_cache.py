@@ -159,7 +159,7 @@ def test_the_shipped_classifier_is_part_of_a_search_s_key(monkeypatch, tmp_path)
     before = search_reads(section)
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"trained anew")
-    monkeypatch.setattr(calib_identity, "CLASSIFIER_WEIGHTS", other)
+    monkeypatch.setattr(calib_identity, "classifier_weights", lambda name: other)
     assert search_reads(section) != before
 
 

@@ -73,9 +73,9 @@ class ModelSection(_Section):
     """Where the denoiser comes from."""
 
     source: str = Field(
-        description="`digits-dit`, the model that ships with the project; `diffusers`, the denoiser of a pipeline that "
-        "`save_pretrained` wrote; an ONNX file, relative to the recipe; or `package.module:function`, a function that returns a "
-        "trtconvert.models.DiffusionModel."
+        description="`digits-dit` or `emoji-dit`, the models that ship with the project; `diffusers`, the denoiser of a "
+        "pipeline that `save_pretrained` wrote; an ONNX file, relative to the recipe; or `package.module:function`, a function "
+        "that returns a trtconvert.models.DiffusionModel."
     )
     weights: Path | None = Field(
         default=None,
@@ -275,7 +275,7 @@ class PlanSection(_Section):
     max_lpips: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="Mean LPIPS against full precision; needs lpips_weights."
     )
-    features: Literal["digits-classifier", "inception"] | EntryPoint | None = Field(
+    features: Literal["digits-classifier", "emoji-classifier", "inception"] | EntryPoint | None = Field(
         default=None,
         description="A feature extractor, as for `trtconvert evaluate --features`: the plans' feature distance is measured.",
     )

@@ -23,8 +23,8 @@ KERNEL_COST = Path(__file__).with_name("kernel_cost.json")
 head size), mode, and seconds of a call with its quantisation."""
 
 
-CLASSIFIER_WEIGHTS = shipped_folder() / "digits-classifier.safetensors"
-"""Weights of the feature extractor "digits-classifier"."""
+SHIPPED_CLASSIFIERS = ("digits-classifier", "emoji-classifier")
+"""Feature extractors that come with the program, and know their own weights."""
 
 EXTRACTOR = "the feature extractor"
 """What a user's function for features is, in messages."""
@@ -176,9 +176,16 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
     reads["kernel_cost"] = kernel_cost_hash(section)
     if section.features is not None and ":" in section.features:
         reads["extractor"] = function_identity(section.features, import_function(section.features, EXTRACTOR))
-    if section.features == "digits-classifier" and section.features_weights is None and CLASSIFIER_WEIGHTS.is_file():
-        reads["features_weights"] = sha256(CLASSIFIER_WEIGHTS)
+    if section.features in SHIPPED_CLASSIFIERS and section.features_weights is None:
+        weights = classifier_weights(section.features)
+        if weights.is_file():
+            reads["features_weights"] = sha256(weights)
     return reads
+
+
+def classifier_weights(name: str) -> Path:
+    """The file of one of `SHIPPED_CLASSIFIERS`."""
+    return shipped_folder() / f"{name}.safetensors"
 
 
 def observations_folder(cache: Cache, reads: dict[str, Any]) -> Path:

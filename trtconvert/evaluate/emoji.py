@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trtconvert.errors import UserError
 from trtconvert.models.checkpoint import load_weights
 from trtconvert.models.emoji_dit import CATEGORIES, CLASSES, IMAGE_SHAPE
+from trtconvert.shipped import shipped_folder
 
 FEATURES = 128
 HELD_OUT = 10
@@ -83,6 +84,15 @@ def emoji_data(package: Path) -> EmojiData:
     return EmojiData(
         torch.stack(images), torch.tensor(labels), torch.tensor(weights, dtype=torch.float64), torch.tensor(held_out)
     )
+
+
+def held_out_emoji() -> Tensor:
+    """The held-out emoji without their skin tones, as they come with the program. [N, 3, 64, 64] FP32 in [0, 1]."""
+    _, height, width = IMAGE_SHAPE
+    with Image.open(shipped_folder() / "emoji-held-out.png") as sheet:
+        pixels = torch.from_numpy(np.array(sheet.convert("RGB")))  # rows of images
+    tiles = pixels.unflatten(0, (-1, height)).unflatten(2, (-1, width)).permute(0, 2, 4, 1, 3).flatten(0, 1)
+    return tiles.float() / 255
 
 
 def _on_white(path: Path, remedy: str) -> Tensor:

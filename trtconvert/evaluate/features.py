@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtconvert.calib.identity import CLASSIFIER_WEIGHTS, EXTRACTOR
+from trtconvert.calib.identity import EXTRACTOR, SHIPPED_CLASSIFIERS, classifier_weights
 from trtconvert.documents import safetensors_header
 from trtconvert.entry_point import function_identity, import_function
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
@@ -87,21 +87,22 @@ class Extractor:
 def load_extractor(name: str, weights: Path | None = None) -> Extractor:
     """
     Args:
-        name: "digits-classifier", "inception", or "package.module:function". Such a function takes images [N, C, H, W] in
-            [0, 1] and returns pooled features [N, D], or `Features`.
-        weights: of the extractor; the shipped classifier knows its own.
+        name: "digits-classifier", "emoji-classifier", "inception", or "package.module:function". Such a function takes
+            images [N, C, H, W] in [0, 1] and returns pooled features [N, D], or `Features`.
+        weights: of the extractor; the shipped classifiers know their own.
     Raises:
         UserError: there is no such extractor, or its weights are missing or unfit.
     """
-    if name == "digits-classifier":
-        return _digits(weights)
+    if name in SHIPPED_CLASSIFIERS:
+        path = weights or classifier_weights(name)
+        return Extractor(name, sha256(path), {"digits-classifier": _digits, "emoji-classifier": _emoji}[name](path))
     if name == "inception":
         return _inception(weights)
     if ":" in name:
         return _from_function(name, weights)
     raise UserError(
         f"there is no feature extractor '{name}'",
-        expected="digits-classifier, inception, or package.module:function",
+        expected=f"{', '.join(SHIPPED_CLASSIFIERS)}, inception, or package.module:function",
         got=name,
         remedy="correct --features",
     )
@@ -139,10 +140,9 @@ def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
         ) from error
 
 
-def _digits(weights: Path | None) -> Extractor:
+def _digits(path: Path) -> Callable[[Tensor], Features]:
     from trtconvert.evaluate.classifier import load_digits_classifier
 
-    path = weights or CLASSIFIER_WEIGHTS
     classifier = load_digits_classifier(path)
     convolutions = classifier.body[:5]
 
@@ -151,7 +151,20 @@ def _digits(weights: Path | None) -> Extractor:
         pooled = classifier.features(images)
         return Features(pooled, classifier.head(pooled), spatial.flatten(1))
 
-    return Extractor("digits-classifier", sha256(path), extract)
+    return extract
+
+
+def _emoji(path: Path) -> Callable[[Tensor], Features]:
+    from trtconvert.evaluate.emoji import load_emoji_classifier
+
+    classifier = load_emoji_classifier(path)
+
+    def extract(images: Tensor) -> Features:
+        maps = classifier.maps(images)
+        pooled = maps.mean((2, 3))
+        return Features(pooled, classifier.head(pooled), maps[:, :SPATIAL_CHANNELS].flatten(1))
+
+    return extract
 
 
 def _inception(weights: Path | None) -> Extractor:

@@ -37,17 +37,18 @@ class ReferenceSet:
 def load_reference(name: str, shape: torch.Size) -> ReferenceSet:
     """
     Args:
-        name: "digits", the held-out fifth of scikit-learn's digits, or a folder of images, searched with its subfolders.
+        name: "digits", the held-out fifth of scikit-learn's digits; "emoji", a held-out tenth of Noto's; or a folder of
+            images, searched with its subfolders.
         shape: of a sample, [C, H, W]; the images must have its size, and are read with its number of channels.
     Raises:
         UserError: no such folder, or too few images in it. Reading them raises it for other sizes than the samples'.
     """
-    if name == "digits":
-        reference = _digits()
+    if name in _SHIPPED:
+        reference = _SHIPPED[name]()
         got = reference.read(range(1)).shape[1:]
         if got != shape:
             raise UserError(
-                "the reference set 'digits' does not fit the samples",
+                f"the reference set '{name}' does not fit the samples",
                 expected=f"images of {list(shape)}",
                 got=str(list(got)),
                 remedy="give a folder of images with --reference",
@@ -64,12 +65,23 @@ def _digits() -> ReferenceSet:
     return ReferenceSet("digits, held out", len(images), identity, lambda held: images[held.start : held.stop])
 
 
+def _emoji() -> ReferenceSet:
+    from trtconvert.evaluate.emoji import held_out_emoji
+
+    images = held_out_emoji()
+    identity = hashlib.sha256(images.numpy().tobytes()).hexdigest()
+    return ReferenceSet("emoji, held out", len(images), identity, lambda held: images[held.start : held.stop])
+
+
+_SHIPPED = {"digits": _digits, "emoji": _emoji}
+
+
 def _folder(folder: Path, shape: torch.Size) -> ReferenceSet:
     paths = images_below(folder) if folder.is_dir() else []
     if not paths:
         raise UserError(
             f"the reference set {folder} has no images",
-            expected=f"'digits', or a folder with {', '.join(IMAGE_SUFFIXES)} files",
+            expected=f"'digits', 'emoji', or a folder with {', '.join(IMAGE_SUFFIXES)} files",
             got="an empty folder" if folder.is_dir() else "a file" if folder.exists() else "no such folder",
             remedy="correct --reference",
         )

@@ -32,7 +32,7 @@ __all__ = [
     "load_sampler", "sample",
 ]  # fmt: skip
 
-DIGITS = "digits-dit"
+DIGITS, EMOJI = "digits-dit", "emoji-dit"
 DIFFUSERS = "diffusers"
 _FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "trtconvert.models.onnx.model:onnx_model"}
 """Of sources that have a name of their own."""
@@ -78,24 +78,28 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = ()) -> DiffusionM
 
 
 def _load(section: ModelSection) -> DiffusionModel:
-    if section.source == DIGITS:
-        from trtconvert.models.digits import digits_model
-
+    if section.source in (DIGITS, EMOJI):
         if section.weights is None:
             raise UserError(
                 "model.weights is missing",
-                expected="a safetensors file for the source 'digits-dit'",
+                expected=f"a safetensors file for the source '{section.source}'",
                 got="none",
-                remedy="add 'weights: digits-dit.safetensors' under 'model'",
+                remedy=f"add 'weights: {section.source}.safetensors' under 'model'",
             )
         for field, given in (("images", section.images), ("options", section.options), ("config", section.config)):
             if given:
                 raise UserError(
-                    f"{DIGITS} takes no {field}",
+                    f"{section.source} takes no {field}",
                     expected="a pipeline of diffusers that does",
                     got=str(given) if isinstance(given, Path) else ", ".join(given),
                     remedy=f"remove model.{field} from the recipe",
                 )
+        if section.source == EMOJI:
+            from trtconvert.models.emoji import emoji_model
+
+            return emoji_model(section.weights)
+        from trtconvert.models.digits import digits_model
+
         return digits_model(section.weights)
     if section.source in _FUNCTIONS:
         section = section.model_copy(update={"source": _FUNCTIONS[section.source]})
@@ -144,12 +148,17 @@ def load_conditional_sampler(
         from trtconvert.models.digits import digit_labels, draw_digits
 
         return draw_digits, digit_labels
+    if section.source == EMOJI:
+        from trtconvert.models.emoji import draw_emoji, emoji_labels
+
+        return draw_emoji, emoji_labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its own weights, which this bundle does not hold",
             expected=f"{section.weights} in the current folder",
             got="no such file",
-            remedy="run this where the file is, or, for a diffusers pipeline, build it with components: {all: {}}",
+            remedy="give the file with `trtconvert run --weights`, run this where it is, or, for a diffusers pipeline, build it "
+            "with components: {all: {}}",
         )
     # The denoiser is the bundle's own, with its LoRAs; what prompts become is for the model's other parts.
     model = load(section, [lora for lora in manifest.recipe.loras if lora.target != DENOISER])
@@ -173,7 +182,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     if not section.source.partition(":")[2]:
         raise UserError(
             f"unknown model source '{section.source}'",
-            expected=f"'{DIGITS}', '{DIFFUSERS}', an ONNX file or 'package.module:function'",
+            expected=f"'{DIGITS}', '{EMOJI}', '{DIFFUSERS}', an ONNX file or 'package.module:function'",
             got=f"'{section.source}'",
             remedy="correct model.source in the recipe",
         )

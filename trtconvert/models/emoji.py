@@ -25,6 +25,10 @@ from trtconvert.models.samplers import initial_noise, sample
 SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
 
 
+GUIDANCE = 2.0
+"""Classifier-free guidance of samples: each call of the denoiser has twice their number."""
+
+
 def label_of_seed(seed: int) -> int:
     """The categories by turns, and within each its subgroups by turns."""
     category = list(CATEGORIES.values())[seed % len(CATEGORIES)]
@@ -40,6 +44,7 @@ def draw_emoji(
     conditions: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The model's `Sampler`: the labels are those of `label_of_seed`, unless conditions say otherwise."""
+    conditions = conditions or {"label": torch.tensor([label_of_seed(seed) for seed in seeds])}
     return sample(
         denoiser,
         initial_noise(seeds, IMAGE_SHAPE),
@@ -47,7 +52,9 @@ def draw_emoji(
         prediction=PREDICTION,
         solver=solver,
         steps=steps,
-        conditions=conditions or {"label": torch.tensor([label_of_seed(seed) for seed in seeds])},
+        conditions=conditions,
+        null_conditions={"label": torch.full_like(conditions["label"], NULL_LABEL)},
+        guidance=GUIDANCE,
     )
 
 
