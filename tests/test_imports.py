@@ -29,6 +29,7 @@ LAYERS: tuple[set[str], ...] = (
         "early",
         "entry_point",
         "errors",
+        "fake_tensors",
         "files",
         "images",
         "interception",

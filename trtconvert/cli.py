@@ -24,8 +24,10 @@ from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 
 if TYPE_CHECKING:
     from trtconvert.cache import Cache
+    from trtconvert.diffusion_model import Sampler
     from trtconvert.progress import Output, Reporter
     from trtconvert.recipe import Recipe
+    from trtconvert.runtime import LoadedBundle
 
 
 class _Stopped(KeyboardInterrupt):
@@ -317,6 +319,11 @@ def inspect(bundle: Path, out: Output) -> None:
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1025), default=0, show_default=True, help="Seed of the first sample."
 )
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path),
+    help="Of the model that BUNDLE was made from, where its sampler needs more than the denoiser.",
+)
 @_speaking
 def run(
     bundle: Path,
@@ -326,10 +333,11 @@ def run(
     steps: int,
     solver: str,
     seed: int,
+    weights: Path | None,
     out: Output,
 ) -> None:
     """Sample images with BUNDLE on what this machine can run."""
-    from trtconvert import models, runtime
+    from trtconvert import runtime
     from trtconvert.bundle import MANIFEST
     from trtconvert.evaluate.grid import save_sheet
     from trtconvert.files import whole_file
@@ -355,7 +363,7 @@ def run(
         )
     # Samplers choose a prompt by the seed: the first sample should show the first one.
     first = seed % max(1, len(prompts))
-    draw = models.load_sampler(loaded, prompts[-first:] + prompts[:-first])
+    draw = _sampler(loaded, prompts[-first:] + prompts[:-first], weights)
     samples, loading = samples or len(prompts) or 16, time.perf_counter() - started
     with whole_file(output, "give another file with -o") as partial:
         started = time.perf_counter()
@@ -373,6 +381,29 @@ def run(
         },
         f"{drawn}, loaded in {loading:.2g} s, on {loaded.backend}: {output}",
     )
+
+
+def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None) -> Sampler:
+    """What draws with a bundle's denoiser.
+
+    Raises:
+        UserError: it needs weights that are not here, or takes none; or those that were given are not what it was made from.
+    """
+    from trtconvert import models
+    from trtconvert.evaluate.evaluation import full_precision
+
+    if weights is None or (prompts and not bundle.manifest.pipeline):
+        return models.load_sampler(bundle, prompts)
+    if bundle.manifest.pipeline:
+        raise UserError(
+            f"{bundle.folder} draws by itself",
+            expected="no weights: it has all that its pipeline needs",
+            got=f"--weights {weights}",
+            remedy="leave --weights out",
+        )
+    model = full_precision(bundle, weights)
+    assert model is not None  # as weights were given
+    return model.sample
 
 
 @main.command()

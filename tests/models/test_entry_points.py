@@ -8,14 +8,19 @@ from types import ModuleType
 
 import pytest
 import tiny_layers
+import tiny_models
 import torch
-from support import run, tiny_recipe
+from safetensors.torch import save_file
+from support import refusal, run, tiny_recipe
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
+from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.models.pipelines import shapes_of
 
 
 class Block(nn.Module):
@@ -105,3 +110,32 @@ def test_drawn_inputs_are_fp32_whatever_the_default():
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(x.dtype == torch.float32 and torch.equal(x, before[name]) for name, x in after.items())
+
+
+def test_a_sampler_with_weights_of_its_own_is_given_them(tmp_path, monkeypatch):
+    """Bundles hold the denoiser alone: what else a function loads of its weights is named anew, from any folder."""
+    weights, other = tmp_path / "weights.safetensors", tmp_path / "other.safetensors"
+    save_file(tiny_models.build().denoiser.state_dict(), weights)
+    save_file({name: tensor + 1 for name, tensor in tiny_models.build().denoiser.state_dict().items()}, other)
+    recipe = tiny_recipe(tmp_path, model={"weights": str(weights)})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    drawn = ("run", tmp_path / "bundle", "-n", 1, "--steps", 2)
+    refusal(run(*drawn), "samples with its own weights", "trtconvert run --weights")
+    refusal(run(*drawn, "--weights", other), "is not what the bundle was made from")
+    outcome = run(*drawn, "--weights", weights)
+    assert outcome.exit_code == 0 and (elsewhere / "samples.png").is_file(), outcome.output
+
+
+def test_a_forward_that_fails_is_told_without_the_traceback_of_torch(caplog, capfd):
+    """torch logs it before it raises the error that the message is made of."""
+    product = nn.Linear(4, 4)
+    with pytest.raises(UserError, match="same reduction dim"):
+        shapes_of(lambda tensors: product(tensors["x"]), {"x": torch.zeros(2, 5)}, "it", "mend it")
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError):  # others hear of theirs, as before
+        torch.mm(mode.from_tensor(torch.zeros(2, 5)), mode.from_tensor(torch.zeros(4, 4)))
+    assert "failed while attempting to run meta" in caplog.text + capfd.readouterr().err

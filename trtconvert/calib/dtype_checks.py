@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError, first_line
+from trtconvert.fake_tensors import shapes_alone
 from trtconvert.interception import module_of
 
 LARGEST = torch.finfo(torch.float16).max
@@ -49,7 +49,7 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
     """
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     inputs = model.example(0, sizes)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with shapes_alone(), torch.no_grad():
         weights = [x for x in (*model.denoiser.parameters(), *model.denoiser.buffers()) if x.is_floating_point()]
 
         def empty(x: Tensor) -> Tensor:

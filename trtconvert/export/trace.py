@@ -42,6 +42,7 @@ from trtconvert.export.nodes.layers import (
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
+from trtconvert.fake_tensors import without_tracebacks
 from trtconvert.interception import InterceptedDenoiser, Interception
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
@@ -228,7 +229,13 @@ def _exported(
         return program
 
     try:
-        with torch.no_grad(), _AsExportersTakeIt(), warnings.catch_warnings(), _stderr_of_success():
+        with (
+            torch.no_grad(),
+            _AsExportersTakeIt(),
+            warnings.catch_warnings(),
+            _stderr_of_success(),
+            without_tracebacks(),
+        ):
             # One symbol for a dimension that several inputs share is what is wanted here.
             warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
             try:

@@ -23,11 +23,11 @@ from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 
 from trtconvert.errors import TrtconvertError, UserError, did_you_mean, kind_and_first_line
+from trtconvert.fake_tensors import shapes_alone
 from trtconvert.models.size_steps import refuse_rounded
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
@@ -729,7 +729,7 @@ def shapes_of(
     """
     try:
         # While they are exported, models do not keep what they have computed for the next call, as QwenImage keeps its rotations.
-        with torch.no_grad(), _compiling_state_context(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with torch.no_grad(), _compiling_state_context(), shapes_alone() as mode:
             return function({name: mode.from_tensor(x) for name, x in tensors.items()})
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise UserError(

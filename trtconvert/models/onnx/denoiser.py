@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trtconvert.errors import TrtconvertError, UserError, first_line
+from trtconvert.fake_tensors import shapes_alone
 from trtconvert.models.onnx import operators, sizes
 from trtconvert.models.onnx.attention import Left, Shapes, fuse_attention
 from trtconvert.models.onnx.call import Types, Value
@@ -205,7 +205,7 @@ def observed(
     Raises:
         UserError: the graph cannot be run so.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with shapes_alone() as mode, torch.no_grad():
         values: dict[str, Value] = dict(constants)
         values |= {name: mode.from_tensor(x) for name, x in inputs.items()}
         shapes = {name: tuple(x.shape) for name, x in values.items()}

@@ -11,7 +11,6 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trtconvert.attention.sites import Site
 from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec
@@ -19,6 +18,7 @@ from trtconvert.errors import UserError, did_you_mean, first_line
 from trtconvert.export import storage
 from trtconvert.export.float32 import widen
 from trtconvert.export.nodes.common import HALF
+from trtconvert.fake_tensors import shapes_alone
 from trtconvert.files import temporary_folder
 from trtconvert.models.onnx.attention import Left
 from trtconvert.models.onnx.call import Types
@@ -246,7 +246,7 @@ def _check_sizes(path: Path, model: DiffusionModel) -> None:
     """
     for place in (0, 2):
         sizes = {name: size[place] for name, size in model.dims.items()}
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with shapes_alone(), torch.no_grad():
             empty = {
                 spec.name: torch.empty(shape_of(spec.shape, sizes), dtype=getattr(torch, spec.dtype))
                 for spec in model.inputs
