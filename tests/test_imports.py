@@ -21,6 +21,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine"},
     {"export"},
     {"diffusion_model"},
+    {"modiff"},
     {"attention", "linear", "weights"},
     {
         "bundle",

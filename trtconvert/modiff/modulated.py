@@ -1,0 +1,521 @@
+"""A model whose linear layers and convolutions are modulated from step to step, and that holds their caches itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.errors import UserError, several
+from trtconvert.modiff.layers import ModulatedConv2d, ModulatedLayer, ModulatedLinear, State, dynamic_table, obstacle
+from trtconvert.modiff.settings import Settings
+from trtconvert.weights.finite import is_finite
+
+if TYPE_CHECKING:
+    from trtconvert.modiff.calibration import Calibration
+
+TIMESTEP_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "noise_level")
+"""What denoisers call their timestep."""
+
+
+class _Step:
+    """What layers need to know of the step that is running.
+
+    Attributes:
+        rows: [S, B, 6] quantisers, of all layers' parts one behind the other; None outside of a step.
+        batch: samples. fresh: whether all of them begin, so that caches may be made anew.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.batch = 0
+        self.fresh = True
+
+
+class HeldLayer(nn.Module):
+    """A modulated layer in the place of one in full precision, with caches of its own for each of its calls in a step.
+
+    Attributes:
+        layer: the modulated one. states: caches, one for each call in a step. calls: in the step that is running.
+    """
+
+    def __init__(self, name: str, layer: ModulatedLayer, first: int, step: _Step) -> None:
+        super().__init__()
+        self.layer = layer
+        self.name, self.states, self.calls = name, list[State](), 0
+        self._first, self._step = first, step
+        self._versions: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # such as in_channels or weight, of the layer that stood here
+            return getattr(self._modules["layer"].full, name)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, layer = self._step, self.layer
+        if step.rows is None or not (layer.quantises_weights or layer.quantises_activations) or self._is_left(x):
+            return layer.full(x)
+        if x.shape[0] % step.batch:
+            raise UserError(
+                f"the rows of {self.name} are not those of the samples",
+                expected=f"a first axis of {step.batch} samples, or a multiple of it",
+                got=str(list(x.shape)),
+                remedy=f"leave the layer as it is: Settings(exclude=('{self.name}',))",
+            )
+        rows = step.rows[self._first : self._first + len(layer.widths)]
+        if not layer.settings.modulation or not layer.quantises_activations:
+            return layer.step(x, rows, None)
+        call = self.calls
+        self.calls += 1
+        if torch.compiler.is_compiling():
+            return layer.step(x, rows, self.states[call])
+        state = self._state(x, call)
+        y = layer.step(x, rows, state)
+        self._versions[call] = state.o_hat._version
+        return y
+
+    def _is_left(self, x: Tensor) -> bool:
+        """Whether there are too few rows for each sample to be worth it."""
+        if isinstance(self.layer, ModulatedConv2d):
+            return False
+        return x.numel() // x.shape[-1] < self.layer.settings.min_rows * self._step.batch
+
+    def _state(self, x: Tensor, call: int) -> State:
+        """The caches of a call, which are made where the batch is new."""
+        if call < len(self.states) and not (self._step.fresh and self._differs(x, self.states[call])):
+            state = self.states[call]
+            self.layer.require_fitting(x, state, self.name)
+            if state.o_hat._version != self._versions[call]:
+                raise UserError(
+                    f"the model writes into what {self.name} gives, which is its cache",
+                    expected="outputs that are left as they are",
+                    got="an output that was changed in place since the step before",
+                    remedy="Settings(shared_outputs=False), and reset_cache(): outputs are copies then",
+                )
+            return state
+        if not self._step.fresh:
+            raise UserError(
+                f"{self.name} is called more often than in the steps before",
+                expected=f"{len(self.states)} calls in a step",
+                got=str(call + 1),
+                remedy="begin anew: reset_cache() before a sampler that calls the model in another way",
+            )
+        with torch.inference_mode(False):  # what is made in it could not be changed outside
+            state = self.layer.empty_state(x)
+        self.states[call:] = [state]
+        self._versions[call:] = [state.o_hat._version]
+        return state
+
+    def _differs(self, x: Tensor, state: State) -> bool:
+        try:
+            self.layer.require_fitting(x, state)
+        except UserError:
+            return True
+        return False
+
+    def set_state(self, call: int, state: State) -> None:
+        """Other caches for a call."""
+        self.states[call] = state
+        self._versions[call] = state.o_hat._version
+
+
+class Modulated(nn.Module):
+    """A denoiser with modulated layers; made by `modulate`. Called as the model itself, by any sampler. It gives no gradients.
+
+    Samples of a batch begin together after `reset_cache()`, or one by one after `reset_cache(samples)`. Steps that a sampler
+    skips, and calls of the same timestep, are no matter: a layer quantises what has changed since it was called last.
+
+    Attributes:
+        model: the denoiser, some of whose layers have been replaced. settings: see there.
+        layers: the replaced ones by name. left: why the others stay, by name.
+    """
+
+    tables: Tensor
+    begins: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        layers: Mapping[str, ModulatedLayer],
+        left: Mapping[str, str],
+        timestep_input: str | None,
+        timestep_max: float,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.settings, self.left = settings, dict(left)
+        self.timestep_max = timestep_max
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._timestep_input = find_timestep_input(model, self._names, timestep_input, settings)
+        self._step = _Step()
+        self._latest: Tensor | None = None
+        self._direction = 0
+        self.layers: dict[str, HeldLayer] = {}
+        first = 0
+        for name, layer in layers.items():
+            self.layers[name] = HeldLayer(name, layer, first, self._step)
+            first += len(layer.widths)
+        _replace(model, {name: held.layer.full for name, held in self.layers.items()}, self.layers)
+        self.register_buffer("tables", torch.cat([layer.table for layer in layers.values()]), persistent=False)
+        self.register_buffer("begins", torch.zeros(0, dtype=torch.bool, device=self.tables.device), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own outputs.
+
+        Raises:
+            UserError: there are other samples than in the step before, or they go back in time, without `reset_cache()`; a cache
+                is of another shape; a model writes into the outputs of its layers.
+        """
+        x, timestep = batch_and_timestep(self._names, self._timestep_input, args, kwargs)
+        step = self._step
+        step.batch = x.shape[0]
+        if not torch.compiler.is_compiling():
+            self._begin(x, timestep)
+        bins = self.tables.shape[1] - 1
+        if timestep is None:
+            index = torch.zeros(step.batch, dtype=torch.long, device=x.device)
+        else:
+            index = timestep_bin(timestep.to(x.device, non_blocking=True), self.timestep_max, bins)
+        if self.settings.modulation:
+            index = torch.where(self.begins, bins, index)
+        for layer in self.layers.values():
+            layer.calls = 0
+        step.rows = self.tables.index_select(1, index)
+        try:
+            output = self.model(*args, **kwargs)
+        finally:
+            step.rows = None
+        self.begins.fill_(False)
+        step.fresh = False
+        return self._apart(output) if self.settings.modulation and self.settings.shared_outputs else output
+
+    def _begin(self, x: Tensor, timestep: Tensor | None) -> None:
+        """Sets which samples begin, and refuses what does not go on from the step before."""
+        if len(self.begins) != len(x) or self.begins.device != x.device:
+            if self.settings.modulation and not self._step.fresh:
+                raise UserError(
+                    "the batch has changed between two steps",
+                    expected=f"{len(self.begins)} samples on {self.begins.device}, as in the step before",
+                    got=f"{len(x)} on {x.device}",
+                    remedy="call reset_cache() before the first step of a batch",
+                )
+            self.begins = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        check = self.settings.check_timesteps
+        if timestep is None or not self.settings.modulation or check is False or (check is None and timestep.is_cuda):
+            return
+        now = timestep.detach().float().cpu()
+        if self._latest is not None and len(self._latest) == len(now):
+            moved = (now - self._latest)[~self.begins.cpu()]
+            if self._direction and bool((moved * self._direction < 0).any()):
+                sample = int((moved * self._direction < 0).nonzero()[0])
+                raise UserError(
+                    "the sampler goes back in time",
+                    expected=f"timesteps that {'rise' if self._direction > 0 else 'fall'}, as in the steps before",
+                    got=f"{float(now[sample]):g} after {float(self._latest[sample]):g} of sample {sample}",
+                    remedy="call reset_cache() before a new trajectory; or Settings(check_timesteps=False) for a sampler that "
+                    "goes to and fro: caches follow it, with larger changes than were calibrated",
+                )
+            if not self._direction and bool(moved.any()):
+                self._direction = 1 if float(moved[moved != 0][0]) > 0 else -1
+        self._latest = now
+
+    def _apart(self, output: Any) -> Any:
+        """The output without memory that the next step changes."""
+        caches = (
+            {state.o_hat.data_ptr() for held in self.layers.values() for state in held.states}
+            if (not torch.compiler.is_compiling())
+            else None
+        )
+
+        def apart(x: Any) -> Any:
+            is_cache = isinstance(x, Tensor) and (caches is None or x.data_ptr() in caches)
+            return x.clone() if is_cache else x
+
+        return pytree.tree_map(apart, output)
+
+    def reset_cache(self, samples: Tensor | Sequence[int] | None = None) -> None:
+        """Samples begin anew in the next step.
+
+        Args:
+            samples: [B] bool, or indices; by default all, and the next step may have another batch, size or type.
+        Raises:
+            UserError: there are no such samples.
+        """
+        if samples is None:
+            self._step.fresh, self._latest, self._direction = True, None, 0
+            self.begins.fill_(True)
+            return
+        chosen = torch.as_tensor(samples, device=self.begins.device)
+        fits = chosen.shape == self.begins.shape if chosen.dtype == torch.bool else True
+        try:
+            if not fits:
+                raise IndexError(f"a mask of {list(chosen.shape)}")
+            self.begins[chosen if chosen.dtype == torch.bool else chosen.long()] = True
+        except (IndexError, RuntimeError) as error:
+            raise UserError(
+                "there are no such samples to begin",
+                expected=f"a mask or indices of the {len(self.begins)} samples of the step before",
+                got=str(error),
+                remedy="reset_cache() for a new batch",
+            ) from error
+
+    def set_quant_state(self, weights: bool = True, activations: bool = True) -> None:
+        """What is quantised from now on; with neither the model is as it was. Caches begin anew."""
+        for held in self.layers.values():
+            held.layer.quantises_weights, held.layer.quantises_activations = weights, activations
+        self.reset_cache()
+
+    def simulate(self, simulated: bool = True) -> None:
+        """Whether products are simulated with numbers of the model's type, as other programs do, for comparisons of speed."""
+        for held in self.layers.values():
+            held.layer.simulated = simulated
+        self.reset_cache()
+
+    def named_states(self) -> Iterator[tuple[str, Tensor]]:
+        """All caches as `layer.a_hat` and `layer.o_hat`; `layer#2.…` are those of a layer's second call in a step.
+
+        Raises:
+            UserError: there are none before the first step.
+        """
+        self._require_states()
+        for name, held in self.layers.items():
+            for call, state in enumerate(held.states):
+                for kind, cache in state._asdict().items():
+                    yield f"{name}{f'#{call + 1}' if call else ''}.{kind}", cache
+
+    def load_states(self, states: Mapping[str, Tensor]) -> None:
+        """Takes caches, as `named_states` gives them, so that the next step goes on from there. Their contents are copied.
+
+        Raises:
+            UserError: names, shapes or types are not those of the model's last batch, or there is NaN or Inf in them.
+        """
+        own = dict(self.named_states())
+        remedy = "give what named_states() gave, of the same model, settings, batch and size"
+        if odd := sorted(own.keys() ^ states.keys()):
+            raise UserError(
+                "the caches are not those of this model",
+                expected=f"{len(own)} caches by name",
+                got=f"{several(odd, 3)} {'missing' if odd[0] in own else 'unknown'}",
+                remedy=remedy,
+            )
+        for name, cache in states.items():
+            if cache.shape != own[name].shape or cache.dtype != own[name].dtype:
+                raise UserError(
+                    f"the cache {name} is of another input",
+                    expected=f"{list(own[name].shape)} {own[name].dtype}",
+                    got=f"{list(cache.shape)} {cache.dtype}",
+                    remedy=remedy,
+                )
+            _require_finite(name, cache)
+        for name, cache in states.items():
+            own[name].copy_(cache)
+        for held in self.layers.values():
+            for call, state in enumerate(held.states):
+                held.set_state(call, state)
+        self.begins.fill_(False)
+        self._step.fresh, self._latest = False, None
+
+    def check_caches(self) -> None:
+        """Waits for the GPU.
+
+        Raises:
+            UserError: NaN or Inf is in a cache of a sample that does not begin.
+        """
+        for name, cache in self.named_states():
+            _require_finite(name, cache[~self.begins] if len(cache) == len(self.begins) else cache)
+
+    def _require_states(self) -> None:
+        if not any(held.states for held in self.layers.values()):
+            raise UserError(
+                "there are no caches yet",
+                expected="a step of a batch before: its shapes decide those of caches",
+                got="no step" if self.settings.modulation else "a model without modulation, which has none",
+                remedy="call the model once with inputs of the batch, then reset_cache()",
+            )
+
+
+def modulate(
+    model: nn.Module,
+    settings: Settings | None = None,
+    *,
+    calibration: Calibration | None = None,
+    widths: Mapping[str, Sequence[int]] | None = None,
+    timestep_input: str | None = None,
+    timestep_max: float | None = None,
+) -> Modulated:
+    """Puts modulated layers into a model in the place of linear layers and convolutions.
+
+    Args:
+        model: any denoiser; it is changed. settings: by default those of the calibration, or dynamic scales.
+        calibration: of the same weights and bits, see `trtconvert.modiff.calibrate`.
+        widths: of layers whose inputs are tensors beside each other, the channels of each; a calibration has them.
+        timestep_input: which argument of the model is the timestep; by default one that is called like one.
+        timestep_max: where timesteps end, 1,000 by default; a calibration has it.
+    Raises:
+        UserError: the model has no layers to replace, has been modulated before, or is not what was calibrated; a pattern
+            matches no layer; a weight is NaN or Inf.
+    """
+    if any(isinstance(module, HeldLayer) for module in model.modules()):
+        raise UserError(
+            "the model has been modulated already",
+            expected="a model in full precision",
+            got="modulated layers in it",
+            remedy="load the model again, or use what modulate() gave: set_quant_state() and reset_cache() change it",
+        )
+    if calibration is not None:
+        settings = calibration.require_fitting(model, settings)
+    settings = settings or Settings(scales="dynamic")
+    if settings.scales == "calibrated" and calibration is None:
+        raise UserError(
+            "calibrated scales need a calibration",
+            expected="modulate(model, calibration=…)",
+            got="settings alone",
+            remedy="calibrate the model (trtconvert.modiff.calibrate), or Settings(scales='dynamic')",
+        )
+    chosen, left = candidates(model, settings)
+    if calibration is not None:
+        left |= {name: "the calibration met no call of it" for name in chosen if name not in calibration.layers}
+        chosen = {name: module for name, module in chosen.items() if name in calibration.layers}
+    if not chosen:
+        raise UserError(
+            "the model has no layers to modulate",
+            expected="linear layers or convolutions",
+            got="; ".join(f"{name}: {why}" for name, why in list(left.items())[:3]) or "none",
+            remedy="widen Settings.include, or lower Settings.min_channels",
+        )
+    layers: dict[str, ModulatedLayer] = {}
+    for name, module in chosen.items():
+        _require_finite(f"{name}.weight", module.weight.detach())
+        kind = ModulatedLinear if isinstance(module, nn.Linear) else ModulatedConv2d
+        if calibration is not None:
+            layers[name] = calibration.layers[name].layer(kind, module, settings)
+        else:
+            parts = tuple((widths or {}).get(name, (module.weight.shape[1],)))
+            layers[name] = kind.of(
+                module, settings, widths=parts, table=dynamic_table(len(parts), settings).to(module.weight.device)
+            )
+    return Modulated(
+        model,
+        settings,
+        layers,
+        left,
+        timestep_input or (calibration.timestep_input if calibration else None),
+        timestep_max or (calibration.timestep_max if calibration else 1000.0),
+    )
+
+
+def batch_and_timestep(
+    names: Sequence[str], timestep_input: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """What is denoised in a call, whose first axis is that of the samples, and [B] timesteps.
+
+    Raises:
+        UserError: there is no tensor to denoise, or another number of timesteps.
+    """
+    named = dict(zip(names, args, strict=False)) | dict(kwargs)
+    timestep = named.pop(timestep_input, None) if timestep_input is not None else None
+    x = next((value for value in named.values() if isinstance(value, Tensor) and value.dim()), None)
+    if x is None:
+        raise UserError(
+            "the model is called without a tensor to denoise",
+            expected="a tensor whose first axis is that of the samples",
+            got=f"arguments {', '.join(named) or 'none'}",
+            remedy="call it as the model in full precision is called",
+        )
+    if timestep is None:
+        return x, None
+    timestep = torch.as_tensor(timestep).reshape(-1)
+    if timestep.numel() == 1:
+        return x, timestep.expand(x.shape[0])
+    if timestep.numel() % x.shape[0]:
+        raise UserError(
+            "the timesteps are not those of the samples",
+            expected=f"one, or {x.shape[0]}",
+            got=str(timestep.numel()),
+            remedy="give one timestep for each sample",
+        )
+    return x, timestep.view(x.shape[0], -1).amax(1)  # of tokens with timesteps of their own: the noisiest
+
+
+def candidates(model: nn.Module, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+    """Layers that are to be replaced, by name, and why others stay.
+
+    Raises:
+        UserError: a pattern matches no layer.
+    """
+    chosen: dict[str, Any] = {}
+    left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not name or not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+            continue
+        reason = obstacle(module)
+        weight = module.weight
+        if not any(fnmatchcase(name, p) for p in settings.include) or any(
+            fnmatchcase(name, p) for p in settings.exclude
+        ):
+            reason = "the settings exclude it"
+        elif not reason and min(weight.shape[:2]) < settings.min_channels:
+            reason = f"it has {min(weight.shape[:2])} channels, min_channels asks for {settings.min_channels}"
+        if reason:
+            left[name] = reason
+        else:
+            chosen[name] = module
+    for pattern in (*settings.include, *settings.exclude):
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in [*chosen, *left]):
+            raise UserError(
+                f"the layer pattern '{pattern}' matches no layer",
+                expected=f"a pattern of one of: {several([*chosen, *left], 8) or 'none: the model has no linear layer'}",
+                got=f"'{pattern}'",
+                remedy="correct Settings.include or Settings.exclude",
+            )
+    return chosen, left
+
+
+def find_timestep_input(model: nn.Module, names: Sequence[str], given: str | None, settings: Settings) -> str | None:
+    """Which of a model's inputs is the timestep; None where nothing depends on it.
+
+    Args:
+        names: of all inputs; given: by the user.
+    Raises:
+        UserError: none is called like one, or the given one is none of them.
+    """
+    if given is not None and given in names:
+        return given
+    found = next((name for name in TIMESTEP_NAMES if name in names), None)
+    if given is None and (found is not None or settings.scales == "dynamic" or settings.bins == 1):
+        return found
+    raise UserError(
+        f"which input of {type(model).__name__} is the timestep?",
+        expected=f"one of {', '.join(names)}",
+        got=repr(given) if given is not None else f"none that is called {', '.join(TIMESTEP_NAMES)}",
+        remedy="name it: timestep_input=…; or Settings(bins=1), which needs none",
+    )
+
+
+def _replace(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
+    """Puts modules in the place of others, under all the names that each has."""
+    by_id = {id(module): new[name] for name, module in old.items()}
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and id(child) in by_id:
+                module._modules[name] = by_id[id(child)]
+
+
+def _require_finite(name: str, x: Tensor) -> None:
+    if not is_finite(x):
+        raise UserError(
+            f"there are numbers in {name} that are not finite",
+            expected="finite numbers",
+            got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
+            remedy="of a cache: reset_cache() and look for what overflows (FP16 models: try float32 or bfloat16); of a weight: "
+            "get the model again",
+        )

@@ -1,0 +1,131 @@
+"""What a modulated layer computes with: Triton's kernels on a GPU, plain torch elsewhere.
+
+Both are operators too, which is what torch.compile and exported graphs see of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from trtconvert.modiff import reference
+from trtconvert.modiff.reference import Geometry, Weight
+
+
+def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """`reference.quantise_change` by the fastest there is."""
+    if torch.compiler.is_compiling():
+        if a_hat is None:
+            return _quantise_operator(x, rows, list(widths))
+        return _change_operator(x, a_hat, rows, list(widths))
+    return _quantise_change(x, a_hat, rows, widths)
+
+
+def add_product(
+    codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
+    geometry: Geometry, shifted: bool,
+) -> None:  # fmt: skip
+    """`reference.add_product` by the fastest there is."""
+    if torch.compiler.is_compiling():
+        points = [*geometry.stride, *geometry.padding, *geometry.dilation]
+        if o_hat is not None:
+            _cached_product_operator(codes, rows, list(widths), *weight, o_hat, points, shifted)
+            if y is not None:
+                y.copy_(o_hat)
+        else:
+            assert y is not None
+            _product_operator(codes, rows, list(widths), *weight, y, points, shifted)
+    else:
+        _add_product(codes, rows, widths, weight, o_hat, y, geometry, shifted)
+
+
+def measured(
+    x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int], together: bool, symmetric: bool
+) -> Tensor:
+    """`reference.measured` by the fastest there is."""
+    if not torch.compiler.is_compiling() and (triton := _triton(x)) is not None:
+        with torch.cuda.device(x.device):
+            bounds = triton.bounds_of_change(x, a_hat, rows, widths)
+        return reference.of_bounds(bounds, rows, together, symmetric)
+    return reference.measured(x, a_hat, rows, widths, together, symmetric)
+
+
+def _quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+    triton = _triton(x)
+    if triton is None:
+        return reference.quantise_change(x, a_hat, rows, widths)
+    with torch.cuda.device(x.device):  # Triton launches on the current one
+        return triton.quantise_change(x, a_hat, rows, widths)
+
+
+def _add_product(
+    codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
+    geometry: Geometry, shifted: bool,
+) -> None:  # fmt: skip
+    triton = _triton(codes)
+    if triton is None:
+        reference.add_product(codes, rows, widths, weight, o_hat, y, geometry, shifted)
+        return
+    with torch.cuda.device(codes.device):
+        triton.add_product(codes, rows, widths, weight, o_hat, y, geometry, shifted)
+
+
+def _triton(x: Tensor) -> ModuleType | None:
+    """Triton's kernels, for a tensor on a GPU where it is installed."""
+    return _kernels() if x.is_cuda else None
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("trtconvert.modiff.triton_kernels")
+
+
+@torch.library.custom_op("trtconvert::modiff_change", mutates_args=("a_hat", "rows"))
+def _change_operator(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+    return _quantise_change(x, a_hat, rows, widths)
+
+
+@_change_operator.register_fake
+def _(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int8)
+
+
+@torch.library.custom_op("trtconvert::modiff_quantise", mutates_args=("rows",))
+def _quantise_operator(x: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+    return _quantise_change(x, None, rows, widths)
+
+
+@_quantise_operator.register_fake
+def _(x: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int8)
+
+
+@torch.library.custom_op("trtconvert::modiff_cached_product", mutates_args=("o_hat",))
+def _cached_product_operator(
+    codes: Tensor, rows: Tensor, widths: list[int], weight: Tensor, scale: Tensor, sums: Tensor, bias: Tensor | None,
+    o_hat: Tensor, points: list[int], shifted: bool,
+) -> None:  # fmt: skip
+    _add_product(
+        codes, rows, widths, Weight(weight, scale, sums, bias), o_hat, None, _geometry(weight, points), shifted
+    )
+
+
+@torch.library.custom_op("trtconvert::modiff_product", mutates_args=("y",))
+def _product_operator(
+    codes: Tensor, rows: Tensor, widths: list[int], weight: Tensor, scale: Tensor, sums: Tensor, bias: Tensor | None,
+    y: Tensor, points: list[int], shifted: bool,
+) -> None:  # fmt: skip
+    _add_product(codes, rows, widths, Weight(weight, scale, sums, bias), None, y, _geometry(weight, points), shifted)
+
+
+def _geometry(weight: Tensor, points: list[int]) -> Geometry:
+    height, width = weight.shape[1:3]
+    return Geometry((height, width), *((points[i], points[i + 1]) for i in (0, 2, 4)))

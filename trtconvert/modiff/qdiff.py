@@ -1,0 +1,471 @@
+"""Q-Diff's calibration of modulated layers: on a model's own trajectory, step by step.
+
+Weights first, block by block in the order in which they run, each fed with what the quantised ones before it give; then the
+scales of activations and of their changes since the step before. Source: Li et al. 2023 (arXiv 2302.04304); MoDiff takes changes
+in the place of activations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.errors import UserError
+from trtconvert.files import whole_file
+from trtconvert.interception import first_tensor
+from trtconvert.modiff.calibration import Calibration, LayerCalibration, digest
+from trtconvert.modiff.layers import first_bits
+from trtconvert.modiff.modulated import HeldLayer, batch_and_timestep, candidates, find_timestep_input
+from trtconvert.modiff.rounding import AdaRound, Example, adaround
+from trtconvert.modiff.scales import Seen, least_error
+from trtconvert.modiff.settings import Settings
+from trtconvert.modiff.splits import find_widths
+from trtconvert.modiff.weights import Grid, round_to_nearest, search_grid
+from trtconvert.weights.finite import is_finite
+
+_PER_CALL = 1024  # numbers that are kept of a layer's input in a call
+_IDENTITY = "calibration.json"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a denoiser is called with in a step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+Trajectory = Sequence[Call]
+"""The calls of a denoiser that turn one batch of noise into images, in order."""
+
+
+def record(model: nn.Module, sample: Callable[[Callable[..., Any]], object]) -> list[Call]:
+    """A trajectory of a model in full precision.
+
+    Args:
+        sample: draws one batch with the denoiser that it is given, which is the model but for that its calls are kept.
+    """
+    calls: list[Call] = []
+
+    def denoiser(*args: Any, **kwargs: Any) -> Any:
+        calls.append(Call(pytree.tree_map(_copied, args), pytree.tree_map(_copied, kwargs)))
+        return model(*args, **kwargs)
+
+    sample(denoiser)
+    return calls
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    trajectories: Iterable[Trajectory],
+    settings: Settings | None = None,
+    *,
+    rounding: AdaRound | None = None,
+    blocks: Sequence[type[nn.Module]] | None = None,
+    widths: Mapping[str, Sequence[int]] | None = None,
+    calls: int = 16,
+    timestep_input: str | None = None,
+    timestep_max: float = 1000.0,
+    work: Path | str | None = None,
+    seed: int = 0,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Calibration:
+    """Rounds weights and finds scales. The model is as it was in the end.
+
+    `AdaRound(iterations=0)` rounds to the nearest: every layer by itself, with scales of least squared error. It is a baseline
+    like the LCQ of MoDiff's paper: calibrated layer by layer, without learned rounding.
+
+    Args:
+        model: in full precision and in evaluation mode.
+        trajectories: see `record`; each in the order in which a sampler calls the model. Two recorded steps, one after the other,
+            are one too.
+        settings: of the layers; scales are calibrated, and may still be dynamic at run time.
+        rounding: by default blocks are reconstructed. blocks: their classes; by default modules in lists that have several of
+            the layers, and those of the same classes.
+        widths: see `modulate`; by default they are found by following concatenations.
+        calls: that weights are rounded on, spread evenly over all that there are.
+        timestep_input, timestep_max: see `modulate`.
+        work: a folder for what is done, from which a killed calibration goes on.
+        seed: of everything that is drawn.
+        on_progress: gets what is done, and how many of how many.
+    Raises:
+        UserError: there is no trajectory; the model has no layers to calibrate, or gives NaN or Inf; the folder is another
+            calibration's.
+    """
+    settings, rounding = (
+        replace(settings or Settings(), scales="calibrated", granularity="tensor"),
+        rounding or AdaRound(),
+    )
+    paths = [list(path) for path in trajectories]
+    every = [call for path in paths for call in path]
+    if not every:
+        raise UserError(
+            "there is nothing to calibrate with",
+            expected="one trajectory or more",
+            got="no call of the denoiser",
+            remedy="record one: trtconvert.modiff.record(model, lambda denoiser: sampler(denoiser, …))",
+        )
+    if any(isinstance(module, HeldLayer) for module in model.modules()):
+        raise UserError(
+            "the model has been modulated already",
+            expected="a model in full precision",
+            got="modulated layers in it",
+            remedy="load the model again, and calibrate it before modulate()",
+        )
+    chosen, _ = candidates(model, settings)
+    names = list(inspect.signature(model.forward).parameters)
+    timestep = find_timestep_input(model, names, timestep_input, settings)
+    order = _in_order(model, chosen, every[0], settings, names, timestep)
+    if not order:
+        raise UserError(
+            "the model has no layers to calibrate",
+            expected="linear layers or convolutions",
+            got=f"{len(chosen)} that the settings name, none of which is called with min_rows",
+            remedy="widen Settings.include, or lower Settings.min_channels and Settings.min_rows",
+        )
+    layers = {name: chosen[name] for name in order}
+    said = on_progress or (lambda what, done, of: None)
+    found = (
+        widths if widths is not None else find_widths(model, layers, lambda: model(*every[0].args, **every[0].kwargs))
+    )
+    parts = {name: tuple(found.get(name, (module.weight.shape[1],))) for name, module in layers.items()}
+    kept = _Work(
+        Path(work) if work is not None else None, _identity(model, settings, rounding, paths, parts, calls, seed)
+    )
+
+    grids = {
+        name: search_grid(
+            module.weight.detach(), parts[name], settings.weight_bits,
+            symmetric=settings.weight_symmetric, by_channel=settings.weight_granularity == "channel",
+        )
+        for name, module in layers.items()
+    }  # fmt: skip
+    units = _units(model, layers, rounding, blocks)
+    picked = [every[int(i)] for i in torch.linspace(0, len(every) - 1, min(calls, len(every)))]
+    codes: dict[str, Tensor] = {}
+    with _weights(layers) as put:
+        for index, (name, members) in enumerate(units.items()):
+            done = kept.read(index)
+            if done is None:
+                if rounding.iterations:
+                    done = _round(
+                        model, name, members, layers, grids, parts, picked, put, codes, rounding, seed + index
+                    )
+                else:
+                    done = {each: round_to_nearest(layers[each].weight, grids[each], parts[each]) for each in members}
+                kept.write(index, done)
+            codes |= {each: x.to(layers[each].weight.device) for each, x in done.items()}
+            said("weights", index + 1, len(units))
+        for each in layers:
+            put(each, grids[each].values(codes[each], parts[each]))
+        tables = _scales(model, layers, parts, paths, settings, names, timestep, timestep_max, seed, said)
+    times = sorted({t for call in every for t in _timesteps(call, names, timestep)}, reverse=True)
+    calibrated = {
+        name: LayerCalibration(parts[name], codes[name].cpu(), grids[name].scale.cpu().contiguous(), *tables[name])
+        for name in order
+    }
+    return Calibration(settings, digest(model), timestep, timestep_max, tuple(times), str(rounding), calibrated)
+
+
+def _timesteps(call: Call, names: Sequence[str], timestep_input: str | None) -> list[float]:
+    _, timestep = batch_and_timestep(names, timestep_input, call.args, call.kwargs)
+    return [] if timestep is None else timestep.float().tolist()
+
+
+def _in_order(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    call: Call,
+    settings: Settings,
+    names: Sequence[str],
+    timestep: str | None,
+) -> list[str]:
+    """Layers in the order in which they run, without those that have too few rows for a sample."""
+    batch = len(batch_and_timestep(names, timestep, call.args, call.kwargs)[0])
+    order: dict[str, bool] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0]
+            is_worth_it = (x.dim() == 4 and isinstance(module, nn.Conv2d)) or x[
+                ..., 0
+            ].numel() >= settings.min_rows * batch
+            order[name] = order.get(name, True) and is_worth_it and x.shape[0] % batch == 0
+
+        return see
+
+    with _hooks({module: hook(name) for name, module in chosen.items()}):
+        model(*call.args, **call.kwargs)
+    return [name for name, taken in order.items() if taken]
+
+
+@contextmanager
+def _hooks(of: Mapping[nn.Module, Callable[[nn.Module, tuple[Any, ...]], None]]) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(see) for module, see in of.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _weights(layers: Mapping[str, Any]) -> Iterator[Callable[[str, Tensor | None], None]]:
+    """A function that puts another weight into a layer, or its own again (None); in the end all have their own."""
+    own = {name: layer.weight.data for name, layer in layers.items()}
+
+    def put(name: str, weight: Tensor | None) -> None:
+        layers[name].weight.data = own[name] if weight is None else weight.to(own[name].dtype)
+
+    try:
+        yield put
+    finally:
+        for name in layers:
+            put(name, None)
+
+
+def _units(
+    model: nn.Module, layers: Mapping[str, nn.Module], rounding: AdaRound, classes: Sequence[type[nn.Module]] | None
+) -> dict[str, list[str]]:
+    """What is reconstructed as a whole, in the order in which its first layers run: names of modules, and of their layers."""
+    found: dict[str, list[str]] = {}
+    if not rounding.iterations or not rounding.by_block:
+        return {name: [name] for name in layers}
+
+    def inside(name: str) -> list[str]:
+        return [layer for layer in layers if layer.startswith(f"{name}.")]
+
+    if classes is None:
+        listed = {
+            f"{name}.{index}": child
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList)
+            for index, child in module.named_children()
+            if type(child).forward is not nn.Module.forward and len(inside(f"{name}.{index}" if name else index)) > 1
+        }
+        innermost = [x for n, x in listed.items() if not any(other.startswith(f"{n.lstrip('.')}.") for other in listed)]
+        classes = tuple({type(child) for child in innermost})
+    modules = {
+        name: module for name, module in model.named_modules() if isinstance(module, tuple(classes)) and inside(name)
+    }
+    for layer in layers:
+        block = max((name for name in modules if layer.startswith(f"{name}.")), key=len, default=layer)
+        found.setdefault(block, []).append(layer)
+    return found
+
+
+def _round(
+    model: nn.Module, name: str, members: Sequence[str], layers: Mapping[str, nn.Module], grids: Mapping[str, Grid],
+    widths: Mapping[str, Sequence[int]], calls: Sequence[Call], put: Callable[[str, Tensor | None], None],
+    codes: Mapping[str, Tensor], how: AdaRound, seed: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Codes of a unit's layers, those of the units before it being known."""
+    unit = model.get_submodule(name)
+    wanted = [outputs for _, _, outputs in _calls_of(model, unit, calls)]
+    for each, known in codes.items():
+        put(each, grids[each].values(known, widths[each]))
+    try:
+        inputs = _calls_of(model, unit, calls)
+    finally:
+        for each in codes:
+            put(each, None)
+    examples = [Example(args, kwargs, out) for (args, kwargs, _), out in zip(inputs, wanted, strict=True)]
+    inner = {each: "" if each == name else each.removeprefix(f"{name}.") for each in members}
+    rounded = adaround(
+        unit,
+        {inner[each]: layers[each] for each in members},
+        {inner[each]: grids[each] for each in members},
+        {inner[each]: widths[each] for each in members},
+        examples,
+        how,
+        torch.Generator().manual_seed(seed),
+    )
+    return {each: rounded[inner[each]] for each in members}
+
+
+class _Reached(Exception):
+    """Nothing more of the model has to run."""
+
+
+def _calls_of(
+    model: nn.Module, unit: nn.Module, calls: Sequence[Call]
+) -> list[tuple[tuple[Any, ...], dict[str, Any], Tensor]]:
+    """What a unit is given and gives in calls of the model."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen.append((pytree.tree_map(_copied, args), pytree.tree_map(_copied, kwargs), _copied(first_tensor(output))))
+        raise _Reached
+
+    handle = unit.register_forward_hook(see, with_kwargs=True)
+    try:
+        for call in calls:
+            try:
+                model(*call.args, **call.kwargs)
+            except _Reached:
+                continue
+    finally:
+        handle.remove()
+    return seen
+
+
+def _scales(
+    model: nn.Module, layers: Mapping[str, nn.Module], widths: Mapping[str, Sequence[int]], paths: Sequence[Trajectory],
+    settings: Settings, names: Sequence[str], timestep_input: str | None, timestep_max: float, seed: int,
+    said: Callable[[str, int, int], None],
+) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Tables of quantisers of changes and of whole activations, [P, T + 1, 6] each, by layer."""
+    generator = torch.Generator().manual_seed(seed)
+    bins = settings.bins
+    seen: dict[tuple[str, int, str, int], Seen] = {}  # layer, part, kind, bin
+    before: dict[str, list[Tensor]] = {}
+    calls: dict[str, int] = {}
+    place: tuple[int, bool] = (0, True)  # the step's bin, and whether a trajectory begins
+
+    def add(name: str, kind: str, at: int, x: Tensor) -> None:
+        axis = 1 if x.dim() == 4 and isinstance(layers[name], nn.Conv2d) else -1
+        for part, values in enumerate(x.split(list(widths[name]), axis)):
+            seen.setdefault((name, part, kind, at), Seen()).add(values, generator, _PER_CALL)
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0].detach()
+            if not is_finite(x):
+                raise UserError(
+                    f"{name} reads numbers that are not finite",
+                    expected="finite activations on the model's own trajectory",
+                    got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
+                    remedy="calibrate in float32, or look for what overflows",
+                )
+            at, begins = place
+            call = calls.get(name, 0)
+            calls[name] = call + 1
+            held = before.setdefault(name, [])
+            add(name, "activations", at, x)
+            if begins or call >= len(held) or held[call].shape != x.shape:
+                add(name, "first", 0, x)
+                held[call:] = [x.clone()]
+            else:
+                add(name, "changes", at, x - held[call])
+                held[call] = x.clone()
+
+        return see
+
+    done, total = 0, sum(map(len, paths))
+    with _hooks({module: hook(name) for name, module in layers.items()}):
+        for path in paths:
+            for index, call in enumerate(path):
+                _, timestep = batch_and_timestep(names, timestep_input, call.args, call.kwargs)
+                at = 0 if timestep is None else int(timestep_bin(timestep, timestep_max, bins).max())
+                place = at, index == 0
+                calls.clear()
+                model(*call.args, **call.kwargs)
+                done += 1
+                said("activations", done, total)
+
+    def row(name: str, part: int, kind: str, at: int, bits: int, begins: bool) -> Tensor:
+        near = sorted((b for n, p, k, b in seen if (n, p, k) == (name, part, kind)), key=lambda b: (abs(b - at), b))
+        if not near:  # one step alone has no change: that of a whole activation will not be clipped
+            return row(name, part, "activations", at, bits, begins)
+        key = (name, part, kind, near[0])
+        return least_error(seen[key], bits, settings.symmetric, begins, kind == "changes", generator)
+
+    def table(name: str, kind: str, usual: int, first: int) -> Tensor:
+        begins = kind != "changes"
+        return torch.stack([
+            torch.stack([
+                *(row(name, part, kind, at, usual, begins) for at in range(bins)),
+                row(name, part, "first", 0, first, True),
+            ])
+            for part in range(len(widths[name]))
+        ])  # fmt: skip
+
+    bits, first = settings.activation_bits, first_bits(replace(settings, modulation=True))
+    return {name: (table(name, "changes", bits, first), table(name, "activations", bits, bits)) for name in layers}
+
+
+def _identity(
+    model: nn.Module, settings: Settings, rounding: AdaRound, paths: Sequence[Trajectory], widths: Mapping[str, Sequence[int]],
+    calls: int, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that decides how weights are rounded, as JSON values."""
+    inputs = hashlib.sha256()
+    for path in paths:
+        for call in path:
+            for x in pytree.tree_leaves((call.args, call.kwargs)):
+                value = x.detach().cpu().contiguous() if isinstance(x, Tensor) else None
+                inputs.update(repr(x if value is None else (value.shape, value.dtype)).encode())
+                if value is not None:
+                    inputs.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        inputs.update(b"\n")
+    said = {
+        "model": digest(model), "settings": asdict(settings), "rounding": asdict(rounding), "trajectories": inputs.hexdigest(),
+        "widths": {name: list(each) for name, each in widths.items()}, "calls": calls, "seed": seed,
+    }  # fmt: skip
+    return json.loads(json.dumps(said))
+
+
+class _Work:
+    """What is done of a calibration, in a folder."""
+
+    def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
+        self._folder = folder
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            known = json.loads((folder / _IDENTITY).read_text()) if (folder / _IDENTITY).exists() else None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"cannot go on with the calibration in {folder}",
+                expected="a folder of its own, which this user may write",
+                got=str(error),
+                remedy="give another folder as work",
+            ) from error
+        if known is None:
+            with whole_file(folder / _IDENTITY) as file:
+                file.write_text(json.dumps(identity))
+        elif known != identity:
+            odd = sorted(key for key in identity if not isinstance(known, dict) or known.get(key) != identity[key])
+            raise UserError(
+                f"{folder} has another calibration's work",
+                expected="the same model, settings, trajectories and rounding",
+                got=f"another {', '.join(odd) or 'kind of file'}",
+                remedy="give another folder as work, or remove this one",
+            )
+
+    def read(self, index: int) -> dict[str, Tensor] | None:
+        """Codes of a unit that is done; what was damaged is done anew."""
+        if self._folder is None or not (path := self._path(index)).is_file():
+            return None
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError, ValueError):
+            return None
+
+    def write(self, index: int, codes: Mapping[str, Tensor]) -> None:
+        if self._folder is not None:
+            with whole_file(self._path(index)) as file:
+                save_file({name: x.cpu().contiguous() for name, x in codes.items()}, file)
+
+    def _path(self, index: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"unit-{index:04}.safetensors"

@@ -1,0 +1,118 @@
+"""AdaRound: whether each weight is rounded up or down, by what comes out of its layer or block.
+
+Sources: Nagel et al. 2020 (arXiv 2004.10568, equations 21 to 24); reconstruction of whole blocks: Li et al. 2021 (BRECQ,
+arXiv 2102.05426), as Q-Diff takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from trtconvert.interception import first_tensor
+from trtconvert.modiff.weights import Grid
+
+_STRETCH, _SHIFT = 1.2, -0.1  # of the sigmoid, so that it reaches 0 and 1
+_FIRST_BETA, _LAST_BETA = 20.0, 2.0
+_WARMUP = 0.2  # of all iterations, in which nothing draws to 0 or 1
+
+
+@dataclass(frozen=True)
+class AdaRound:
+    """How weights are rounded.
+
+    Attributes:
+        iterations: of Adam for each layer or block; 0 rounds to the nearest. by_block: residual and transformer blocks are
+            reconstructed as wholes, layers outside of them by themselves; False: every layer by itself.
+        rate: of learning. weight: of the term that draws to 0 or 1. batch: samples of an iteration.
+    """
+
+    iterations: int = 2000
+    by_block: bool = True
+    rate: float = 1e-2
+    weight: float = 0.01
+    batch: int = 32
+
+    def __str__(self) -> str:
+        if not self.iterations:
+            return "nearest"
+        return f"AdaRound by {'block' if self.by_block else 'layer'}, {self.iterations} iterations"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of a unit: its inputs where the layers before it are quantised, and what it gives in full precision."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: Tensor
+
+
+def adaround(
+    unit: nn.Module,
+    layers: Mapping[str, Any],
+    grids: Mapping[str, Grid],
+    widths: Mapping[str, Sequence[int]],
+    examples: Sequence[Example],
+    how: AdaRound,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """INT8 codes [N, C, …] of the weights of a unit's layers.
+
+    Args:
+        layers: of the unit, by their names in it; "" where the unit is one layer. grids, widths: of each.
+        generator: chooses examples.
+    """
+    positions = {name: grids[name].position(layer.weight.detach(), widths[name]) for name, layer in layers.items()}
+    below = {name: position.floor() for name, position in positions.items()}
+    # So that the first weights are those of full precision: h(v) is what is left of the position.
+    logits = {name: _inverse(positions[name] - below[name]).requires_grad_() for name in layers}
+    optimizer = torch.optim.Adam(list(logits.values()), lr=how.rate)
+    scale = 1 / max(sum(float(example.wanted.float().square().mean()) for example in examples) / len(examples), 1e-20)
+    with torch.enable_grad():
+        for step in range(how.iterations):
+            example = examples[int(torch.randint(len(examples), (1,), generator=generator))]
+            weights = {}
+            for name, v in logits.items():
+                soft = grids[name].values(below[name] + _up(v), widths[name])
+                weights[f"{name}.weight".lstrip(".")] = soft.to(layers[name].weight.dtype)
+            args, kwargs, wanted = _some(example, how.batch, generator)
+            given = first_tensor(functional_call(unit, weights, args, kwargs))
+            loss = (given.float() - wanted.float()).square().mean() * scale
+            done = (step / how.iterations - _WARMUP) / (1 - _WARMUP)
+            if done >= 0:
+                beta = _LAST_BETA + (_FIRST_BETA - _LAST_BETA) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * done)))
+                undecided = sum((1 - (2 * _up(v) - 1).abs().pow(beta)).mean() for v in logits.values())
+                loss = loss + how.weight * undecided
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {name: grids[name].codes(below[name] + (_up(v.detach()) >= 0.5), widths[name]) for name, v in logits.items()}
+
+
+def _up(v: Tensor) -> Tensor:
+    return (torch.sigmoid(v) * _STRETCH + _SHIFT).clamp(0, 1)
+
+
+def _inverse(share: Tensor) -> Tensor:
+    inner = ((share - _SHIFT) / _STRETCH).clamp(1e-3, 1 - 1e-3)
+    return torch.log(inner / (1 - inner))
+
+
+def _some(example: Example, batch: int, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Samples of an example, where all its tensors have as many of them."""
+    count = len(example.wanted)
+    tensors = [x for x in (*example.args, *example.kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+    if count <= batch or any(len(x) != count for x in tensors):
+        return example.args, example.kwargs, example.wanted
+    chosen = torch.randperm(count, generator=generator)[:batch].to(example.wanted.device)
+
+    def some(x: Any) -> Any:
+        return x[chosen] if isinstance(x, Tensor) and x.dim() else x
+
+    return tuple(map(some, example.args)), {k: some(x) for k, x in example.kwargs.items()}, example.wanted[chosen]

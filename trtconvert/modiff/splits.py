@@ -1,0 +1,74 @@
+"""Which layers read tensors that were put beside each other, as a U-Net's do of its skip connections.
+
+The two have other ranges, which one scale serves badly: Q-Diff (arXiv 2302.04304, section 3.3) gives each its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class _Concatenations(TorchFunctionMode):
+    """Follows what two tensors became beside each other, through functions that keep channels where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: dict[int, tuple[Tensor, tuple[int, ...]]] = {}  # with the tensor, so that no other takes its place
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
+        parts = self._joined(args, kwargs or {}, result) if func in (torch.cat, torch.concat) else None
+        if parts is None and args and isinstance(args[0], Tensor) and args[0].shape == result.shape:
+            parts = self.of(args[0])
+        if parts is not None:
+            self._parts[id(result)] = result, parts
+        return result
+
+    def of(self, x: Tensor) -> tuple[int, ...] | None:
+        """Channels of the two tensors that x was made of."""
+        found = self._parts.get(id(x))
+        return None if found is None else found[1]
+
+    def _joined(self, args: tuple[Any, ...], named: dict[str, Any], result: Tensor) -> tuple[int, ...] | None:
+        tensors = args[0] if args else named.get("tensors")
+        axis = args[1] if len(args) > 1 else named.get("dim", 0)
+        if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or not isinstance(axis, int):
+            return None
+        channels = 1 if result.dim() == 4 else result.dim() - 1
+        return tuple(x.shape[channels] for x in tensors) if axis % result.dim() == channels else None
+
+
+def find_widths(
+    model: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], object]
+) -> dict[str, tuple[int, ...]]:
+    """The widths of inputs that are two tensors beside each other, of the layers that read such.
+
+    Args:
+        layers: of the model, by name. run: calls the model once.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    mode = _Concatenations()
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+            parts = mode.of(args[0]) if args else None
+            if parts is not None and sum(parts) == module.weight.shape[1]:  # type: ignore[index]
+                found[name] = parts
+
+        return see
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in layers.items()]
+    try:
+        with mode:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,377 @@
+"""A model under several quantisations, judged side by side: what `trtconvert modiff` does.
+
+Each variant draws the same seeds by the model's own sampler; the samples are compared with those of full precision, and by their
+features with a set of images. Work is kept in shards, so that a killed command goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trtconvert.calib.distributed import Ranks
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.errors import UserError
+from trtconvert.evaluate import metrics
+from trtconvert.evaluate.evaluation import SHARD, feature_set, features_of, quality
+from trtconvert.evaluate.features import Extractor
+from trtconvert.evaluate.reference_set import ReferenceSet
+from trtconvert.evaluate.shards import ShardSet
+from trtconvert.models.denoiser import on_device
+from trtconvert.modiff.calibration import Calibration, digest
+from trtconvert.modiff.modulated import Modulated, modulate
+from trtconvert.modiff.qdiff import calibrate, record
+from trtconvert.modiff.rounding import AdaRound
+from trtconvert.modiff.settings import Settings
+from trtconvert.progress import Bar, Reporter
+
+Method = Literal["full", "naive", "lcq", "lcq-modiff", "qdiff", "qdiff-modiff"]
+METHODS: dict[Method, str] = {
+    "full": "full precision",
+    "naive": "one scale for all timesteps",
+    "lcq": "LCQ-like: calibrated layer by layer",
+    "lcq-modiff": "LCQ-like + MoDiff",
+    "qdiff": "Q-Diff",
+    "qdiff-modiff": "Q-Diff + MoDiff",
+}
+"""What a model is compared as, and its name in tables. All but the first have scales of least squared error, of weights for each
+output channel, of activations for the tensor; `lcq` and `naive` round weights to the nearest, Q-Diff by AdaRound; `naive` has one
+scale of activations for all timesteps, the others one for each bin."""
+
+CALIBRATION_SEEDS = 1 << 20
+"""First seed of the trajectories that calibrations see, far from those of samples."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method at some bits.
+
+    Attributes:
+        method: see `METHODS`. weight_bits, activation_bits: of everything but "full".
+    """
+
+    method: Method
+    weight_bits: int = 8
+    activation_bits: int = 8
+
+    @property
+    def bits(self) -> str:
+        return "32/32" if self.method == "full" else f"{self.weight_bits}/{self.activation_bits}"
+
+    @property
+    def modulation(self) -> bool:
+        return self.method.endswith("modiff")
+
+    def settings(self) -> Settings:
+        """
+        Raises:
+            UserError: there are no such bits.
+        """
+        return Settings(
+            weight_bits=self.weight_bits,
+            activation_bits=self.activation_bits,
+            modulation=self.modulation,
+            bins=1 if self.method == "naive" else Settings.bins,
+        )
+
+
+def parse_variants(methods: Sequence[Method], bits: Sequence[str]) -> list[Variant]:
+    """All methods at all bits, full precision once.
+
+    Args:
+        bits: such as "8/6", of weights and of activations.
+    Raises:
+        UserError: bits that are not two numbers, or that layers do not have.
+    """
+    variants = [Variant("full")] if "full" in methods else []
+    for pair in bits:
+        weight, slash, activation = pair.partition("/")
+        if not (slash and weight.isdecimal() and activation.isdecimal()):
+            raise UserError(
+                f"bits cannot be '{pair}'",
+                expected="those of weights and of activations, such as 8/6",
+                got=repr(pair),
+                remedy="give --bits 8/8, or several: --bits 8/8 --bits 4/8",
+            )
+        found = [Variant(method, int(weight), int(activation)) for method in methods if method != "full"]
+        for variant in found:
+            variant.settings()
+        variants += found
+    return variants
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all variants of a model have in common.
+
+    Attributes:
+        model: in full precision, on the CPU. device: "cpu" or "cuda"; dtype: of everything but what is quantised.
+        steps, solver: of the sampler. batch: samples that are drawn, or calibrated on, at once.
+        calibration_samples: trajectories' samples; rounding: of Q-Diff.
+        work: folder of what is done.
+    """
+
+    model: DiffusionModel
+    device: Literal["cpu", "cuda"]
+    dtype: torch.dtype
+    steps: int
+    solver: str
+    batch: int
+    calibration_samples: int
+    rounding: AdaRound
+    work: Path
+
+    def calibration(self, variant: Variant, progress: Callable[[str, int, int], None] | None = None) -> Calibration:
+        """Of a variant, from the work folder where it is done.
+
+        Raises:
+            UserError: see `trtconvert.modiff.calibrate`.
+        """
+        settings = dataclasses.replace(variant.settings(), modulation=True)
+        rounding = self.rounding if variant.method.startswith("qdiff") else AdaRound(iterations=0)
+        reads = {
+            "model": digest(self.model.denoiser),
+            "settings": dataclasses.asdict(settings),
+            "rounding": dataclasses.asdict(rounding),
+            "steps": self.steps,
+            "solver": self.solver,
+            "samples": self.calibration_samples,
+        }
+        key = hashlib.sha256(json.dumps(reads, sort_keys=True).encode()).hexdigest()[:16]
+        path = self.work / f"calibration-{key}.safetensors"
+        if path.is_file():
+            return Calibration.load(path)
+        self.work.mkdir(parents=True, exist_ok=True)
+        moved = on_device(dataclasses.replace(self.model, denoiser=copy.deepcopy(self.model.denoiser)), self.device)
+        seeds = range(CALIBRATION_SEEDS, CALIBRATION_SEEDS + self.calibration_samples)
+        paths = [
+            record(
+                moved.denoiser,
+                lambda denoiser, part=part: moved.sample(denoiser, part, steps=self.steps, solver=self.solver),
+            )
+            for part in _batches(seeds, self.batch)
+        ]
+        found = calibrate(
+            moved.denoiser,
+            paths,
+            settings,
+            rounding=rounding,
+            timestep_input=self.model.timestep_input,
+            timestep_max=self.model.timestep_max,
+            work=self.work / f"calibration-{key}",
+            on_progress=progress,
+        )
+        found.save(path)
+        return found
+
+    def prepared(self, variant: Variant, calibration: Calibration | None = None) -> DiffusionModel:
+        """The model of a variant on the device; its denoiser is a `Modulated` but in full precision.
+
+        Args:
+            calibration: of the variant; by default see `calibration`.
+        Raises:
+            UserError: see `trtconvert.modiff.calibrate`; or the calibration is of another model or other bits.
+        """
+        denoiser = copy.deepcopy(self.model.denoiser)
+        if variant.method == "full":
+            return on_device(dataclasses.replace(self.model, denoiser=denoiser.to(self.dtype)), self.device)
+        calibration = calibration or self.calibration(variant)
+        settings = dataclasses.replace(variant.settings(), bins=calibration.settings.bins)
+        moved = on_device(dataclasses.replace(self.model, denoiser=denoiser), self.device)
+        modulated = modulate(
+            moved.denoiser.to(self.dtype),
+            settings,
+            calibration=calibration,
+        )
+        return dataclasses.replace(moved, denoiser=modulated)
+
+    def draw(self, model: DiffusionModel, seeds: Sequence[int]) -> Tensor:
+        """Images [N, C, H, W] in [0, 1] of a model of `prepared`."""
+        images = []
+        for part in _batches(seeds, self.batch):
+            if isinstance(model.denoiser, Modulated):
+                model.denoiser.reset_cache()
+            images.append(model.sample(self._typed(model.denoiser), part, steps=self.steps, solver=self.solver))
+        return torch.cat(images).cpu()
+
+    def _typed(self, denoiser: Denoiser) -> Denoiser:
+        """Takes what samplers give, FP32, and gives it back, whatever the model computes in."""
+
+        def typed(*inputs: Tensor, **named: Tensor) -> Tensor:
+            x, *rest = inputs
+            return denoiser(x.to(self.dtype), *rest, **named).float()
+
+        return typed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant's figures. None: not to be had from the features.
+
+    Attributes:
+        variant: that was drawn. psnr: dB against full precision, over all pixels. fid, sfid, inception_score, accuracy: see
+            `SetQuality`; fid_full: distance to the samples of full precision.
+    """
+
+    variant: Variant
+    psnr: float | None
+    fid: float
+    sfid: float | None
+    inception_score: float | None
+    accuracy: float | None
+    fid_full: float | None
+
+
+def evaluate(
+    study: Study,
+    variants: Sequence[Variant],
+    samples: int,
+    seed: int,
+    extractor: Extractor,
+    reference: ReferenceSet,
+    report: Reporter,
+) -> list[Row]:
+    """Draws what is missing in the work folder, and compares. Full precision is always drawn.
+
+    Args:
+        samples: of each variant; sample i has the seed `seed + i`.
+    Raises:
+        UserError: a variant cannot be calibrated, or the extractor or reference set cannot be used.
+    """
+    metrics.check_packages()
+    ranks = Ranks()
+    common = {
+        "model": digest(study.model.denoiser),
+        "features": extractor.identity,
+        "steps": study.steps,
+        "solver": study.solver,
+        "seed": seed,
+        "batch": study.batch,
+        "device": study.device,
+        "dtype": str(study.dtype),
+    }
+    full = Variant("full")
+    sets: dict[Variant, ShardSet] = {}
+    with report.live():
+        images_seen = ShardSet.at(
+            study.work,
+            "reference",
+            {"images": reference.identity, "features": extractor.identity},
+            reference.count,
+            SHARD,
+        )
+        _make(images_seen, lambda held: features_of(extractor, reference.read(held)), ranks, report, "reference")
+        for variant in [full, *(variant for variant in variants if variant != full)]:
+            name = f"{variant.method} {variant.bits}"
+            reads = common | {"variant": dataclasses.asdict(variant), "calibration": "none"}
+            if variant != full:
+                with report.stage(f"calibrate {name}") as bar:
+                    calibration = study.calibration(variant, _told(bar))
+                reads["calibration"] = dataclasses.asdict(study.rounding) | {
+                    "samples": study.calibration_samples,
+                    "settings": dataclasses.asdict(calibration.settings),
+                }
+            shards = sets[variant] = ShardSet.at(
+                study.work, f"{variant.method}-{variant.bits.replace('/', '-')}", reads, samples, SHARD
+            )
+            held_model: list[DiffusionModel] = []
+
+            def make(
+                held: range, variant: Variant = variant, held_model: list[DiffusionModel] = held_model
+            ) -> dict[str, Tensor]:
+                if not held_model:  # not made where all is done
+                    held_model.append(study.prepared(variant))
+                images = study.draw(held_model[0], range(seed + held.start, seed + held.stop))
+                finite = images.flatten(1).isfinite().all(1)
+                images = images.nan_to_num(0, 1, 0)
+                return features_of(extractor, images) | {"finite": finite, "images": images.half()}
+
+            _make(shards, make, ranks, report, name)
+        with report.stage("statistics"):
+            return _rows(sets, images_seen, seed, full)
+
+
+def _make(
+    shards: ShardSet, make: Callable[[range], Mapping[str, Tensor]], ranks: Ranks, report: Reporter, name: str
+) -> None:
+    with report.stage(name) as bar:
+        bar.total(len(shards.share(ranks)))
+        shards.make(make, ranks, bar.step)
+
+
+def _told(bar: Bar) -> Callable[[str, int, int], None]:
+    def told(detail: str, done: int, of: int) -> None:
+        bar.share(detail, done / max(1, of))
+
+    return told
+
+
+def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, full: Variant) -> list[Row]:
+    target = feature_set(images_seen, "")
+    exact = feature_set(sets[full], "")
+    rows = []
+    for variant, shards in sets.items():
+        got = feature_set(shards, "")
+        classes = None if got.logits is None else got.logits.shape[1]
+        found = quality(
+            got,
+            target,
+            # The shipped models draw their classes by turns with the seeds; other classifiers know nothing of the samples.
+            lambda got, classes=classes: (
+                None
+                if got.logits is None or classes is None
+                else float((got.logits.argmax(1) == (seed + got.indices) % classes).double().mean())
+            ),
+        )
+        assert found.fid is not None
+        error, count = 0.0, 0
+        for one, other in zip(shards.stream(), sets[full].stream(), strict=True):
+            both = one["finite"] & other["finite"]
+            error += float((one["images"][both].double() - other["images"][both].double()).square().sum())
+            count += one["images"][both].numel()
+        rows.append(
+            Row(
+                variant,
+                None if variant == full else float(metrics.decibels(torch.tensor(error / max(1, count)))),
+                found.fid,
+                found.sfid,
+                found.inception_score,
+                found.accuracy,
+                None if variant == full else metrics.frechet_distance(got.moments["pooled"], exact.moments["pooled"]),
+            )
+        )
+    return rows
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of `docs/modiff.md`."""
+
+    def shown(x: float | None, digits: int = 2) -> str:
+        return "" if x is None else f"{x:.{digits}f}"
+
+    lines = [
+        "| method | W/A | PSNR, dB | FID | sFID | IS | accuracy | FID to full precision |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        name = f"{METHODS[row.variant.method]} | {row.variant.bits}"
+        figures = [shown(row.psnr, 1), *map(shown, (row.fid, row.sfid, row.inception_score))]
+        lines.append(f"| {name} | {' | '.join(figures)} | {shown(row.accuracy, 3)} | {shown(row.fid_full)} |")
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _batches(seeds: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [seeds[start : start + size] for start in range(0, len(seeds), size)]

@@ -1,0 +1,291 @@
+"""Modulated layers on a GPU in Triton: `trtconvert.modiff.reference` specifies them.
+
+Import it where there is a GPU: Triton comes with torch for CUDA, other builds of torch have none. A step of a layer reads its
+input and â once and writes â and the codes, then reads the codes and ô and writes ô; convolutions gather patches as they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trtconvert.linear.triton_kernels import milliseconds
+from trtconvert.modiff.reference import BEGINS, COLUMNS, HIGH, LOW, PRODUCT, SCALE, ZERO, Geometry, Weight
+
+_SCALE, _LOW, _HIGH, _ZERO = tl.constexpr(SCALE), tl.constexpr(LOW), tl.constexpr(HIGH), tl.constexpr(ZERO)
+_BEGINS, _PRODUCT, _COLUMNS = tl.constexpr(BEGINS), tl.constexpr(PRODUCT), tl.constexpr(COLUMNS)
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)
+"""Added and taken away it rounds FP32 to integers, halves to the even one."""
+_BEYOND = tl.constexpr(1024.0)
+"""Steps that are clipped whatever the zero point is."""
+
+_ELEMENTS, _WIDEST = 4096, 256  # of a tile of what is quantised, and its columns
+_INT32 = 2**31
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut up: rows of a tile, its output channels, channels that are multiplied at a time; warps and stages of
+    Triton's."""
+
+    rows: int
+    strip: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILES = (
+    Tiles(128, 128, 128, 8, 3),
+    Tiles(128, 128, 64, 8, 4),
+    Tiles(128, 128, 64, 4, 4),
+    Tiles(128, 256, 64, 8, 3),
+    Tiles(256, 128, 64, 8, 3),
+    Tiles(64, 128, 128, 4, 3),
+    Tiles(64, 256, 64, 8, 3),
+    Tiles(128, 64, 128, 4, 3),
+    Tiles(64, 64, 128, 4, 4),
+    Tiles(32, 64, 128, 4, 4),
+)
+"""What is tried."""
+_UNMEASURED = Tiles(128, 128, 64, 8, 3)
+_BAND = 8  # tiles of rows that come together, so that what they read stays in the L2 cache
+
+
+@triton.jit
+def _quantise_change(
+    x, a_hat, rows, q, count, channels, per_group, groups, first_width,
+    CACHED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = row < count
+    there = inside[:, None] & (column < channels)[None, :]
+    at = row.to(tl.int64)[:, None] * channels + column[None, :]
+    quantiser = rows + (row // per_group) * _COLUMNS
+    scale = tl.load(quantiser + _SCALE, inside, 1.0)[:, None]
+    low = tl.load(quantiser + _LOW, inside, 0.0)[:, None]
+    high = tl.load(quantiser + _HIGH, inside, 0.0)[:, None]
+    zero = tl.load(quantiser + _ZERO, inside, 0.0)[:, None]
+    begins = tl.load(quantiser + _BEGINS, inside, 1.0)
+    inverse = tl.div_rn(1.0, scale)
+    if PARTS == 2:
+        second = quantiser + groups * _COLUMNS
+        other = tl.load(second + _SCALE, inside, 1.0)[:, None]
+        is_first = (column < first_width)[None, :]
+        inverse = tl.where(is_first, inverse, tl.div_rn(1.0, other))
+        scale = tl.where(is_first, scale, other)
+        low = tl.where(is_first, low, tl.load(second + _LOW, inside, 0.0)[:, None])
+        high = tl.where(is_first, high, tl.load(second + _HIGH, inside, 0.0)[:, None])
+        zero = tl.where(is_first, zero, tl.load(second + _ZERO, inside, 0.0)[:, None])
+    change = tl.load(x + at, there, 0.0).to(tl.float32)
+    before = tl.zeros_like(change)
+    if CACHED:
+        before = tl.load(a_hat + at, there & (begins == 0.0)[:, None], 0.0).to(tl.float32)
+        change -= before
+    known = tl.where(change == change, change, 0.0)
+    steps = tl.clamp(known * inverse, -_BEYOND, _BEYOND)
+    code = tl.clamp(((steps + _ROUNDING) - _ROUNDING) + zero, low, high)
+    tl.store(q + at, code.to(tl.int8), there)
+    spoilt = change * 0.0  # NaN of NaN and Inf
+    if CACHED:
+        tl.store(a_hat + at, (before + (code - zero) * scale + spoilt).to(a_hat.dtype.element_ty), there)
+    bad = tl.sum(tl.where(there, spoilt, 0.0), 1)
+    is_bad = inside & (bad != bad)
+    tl.store(quantiser + _PRODUCT, bad, is_bad)
+    if PARTS == 2:
+        tl.store(quantiser + groups * _COLUMNS + _PRODUCT, bad, is_bad)
+
+
+@triton.jit
+def _bounds(
+    x, a_hat, rows, bounds, count, channels, per_group, groups, first_width,
+    CACHED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    start, end = 0, channels
+    if PARTS == 2:
+        start = tl.where(part == 0, 0, first_width)
+        end = tl.where(part == 0, first_width, channels)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    group = row // per_group
+    begins = tl.load(rows + group * _COLUMNS + _BEGINS, inside, 1.0)
+    least = tl.zeros((ROWS,), tl.float32)
+    most = tl.zeros((ROWS,), tl.float32)
+    for left in range(start, end, WIDTH):
+        column = left + tl.arange(0, WIDTH)
+        there = inside[:, None] & (column < end)[None, :]
+        at = row.to(tl.int64)[:, None] * channels + column[None, :]
+        change = tl.load(x + at, there, 0.0).to(tl.float32)
+        if CACHED:
+            change -= tl.load(a_hat + at, there & (begins == 0.0)[:, None], 0.0).to(tl.float32)
+        change = tl.where(change == change, change, 0.0)
+        least = tl.minimum(least, tl.min(change, 1))
+        most = tl.maximum(most, tl.max(change, 1))
+    low = bounds + part * groups
+    high = low + PARTS * groups
+    if TOGETHER:  # all rows of the tile are of one group
+        group = tl.program_id(0) * ROWS // per_group
+        tl.atomic_min(low + group, tl.min(least, 0))
+        tl.atomic_max(high + group, tl.max(most, 0))
+    else:
+        tl.atomic_min(low + group, least, inside)
+        tl.atomic_max(high + group, most, inside)
+
+
+@triton.jit
+def _add_product(
+    q, rows, weight, weight_scale, sums, bias, o_hat, y, pixels, outputs, height, width, channels, out_height, out_width,
+    per_group, groups, first_width,
+    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
+    DY: tl.constexpr, DX: tl.constexpr, PARTS: tl.constexpr, SHIFTED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, STRIP: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    tall, strips = tl.cdiv(pixels, BLOCK), tl.cdiv(outputs, STRIP)
+    tile = tl.program_id(0)
+    band = tile // (BAND * strips) * BAND
+    in_band = tile % (BAND * strips)
+    size = min(tall - band, BAND)
+    row = (band + in_band % size) * BLOCK + tl.arange(0, BLOCK)
+    output = in_band // size * STRIP + tl.arange(0, STRIP)
+    inside, there = row < pixels, output < outputs
+    image = row // (out_height * out_width)
+    point = row % (out_height * out_width)
+    top = point // out_width * SY - PY
+    left = point % out_width * SX - PX
+    corner = (image * height + top) * width + left
+    if WIDE:
+        corner = corner.to(tl.int64)
+    quantiser = rows + (row // per_group) * _COLUMNS
+    of_output = weight + output[None, :] * (KH * KW * channels)
+    total = tl.zeros((BLOCK, STRIP), tl.float32)
+    for part in tl.static_range(PARTS):  # type: ignore[attr-defined]
+        start, end = 0, channels
+        if PARTS == 2:
+            if part == 0:
+                end = first_width
+            else:
+                start = first_width
+        of_part = quantiser + part * groups * _COLUMNS
+        zero = tl.zeros((BLOCK,), tl.int32)
+        if SHIFTED:
+            zero = tl.load(of_part + _ZERO, inside, 0.0).to(tl.int32)
+        deep = tl.cdiv(end - start, DEPTH)
+        products = tl.zeros((BLOCK, STRIP), tl.int32)
+        for k in range(KH * KW * deep):
+            tap = k // deep
+            channel = start + k % deep * DEPTH + tl.arange(0, DEPTH)
+            dy, dx = tap // KW * DY, tap % KW * DX
+            within = inside & (top + dy >= 0) & (top + dy < height) & (left + dx >= 0) & (left + dx < width)
+            real = channel < end
+            a = tl.load(
+                q + (corner + (dy * width + dx))[:, None] * channels + channel[None, :],
+                within[:, None] & real[None, :],
+                0,
+            )
+            if SHIFTED:  # around the image lies the code of zero
+                a = tl.where(within[:, None], a, zero.to(tl.int8)[:, None])
+            b = tl.load(of_output + tap * channels + channel[:, None], real[:, None] & there[None, :], 0)
+            products = tl.dot(a, b, products, out_dtype=tl.int32)
+        if SHIFTED:
+            products -= zero[:, None] * tl.load(sums + part * outputs + output, there, 0)[None, :]
+        step = tl.load(of_part + _PRODUCT, inside, 0.0)
+        of_weight = tl.load(weight_scale + part * outputs + output, there, 0.0)
+        total += products.to(tl.float32) * (step[:, None] * of_weight[None, :])
+    stored = inside[:, None] & there[None, :]
+    at = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    before = tl.zeros((BLOCK, STRIP), tl.float32)
+    if bias is not None:
+        before += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
+    if o_hat is not None:
+        begins = tl.load(quantiser + _BEGINS, inside, 1.0)[:, None] != 0.0
+        before = tl.where(begins, before, tl.load(o_hat + at, stored & (begins == 0), 0.0).to(tl.float32))
+    total += before
+    if o_hat is not None:
+        tl.store(o_hat + at, total.to(o_hat.dtype.element_ty), stored)
+    if y is not None:
+        tl.store(y + at, total.to(y.dtype.element_ty), stored)
+
+
+def _untyped(of_triton: Any) -> Any:
+    """What Triton's types say too little of: launches take more than a kernel's function, such as numbers of warps."""
+    return of_triton
+
+
+def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """`reference.quantise_change` on a GPU, in one pass; of one or two parts. `rows` is contiguous."""
+    count, channels = x.shape
+    x = x.contiguous()
+    q = torch.empty(count, channels, dtype=torch.int8, device=x.device)
+    if q.numel():
+        wide = min(_WIDEST, triton.next_power_of_2(channels))
+        tall = _ELEMENTS // wide
+        _untyped(_quantise_change)[(triton.cdiv(count, tall), triton.cdiv(channels, wide))](
+            x, a_hat, rows, q, count, channels, count // rows.shape[1], rows.shape[1], widths[0],
+            CACHED=a_hat is not None, PARTS=len(widths), ROWS=tall, WIDTH=wide, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q
+
+
+def bounds_of_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """The least and the largest a − â of each part and group, [2, P, G] FP32, at most and at least 0; NaN is passed by."""
+    count, channels = x.shape
+    x = x.contiguous()
+    groups = rows.shape[1]
+    bounds = torch.zeros(2, len(widths), groups, device=x.device)
+    if x.numel():
+        wide = min(_WIDEST, triton.next_power_of_2(channels))
+        tall = _ELEMENTS // wide
+        together = count // groups % tall == 0
+        _untyped(_bounds)[(triton.cdiv(count, tall), len(widths))](
+            x, a_hat, rows, bounds, count, channels, count // groups, groups, widths[0],
+            CACHED=a_hat is not None, PARTS=len(widths), ROWS=tall, WIDTH=wide, TOGETHER=together, num_warps=4,
+        )  # fmt: skip
+    return bounds
+
+
+def add_product(
+    codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
+    geometry: Geometry, shifted: bool, tiles: Tiles | None = None,
+) -> None:  # fmt: skip
+    """`reference.add_product` on a GPU; of one or two parts. All tensors are contiguous.
+
+    Args:
+        tiles: by default the fastest ones, measured at the first call of a size. While a CUDA graph is recorded nothing is.
+    """
+    batch, height, width, channels = codes.shape
+    outputs = len(weight.codes)
+    out_height, out_width = geometry.output(height, width)
+    pixels = batch * out_height * out_width
+    if not pixels:
+        return
+
+    def launch(tiles: Tiles, o_hat: Tensor | None, y: Tensor | None) -> None:
+        grid = (triton.cdiv(pixels, tiles.rows) * triton.cdiv(outputs, tiles.strip),)
+        (kh, kw), (sy, sx), (py, px), (dy, dx) = geometry.kernel, geometry.stride, geometry.padding, geometry.dilation
+        _untyped(_add_product)[grid](
+            codes, rows, weight.codes, weight.scale, weight.sums, weight.bias, o_hat, y, pixels, outputs, height, width,
+            channels, out_height, out_width, pixels // rows.shape[1], rows.shape[1], widths[0],
+            KH=kh, KW=kw, SY=sy, SX=sx, PY=py, PX=px, DY=dy, DX=dx, PARTS=len(widths), SHIFTED=shifted,
+            WIDE=codes.numel() >= _INT32, BLOCK=tiles.rows, STRIP=tiles.strip, DEPTH=tiles.depth, BAND=_BAND,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+    if tiles is None:
+        dtypes = tuple(None if x is None else x.dtype for x in (o_hat, y))
+        key = (pixels, outputs, channels, geometry, tuple(widths), shifted, dtypes, codes.device)
+        if key not in _fastest and not torch.cuda.is_current_stream_capturing():
+            scratch = [None if x is None else torch.empty_like(x) for x in (o_hat, y)]  # a cache is added to
+            _fastest[key] = min(TILES, key=lambda one: milliseconds(lambda: launch(one, *scratch)))
+        tiles = _fastest.get(key, _UNMEASURED)
+    launch(tiles, o_hat, y)
+
+
+_fastest: dict[tuple, Tiles] = {}
