@@ -1,7 +1,8 @@
 """Pages of the documentation that are made of other files, for MkDocs (`hooks` in mkdocs.yml).
 
 The README becomes the first page, the READMEs of the plugins become pages of kernels, and every field of a recipe a line of the
-recipe reference. Links are those of the repository: what is no page is shown as its path.
+recipe reference. What the tables of measurements say of a model is gathered on a page of the model. Links are those of the
+repository: what is no page is shown as its path.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ PAGES = {
     for path in ROOT.glob("plugins/*/README.md")
 }
 """What lies elsewhere in the repository, and the page that it becomes."""
+MEASURED = {
+    "flux": ("Flux.1", "Flux"),
+    "pixart-sigma": ("PixArt-Σ", "PixArt"),
+    "sd3": ("Stable Diffusion 3", "SD 3"),
+    "sd15": ("Stable Diffusion 1.5", "SD 1.5"),
+    "sdxl": ("SDXL", "SDXL"),
+    "wan21": ("Wan 2.1", "Wan"),
+    "kandinsky5": ("Kandinsky 5", "Kandinsky 5"),
+}
+"""Models with pages of their own: the page, its title, and how tables call the model."""
+MEASUREMENTS = ("figures.md", "steps.md", "layers.md", "scales.md", "weights.md")
+"""The pages whose tables have figures of models."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _SOURCES = {page: source for source, page in PAGES.items()}
 
@@ -37,6 +50,8 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "recipe.md", content=recipe_reference()))
+    for page in MEASURED:
+        files.append(File.generated(config, f"measured-{page}.md", content=model_page(page)))
     return files
 
 
@@ -60,6 +75,61 @@ def _linked(link: re.Match[str], here: str, files: Files) -> str:
         return text if text.startswith("`") else f"{text} (`{place}`)"
     relative = posixpath.relpath(wanted, posixpath.dirname(here) or ".")
     return f"{picture}[{text}]({relative}{hash_}{anchor})"
+
+
+def model_page(page: str) -> str:
+    """What tables say of a model, in Markdown: the rows about it, under what the table's page says before them."""
+    title, name = MEASURED[page]
+    lines = [
+        f"# {title}: measurements",
+        "",
+        "Gathered from the pages that say how all this was measured, and of what.",
+        "",
+    ]
+    for source in MEASUREMENTS:
+        text = (ROOT / "docs" / source).read_text(encoding="utf-8")
+        for table in _tables(text):
+            if rows := _rows_of(name, table.rows):
+                lines += [f"## [{table.heading}]({source})", "", *table.before, "", *table.rows[:2], *rows, ""]
+    return "\n".join(lines)
+
+
+class _Table(typing.NamedTuple):
+    """A table of a page: its lines, the heading that it stands under, and the paragraph before it."""
+
+    rows: list[str]
+    heading: str
+    before: list[str]
+
+
+def _tables(text: str) -> typing.Iterator[_Table]:
+    heading, paragraph = "", list[str]()
+    for block in re.split(r"\n{2,}", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        lines = block.strip().splitlines()
+        if lines and lines[0].startswith("#"):
+            heading, paragraph = lines[0].lstrip("# "), []
+            lines = lines[1:]
+        if len(lines) > 2 and lines[0].startswith("|"):
+            yield _Table(lines, heading, paragraph)
+        elif lines:
+            paragraph = lines
+
+
+def _rows_of(name: str, rows: list[str]) -> list[str]:
+    """The rows about a model, with those below that leave out its name; all where the table's head has it."""
+    of_model, found = _first_cell(rows[0]).startswith(name), list[str]()
+    whole = of_model
+    for row in rows[2:]:
+        cell = _first_cell(row)
+        if cell and not cell.startswith("the same"):
+            of_model = whole or cell.startswith(name)
+        if of_model:
+            found.append(row)
+    return found
+
+
+def _first_cell(row: str) -> str:
+    return row.strip("|").partition("|")[0].strip(" *")
 
 
 def recipe_reference() -> str:

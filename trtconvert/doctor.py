@@ -15,7 +15,7 @@ from trtconvert.engine import backend_statuses
 from trtconvert.engine.tensorrt import device_architecture, device_name, driver_problem
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.files import free_space, require_writable
-from trtconvert.library import compiled_architectures, library_path, serves
+from trtconvert.library import REINSTALL, compiled_architectures, library_path, serves
 
 WANTED_FREE = 2 * 2**30
 """Bytes of free disk below which a build of a large model is likely to fail."""
@@ -73,7 +73,7 @@ def _cache() -> Finding:
 
 
 def _kernels(gpu: str | None) -> Finding:
-    what, remedy = "kernels and plugin", "pip install trtconvert, with a C++ compiler"
+    what, remedy = "kernels and plugin", REINSTALL
     library = library_path()
     if library is None:
         return Finding(what, False, "libtrtconvert.so is missing", remedy)

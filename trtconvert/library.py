@@ -12,6 +12,9 @@ from trtconvert.errors import BackendUnavailable
 
 _PLACE = Path("lib") / "libtrtconvert.so"
 
+REINSTALL = "pip install --force-reinstall --no-deps with trtconvert's wheel, or with its checkout, which compiles it"
+"""The remedy where the library is missing, old or damaged."""
+
 
 def library_path() -> Path | None:
     """Path of libtrtconvert.so; None when the package was not built.
@@ -43,7 +46,7 @@ def load_library() -> ctypes.CDLL:
             "the kernel library does not load",
             expected=f"a shared library at {path}" if path else "libtrtconvert.so in the installed package",
             got=str(error),
-            remedy="install with 'pip install .', which builds it",
+            remedy=REINSTALL,
         ) from error
 
 
@@ -53,7 +56,7 @@ def outdated(missing: AttributeError) -> BackendUnavailable:
         "the kernel library is older than the program that loads it",
         expected="the libtrtconvert.so that was built with this version",
         got=str(missing),
-        remedy="install with 'pip install .', which builds it",
+        remedy=REINSTALL,
     )
 
 

@@ -20,6 +20,7 @@ from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
 from trtconvert.library import (
+    REINSTALL,
     compiled_architectures,
     has_group_norm_kernel,
     has_linear_kernel,
@@ -68,9 +69,7 @@ def status() -> BackendStatus:
     if mismatch:
         return missing(mismatch, "install both of one version, and take others out of LD_LIBRARY_PATH")
     if library_path() is None:
-        return missing(
-            "libtrtconvert.so, the plugin library, is not installed", "pip install trtconvert, with a C++ compiler"
-        )
+        return missing("libtrtconvert.so, the plugin library, is not installed", REINSTALL)
     if problem := cuda_problem():
         return missing(
             f"torch cannot use the GPU: {problem}",
@@ -223,7 +222,7 @@ def load() -> Any:
             f"the plugin library {library_path()} cannot be registered",
             expected=f"a library that TensorRT {trt.__version__} loads, with the plugins {', '.join(_PLUGINS)}",
             got=f"a refusal by its plugin registry, or an older library: {', '.join(lacking())} not there",
-            remedy="pip install --force-reinstall trtconvert, and run it anew",
+            remedy=f"{REINSTALL}; then run it anew",
         )
     return trt
 
