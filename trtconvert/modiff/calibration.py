@@ -139,7 +139,8 @@ class Calibration:
                         remedy="calibrate the model with these settings; or take dataclasses.replace(calibration.settings, …) "
                         f"with another {', '.join(AT_RUN_TIME[:3])}, …",
                     )
-        shapes = {name: module.weight.shape for name, module in model.named_modules() if hasattr(module, "weight")}
+        weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
+        shapes = {name: weight.shape for name, weight in weights.items() if isinstance(weight, Tensor)}
         odd = [name for name, layer in self.layers.items() if shapes.get(name) != layer.codes.shape]
         if odd or digest(model) != self.digest:
             raise UserError(
