@@ -21,6 +21,7 @@ import click
 
 from trtconvert import __version__
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
+from trtconvert.modiff.commands import commands
 
 if TYPE_CHECKING:
     from trtconvert.cache import Cache
@@ -1034,6 +1035,8 @@ def schema(of: str) -> None:
     else:
         click.echo(json.dumps(json_schema(), indent=2, default=str))
 
+
+main.add_command(commands(_speaking))
 
 if __name__ == "__main__":
     main()

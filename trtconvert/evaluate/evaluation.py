@@ -237,7 +237,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
                 reference.count,
                 SHARD,
             ),
-            lambda held: _features(extractor, reference.read(held)),
+            lambda held: features_of(extractor, reference.read(held)),
         ),
         "pairs": (
             ShardSet.at(work, "pairs", common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD),
@@ -440,11 +440,11 @@ class _Pairs:
         return images, finite, broken
 
     def _seen(self, name: str, images: Tensor, finite: Tensor) -> dict[str, Tensor]:
-        features = _features(self._extractor, images.nan_to_num(0, 1, 0))  # a row that is not finite is never read
+        features = features_of(self._extractor, images.nan_to_num(0, 1, 0))  # a row that is not finite is never read
         return {f"{name}.{kind}": x for kind, x in features.items()} | {f"{name}.finite": finite}
 
 
-def _features(extractor: Extractor, images: Tensor) -> dict[str, Tensor]:
+def features_of(extractor: Extractor, images: Tensor) -> dict[str, Tensor]:
     """What an extractor sees in finite images, see `Features.tensors`.
 
     Raises:
@@ -465,7 +465,7 @@ def _features(extractor: Extractor, images: Tensor) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _FeatureSet:
+class FeatureSet:
     """The finite samples of one set.
 
     Attributes:
@@ -481,7 +481,7 @@ class _FeatureSet:
     nonfinite: int
 
 
-def _feature_set(shards: ShardSet, prefix: str) -> _FeatureSet:
+def feature_set(shards: ShardSet, prefix: str) -> FeatureSet:
     moments: dict[str, Moments] = {}
     pooled, logits, indices, start = [], [], [], 0
     for shard in shards.stream():
@@ -506,10 +506,10 @@ def _feature_set(shards: ShardSet, prefix: str) -> _FeatureSet:
             got=f"{len(kept)} of {start}",
             remedy="ask for more with --samples; if many are NaN or Inf, `trtconvert inspect` shows the sites' precision",
         )
-    return _FeatureSet(moments, torch.cat(pooled), torch.cat(logits) if logits else None, kept, start - len(kept))
+    return FeatureSet(moments, torch.cat(pooled), torch.cat(logits) if logits else None, kept, start - len(kept))
 
 
-def _quality(got: _FeatureSet, reference: _FeatureSet, accuracy: Callable[[_FeatureSet], float | None]) -> SetQuality:
+def quality(got: FeatureSet, reference: FeatureSet, accuracy: Callable[[FeatureSet], float | None]) -> SetQuality:
     distance = {
         kind: metrics.frechet_distance(got.moments[kind], reference.moments[kind]) for kind in reference.moments
     }
@@ -544,22 +544,22 @@ def _compare(
         (models.EMOJI, "emoji-classifier"),
     )
 
-    def accuracy_from(seed: int) -> Callable[[_FeatureSet], float | None]:
-        def accuracy(got: _FeatureSet) -> float | None:
+    def accuracy_from(seed: int) -> Callable[[FeatureSet], float | None]:
+        def accuracy(got: FeatureSet) -> float | None:
             if not asked or got.logits is None:
                 return None
             return float((got.logits.argmax(1) == (seed + got.indices) % got.logits.shape[1]).double().mean())
 
         return accuracy
 
-    target = _feature_set(sets["reference"], "")
-    int8 = _feature_set(sets["pairs"], "int8.")
+    target = feature_set(sets["reference"], "")
+    int8 = feature_set(sets["pairs"], "int8.")
     same = accuracy_from(request.seed)
     full = other = paired = None
     if "others" in sets:
-        full_set, other_set = _feature_set(sets["pairs"], "full."), _feature_set(sets["others"], "full.")
-        full = _quality(full_set, target, same)
-        other = _quality(other_set, target, accuracy_from(request.seed + request.samples))
+        full_set, other_set = feature_set(sets["pairs"], "full."), feature_set(sets["others"], "full.")
+        full = quality(full_set, target, same)
+        other = quality(other_set, target, accuracy_from(request.seed + request.samples))
         paired = _paired(sets["pairs"], request.seed, int8, full_set, other_set)
     return Evaluation(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -576,7 +576,7 @@ def _compare(
         reference_count=reference.count,
         reference_identity=reference.identity,
         backend=backend,
-        int8=_quality(int8, target, same),
+        int8=quality(int8, target, same),
         full=full,
         other=other,
         paired=paired,
@@ -584,7 +584,7 @@ def _compare(
     )
 
 
-def _paired(pairs: ShardSet, seed: int, int8: _FeatureSet, full: _FeatureSet, other: _FeatureSet) -> PairedQuality:
+def _paired(pairs: ShardSet, seed: int, int8: FeatureSet, full: FeatureSet, other: FeatureSet) -> PairedQuality:
     errors, indices, start = [], [], 0
     measured: dict[str, list[Tensor]] = {"ssim": [], "lpips": []}
     broken: dict[str, dict[str, int]] = {"site": {}, "int8-site": {}, "int8-layer": {}}
