@@ -1,11 +1,43 @@
-"""Inputs of the shipped model's engine, and memory in use."""
+"""The shipped model's engine, its inputs, and memory in use."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import torch
+from rich.console import Console
+
+from trtconvert.cache import Cache
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
+
+WEIGHTS = Path(__file__).parents[3] / "recipes" / "digits-dit.safetensors"
+
+
+def digits_bundle(folder: Path) -> Path:
+    """Build the shipped model in FP16 in a folder: a refittable engine with two profiles, of 1 and 2 and of 3 to 16 samples."""
+    recipe = folder / "recipe.yaml"
+    sides = {"height": 8, "width": 8}
+    sections = {
+        "model": {"source": "digits-dit", "weights": str(WEIGHTS), "dtype": "float16"},
+        "attention": {"modes": ["precision", "balanced"]},
+        "layers": {"modes": "off"},
+        "calibration": {"samples": 4, "batch": 2, "steps": 4, "bins": 2},
+        "engine": {
+            "backend": "tensorrt",
+            "attention": "plugin",
+            "refittable": True,
+            "profiles": [{"batch": [1, 1, 2], **sides}, {"batch": [3, 8, 16], **sides}],
+        },
+        "verify": {"samples": 2, "steps": 4, "min_psnr": 20},
+        "output": {"grid": 2},
+    }
+    recipe.write_text(json.dumps(sections))
+    build(load_recipe(recipe), folder / "bundle", Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    return folder / "bundle"
 
 
 def make_inputs(batch: int = 2, seed: int = 0, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
