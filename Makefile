@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test soak sanitize lint docs wheel check-wheel bench tensorrt clean
+.PHONY: setup demo test soak soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,11 @@ test: $(STAMP)
 soak: $(STAMP)
 	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest tests/robustness
 	$(BIN)/python -m pytest -m soak
+
+# On a machine with a GPU: a loaded engine of the shipped model, of BUNDLE=… or one that is built for it, under threads for ten minutes, or
+# SECONDS=…, and other hardships. Prints counts as JSON.
+soak-gpu: $(STAMP)
+	$(BIN)/python tests/gpu/runtime/soak.py --seconds $(or $(SECONDS),600) $(BUNDLE)
 
 # Random arguments to every C API and every plugin, ROUNDS=… of them, under AddressSanitizer and UBSan. Compiles the library's host code for
 # that into out/sanitize: 5 minutes of processor time.

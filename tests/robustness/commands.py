@@ -80,7 +80,9 @@ def left(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.rglob("*")):
         place = path.relative_to(folder)
-        if any(part in OTHERS for part in place.parts):
+        if (
+            any(part in OTHERS for part in place.parts) or path.suffix == ".lock"
+        ):  # which says nothing without its process
             continue
         content = path.read_bytes() if path.is_file() else b""
         if path.name == "evaluation.json":
