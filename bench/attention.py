@@ -1,4 +1,4 @@
-"""Attention on one GPU: our modes beside cuDNN, FlashAttention and, where importable, SageAttention and flash-attn-4.
+"""Attention on one GPU: our modes beside cuDNN, FlashAttention and, where importable, SageAttention, flash-attn-4 and fa3-fwd.
 
     python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
 
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,39 @@ def peers() -> dict[str, Attention]:
     with contextlib.suppress(ImportError, AttributeError):
         flash4 = importlib.import_module("flash_attn.cute").flash_attn_func
         found["flash-attn-4"] = lambda q, k, v: flash4(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+    with contextlib.suppress(ImportError):
+        found |= flash3(importlib.import_module("fa3_fwd_interface").flash_attn_func)
     return found
+
+
+def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
+    """FlashAttention-3 (`fa3-fwd`) in 16 bits and in FP8, with a scale for each head; its quantisation inside and outside the time."""
+    quantise = torch.compile(_to_fp8, dynamic=False)
+    before: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def run(*qkv: Tensor, **scales: Tensor) -> Tensor:
+        out = attend(*(x.transpose(1, 2) for x in qkv), **scales)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    def in_fp8(tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
+        return run(*tensors, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
+
+    def quantised_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.data_ptr() not in before:
+            before[q.data_ptr()] = quantise(q, k, v)
+        return in_fp8(*before[q.data_ptr()])
+
+    return {
+        "FlashAttention-3": run,
+        "FlashAttention-3 FP8": lambda q, k, v: in_fp8(*quantise(q, k, v)),
+        "FlashAttention-3 FP8, quantised before": quantised_before,
+    }
+
+
+def _to_fp8(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Each [B, H, N, D] in E4M3, and its scales [B, H] FP32."""
+    scales = [x.float().abs().amax((2, 3)) / torch.finfo(torch.float8_e4m3fn).max for x in tensors]
+    return [(x / s[:, :, None, None]).to(torch.float8_e4m3fn) for x, s in zip(tensors, scales, strict=True)], scales
 
 
 def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
