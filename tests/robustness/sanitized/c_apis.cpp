@@ -330,9 +330,46 @@ void call_copies(Random& random, long long rounds, Counts& counts) {
   }
 }
 
+// What random arguments have found, with the argument that is named.
+void call_found(Counts& counts) {
+  constexpr int64_t kLarge = int64_t{1} << 60;
+  auto const refused = [&](char const* named, auto change) {
+    Random same(7);
+    auto p = headed<TrtConvertAttentionParams>(TRTCONVERT_ATTENTION_VERSION);
+    p.batch = p.num_heads = p.num_kv_heads = p.num_bins = 1;
+    p.num_queries = p.num_keys = 300;
+    p.head_dim = 64;
+    p.softmax_scale = 0.125f, p.timestep_max = 1000.f;
+    p.q = same.address(), p.k = same.address(), p.v = same.address(), p.out = same.address();
+    p.q_strides = p.k_strides = p.v_strides = p.out_strides = {300 * 64, 64, 64};
+    for (auto* table : {&p.timestep, &p.q_scale, &p.k_scale, &p.v_scale, &p.k_offset, &p.v_offset})
+      *table = same.address<float const>();
+    p.modes = same.address<int32_t const>();
+    p.workspace = same.address(), p.workspace_size = size_t{1} << 40;
+    char message[512];
+    stand_in = {};
+    require(trtconvert_attention_run(&p, message, sizeof(message)) == TRTCONVERT_OK, "refused without a change: %s", message);
+    change(p);
+    require(trtconvert_attention_run(&p, message, sizeof(message)) == TRTCONVERT_INVALID_ARGUMENT, "taken with another %s", named);
+    require(std::strncmp(message, named, std::strlen(named)) == 0, "expected a message of %s, got '%s'", named, message);
+    ++counts["found before"]["refused"];
+  };
+  refused("v: expected strides", [](auto& p) { p.v_strides.token = kLarge; });
+  refused("q: expected strides", [](auto& p) { p.q_strides.batch = -kLarge; });
+  refused("mask_strides: ", [](auto& p) { p.mask_kind = TRTCONVERT_MASK_BOOL, p.mask = p.q, p.mask_strides[2] = kLarge; });
+  refused("workspace: ", [](auto& p) { p.workspace = reinterpret_cast<void*>(~uintptr_t{0xffff}), p.workspace_size = SIZE_MAX; });
+  TrtConvertCopyNode unrecorded = {};
+  unrecorded.struct_size = sizeof(unrecorded), unrecorded.count = INT32_MAX;
+  uint64_t const address = 4096;
+  TrtConvertCopyingGraph const graph = {&unrecorded, nullptr, &unrecorded, &address, 1};
+  require(trtconvert_launch_copies(&graph) != 0, "a node that was not recorded was launched");
+  ++counts["found before"]["refused"];
+}
+
 }  // namespace
 
 void call_c_apis(Random& random, long long rounds, Counts& counts) {
+  call_found(counts);
   call_attention(random, rounds, counts);
   call_both<TrtConvertLinearParams>("trtconvert_linear", trtconvert_linear_check, trtconvert_linear_run, linear, random, rounds, counts);
   call_both<TrtConvertInt8LinearParams>("trtconvert_int8_linear", trtconvert_int8_linear_check, trtconvert_int8_linear_run, int8_linear,
