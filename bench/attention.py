@@ -18,7 +18,7 @@ import importlib
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def peers() -> dict[str, Attention]:
 
 
 def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
-    """FlashAttention-3 (`fa3-fwd`) in 16 bits and in FP8, with a scale for each head; its quantisation inside and outside the time."""
+    """FlashAttention-3 (`fa3-fwd`) in 16 bits, and in FP8 with a scale for each head, quantised inside the time and before it."""
     quantise = torch.compile(_to_fp8, dynamic=False)
     before: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
@@ -141,7 +141,7 @@ def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
     return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, tables, scaling="dynamic")
 
 
-def time_calls(calls: list[Callable[[], object]]) -> list[float]:
+def time_calls(calls: Sequence[Callable[[], object]]) -> list[float]:
     """Microseconds of each."""
     for i in range(WARM_UP):
         calls[i % len(calls)]()

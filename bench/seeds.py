@@ -191,8 +191,8 @@ def roofline() -> list[str]:
         "",
         f"Ceilings measured here: FP16 {fp16:.0f} and INT8 {int8:.0f} TFLOP/s ({size}³ through cuBLAS), memory {bandwidth:.2f} "
         f"TB/s (copy). Attention of {TOKENS} tokens reads and writes Q, K, V and O once: {work / moved:.0f} FLOP/byte, where the "
-        f"report has 110; memory alone would allow {bandwidth * work / moved:.0f} TFLOP/s. So it is bound by the tensor cores and "
-        "by exponentials, not by memory: the report's reason for a gain is refuted, its gain is not.",
+        f"report has 110; memory alone would allow {bandwidth * work / moved:.0f} TFLOP/s. So tensor cores and exponentials "
+        "bound it, not memory: the report's reason for a gain is refuted, its gain is not.",
         "",
         "| | TFLOP/s | of FP16's ceiling | of INT8's |",
         "| --- | ---: | ---: | ---: |",
