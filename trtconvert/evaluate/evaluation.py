@@ -315,6 +315,13 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
             remedy="give the weights file of the recipe that built the bundle, and the code of the model as it was then",
         )
     return models.load(section, loras)
+    if weights is not None and not weights.exists():
+        raise UserError(
+            f"there are no weights at {weights}",
+            expected="the file or folder that the bundle was made from; the path is relative to the current folder",
+            got="no such file",
+            remedy="correct --weights, or leave it out",
+        )
 
 
 def _batch(request: Request, manifest: Manifest, source: DiffusionModel | None) -> int:
