@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -37,6 +39,8 @@ DEVICE_GROWTH = 32 * 2**20
 HOST_GROWTH = 64 * 2**20
 """Bytes of host memory: the driver keeps some of what it had for graphs. An engine that stays takes 3 MiB or more each time."""
 FILLINGS = 20
+HANGS_AFTER = 1800
+"""Seconds beside those of the threads, of which the rest takes some hundreds: then it tells where it is, and ends."""
 
 Sets = list[list[torch.Tensor]]
 Report = dict[str, Any]
@@ -130,7 +134,10 @@ def threads(folder: Path, seconds: float, faults: list[str]) -> Report:
 def processes(folder: Path, calls: int, faults: list[str]) -> Report:
     """Two of them on one GPU at once, which compute the same."""
     command = [sys.executable, __file__, str(folder), "--calls", str(calls), "--as-one-of-two"]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    running = [subprocess.Popen(command, **options) for _ in range(2)]
     ended = []
     for process in running:
         try:
@@ -264,6 +271,7 @@ def main() -> int:
     if given.as_one_of_two:
         print(json.dumps(one_of_two(given.bundle, given.calls)))
         return 0
+    faulthandler.dump_traceback_later(1.2 * given.seconds + HANGS_AFTER, exit=True)
     with tempfile.TemporaryDirectory() as folder:
         bundle = given.bundle or digits_bundle(Path(folder))
         found = soak(bundle, seconds=given.seconds, calls=given.calls, cycles=given.loads)
