@@ -1,14 +1,15 @@
-"""Quality of INT8 samples of the digits model: FID, KID, IS, precision and recall, beside full precision and its own noise.
+"""Quality of INT8 samples of a model that ships: FID, KID, IS, precision and recall, beside full precision and its own noise.
 
-    python bench/quality.py [--bundle FOLDER | --modes MODES | --candidates MODE …] [--samples N] [--steps N] [--work FOLDER]
+    python bench/quality.py [--model NAME] [--bundle FOLDER | --modes MODE … | --candidates MODE …] [--bins N] [--no-layers]
+                            [--samples N] [--steps N] [--work FOLDER] [--output FILE]
                             [--device cuda --int8 torch --batch N] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
 Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels inside
 the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one, with the recipe's modes,
-others, or those that `auto` finds among the candidates. `--ranks` starts so many processes under torchrun. The second form
-prints an evaluation that is there already. Prints Markdown tables with the date and the machine, and the plans that the build's
-search tried; nothing is asserted.
+others (one, or one for each timestep bin from low noise up), or those that `auto` finds among the candidates. `--ranks` starts so
+many processes under torchrun. The second form prints an evaluation that is there already. Prints Markdown tables with the date
+and the machine, and the plans that the build's search tried; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 
 ROOT = Path(__file__).parents[1]
-RECIPE, WEIGHTS = ROOT / "recipes" / "digits-dit.yaml", ROOT / "recipes" / "digits-dit.safetensors"
+RECIPES = ROOT / "recipes"
 
 
 def trtconvert(*arguments: object, ranks: int = 1) -> None:
@@ -41,19 +42,25 @@ def trtconvert(*arguments: object, ranks: int = 1) -> None:
     subprocess.run([sys.executable, *module, *map(str, arguments)], check=True, stdout=sys.stderr, cwd=ROOT)
 
 
-def built(modes: str | None, candidates: list[str] | None, folder: Path) -> Path:
+def built(options: argparse.Namespace, folder: Path) -> Path:
     """The shipped recipe's bundle, perhaps with other modes; no engine, which no figure here is made with."""
     from ruamel.yaml import YAML
 
     yaml = YAML()
-    recipe = yaml.load(RECIPE)
-    recipe["model"]["weights"] = str(WEIGHTS)
+    recipe = yaml.load(RECIPES / f"{options.model}.yaml")
+    recipe["model"]["weights"] = str(RECIPES / recipe["model"]["weights"])
     recipe["engine"]["backend"] = "onnxruntime"
-    recipe["plan"]["features_weights"] = str(RECIPE.with_name(recipe["plan"]["features_weights"]))
-    if modes:
-        recipe["attention"]["modes"] = modes
-    if candidates:
-        recipe["plan"]["candidates"] = candidates
+    if "features_weights" in recipe["plan"]:
+        recipe["plan"]["features_weights"] = str(RECIPES / recipe["plan"]["features_weights"])
+    if options.bins:
+        recipe["calibration"]["bins"] = options.bins
+    if options.no_layers:
+        del recipe["layers"]
+    if options.modes:
+        recipe["attention"]["modes"] = options.modes if len(options.modes) > 1 else options.modes[0]
+        recipe["verify"]["min_psnr"] = 0.0  # to be measured, not to be refused
+    if options.candidates:
+        recipe["plan"]["candidates"] = options.candidates
         recipe["plan"]["point"] = None  # the fastest of them
     yaml.dump(recipe, folder / "recipe.yaml")
     trtconvert("build", folder / "recipe.yaml", "-o", folder / "bundle")
@@ -62,7 +69,9 @@ def built(modes: str | None, candidates: list[str] | None, folder: Path) -> Path
 
 def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluation:
     """Evaluate a bundle."""
-    arguments = ["--weights", WEIGHTS, "-n", options.samples, "--steps", options.steps]
+    own = options.model.removesuffix("-dit")
+    arguments = ["--weights", RECIPES / f"{options.model}.safetensors", "-n", options.samples, "--steps", options.steps]
+    arguments += ["--features", f"{own}-classifier", "--reference", own]
     arguments += ["--device", options.device, "--int8", options.int8, "--batch", options.batch]
     work = ["--work", options.work.absolute()] if options.work else []
     trtconvert("evaluate", bundle.absolute(), *arguments, *work, "-o", output, ranks=options.ranks)
@@ -106,8 +115,12 @@ def show(found: Evaluation) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["digits-dit", "emoji-dit"], default="digits-dit")
     parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--modes", choices=["auto", "sigma-rule", *(mode.name.lower() for mode in Mode)])
+    parser.add_argument("--bins", type=int)
+    parser.add_argument("--no-layers", action="store_true")
+    parser.add_argument("--output", type=Path, help="keep the evaluation in this file")
+    parser.add_argument("--modes", nargs="+", choices=["auto", "sigma-rule", *(mode.name.lower() for mode in Mode)])
     parser.add_argument("--candidates", nargs="+", choices=[mode.name.lower() for mode in Mode])
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=100)
@@ -122,8 +135,8 @@ def main() -> None:
         show(read_evaluation(options.evaluation))
         return
     with tempfile.TemporaryDirectory() as folder:
-        bundle = options.bundle or built(options.modes, options.candidates, Path(folder))
-        show(measured(options, bundle, Path(folder) / "evaluation.json"))
+        bundle = options.bundle or built(options, Path(folder))
+        show(measured(options, bundle, (options.output or Path(folder) / "evaluation.json").absolute()))
         show_plans(bundle)
 
 

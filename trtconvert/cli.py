@@ -418,12 +418,12 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
 @click.option("--seed", type=click.IntRange(0), default=100_000, show_default=True, help="Seed of the first sample.")
 @click.option(
     "--features",
-    default="digits-classifier",
-    show_default=True,
-    help="digits-classifier, inception, or package.module:function.",
+    help="digits-classifier, emoji-classifier, inception, or package.module:function; a shipped model's own by default.",
 )
 @click.option("--features-weights", type=click.Path(path_type=Path), help="Weights of the feature extractor.")
-@click.option("--reference", default="digits", show_default=True, help="digits (held out), or a folder of images.")
+@click.option(
+    "--reference", help="digits or emoji (held out), or a folder of images; a shipped model's own by default."
+)
 @click.option("--lpips-weights", type=click.Path(path_type=Path), help="torchvision's AlexNet weights: adds LPIPS.")
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the torch model."

@@ -58,8 +58,7 @@ class Request:
     Attributes:
         weights: of the full-precision model; None leaves out what compares with it.
         samples, steps, solver, seed: how samples are drawn; sample i has the seed `seed + i`.
-        features, features_weights: see `load_extractor`.
-        reference: see `load_reference`.
+        features, features_weights: see `load_extractor`; reference: see `load_reference`. None: those of a model that ships.
         lpips_weights: AlexNet's weights; None leaves out LPIPS.
         device: of the full-precision model, see `on_device`.
         int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `TorchInt8`.
@@ -71,9 +70,9 @@ class Request:
     steps: int = 100
     solver: Literal["ddim", "heun", "euler"] = "ddim"
     seed: int = FIRST_SEED
-    features: str = "digits-classifier"
+    features: str | None = None
     features_weights: Path | None = None
-    reference: str = "digits"
+    reference: str | None = None
     lpips_weights: Path | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     int8: Literal["bundle", "torch"] = "bundle"
@@ -199,7 +198,8 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     """
     metrics.check_packages()
     bundle = runtime.load(folder)
-    extractor = load_extractor(request.features, request.features_weights)
+    features, images = judges(bundle.manifest.recipe.model.source, request.features, request.reference)
+    extractor = load_extractor(features, request.features_weights)
     source = full_precision(bundle, request.weights)
     source = on_device(source, request.device) if source else None
     int8, backend = _int8(bundle, source, request)
@@ -208,7 +208,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
         _batch(request, bundle.manifest, source),
         request,
     )
-    reference = load_reference(request.reference, drawing.sample_shape(int8))
+    reference = load_reference(images, drawing.sample_shape(int8))
     clipping = Clipping.of_bundle(folder, bundle.manifest, source.timestep_max) if source else None
     pairs = _Pairs(int8, source, drawing, extractor, request.lpips_weights, clipping)
 
@@ -259,6 +259,28 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
             return _compare(bundle.manifest, backend, request, extractor, reference, shards)
 
 
+_OWN = {models.DIGITS: ("digits-classifier", "digits"), models.EMOJI: ("emoji-classifier", "emoji")}
+
+
+def judges(source: str, features: str | None, reference: str | None) -> tuple[str, str]:
+    """The feature extractor and the reference set of a model, as they are given, or its own where it ships.
+
+    Raises:
+        UserError: the model has none of its own.
+    """
+    if features is not None and reference is not None:
+        return features, reference
+    if source not in _OWN:
+        raise UserError(
+            f"samples of {source} need features and images to be judged by",
+            expected="--features and --reference, which only the models that ship have of their own",
+            got=f"no --{'features' if features is None else 'reference'}",
+            remedy="give --features inception --features-weights FILE, and --reference with a folder of images",
+        )
+    own = _OWN[source]
+    return features or own[0], reference or own[1]
+
+
 def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: Request) -> tuple[Denoiser, str]:
     """What runs INT8, and in words.
 
@@ -293,6 +315,13 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
     missing = [str(lora.file) for lora in loras if not lora.file.is_file()]
     if weights is None and (section.weights is not None or missing):
         return None
+    if weights is not None and not weights.exists():
+        raise UserError(
+            f"there are no weights at {weights}",
+            expected="the file or folder that the bundle was made from; the path is relative to the current folder",
+            got="no such file",
+            remedy="correct --weights, or leave it out",
+        )
     if missing:
         raise UserError(
             "a LoRA of the model that the bundle was made from is not here",
@@ -315,13 +344,6 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
             remedy="give the weights file of the recipe that built the bundle, and the code of the model as it was then",
         )
     return models.load(section, loras)
-    if weights is not None and not weights.exists():
-        raise UserError(
-            f"there are no weights at {weights}",
-            expected="the file or folder that the bundle was made from; the path is relative to the current folder",
-            got="no such file",
-            remedy="correct --weights, or leave it out",
-        )
 
 
 def _batch(request: Request, manifest: Manifest, source: DiffusionModel | None) -> int:
@@ -546,10 +568,7 @@ def _compare(
     sets: dict[str, ShardSet],
 ) -> Evaluation:
     # The shipped models draw their classes by turns with the seeds.
-    asked = (manifest.recipe.model.source, extractor.name) in (
-        (models.DIGITS, "digits-classifier"),
-        (models.EMOJI, "emoji-classifier"),
-    )
+    asked = _OWN.get(manifest.recipe.model.source, ("", ""))[0] == extractor.name
 
     def accuracy_from(seed: int) -> Callable[[FeatureSet], float | None]:
         def accuracy(got: FeatureSet) -> float | None:

@@ -195,6 +195,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
         Goes on where it was when it was killed.
         """
+        from trtconvert.evaluate.evaluation import judges
         from trtconvert.evaluate.features import load_extractor
         from trtconvert.evaluate.reference_set import load_reference
         from trtconvert.files import require_writable, whole_file
@@ -202,19 +203,11 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
         require_writable(output, "give another file with -o")
         variants = studies.parse_variants(methods, bits)
-        own = model.removesuffix("-dit")
-        shipped = model in ("emoji-dit", "digits-dit")
-        if (features is None or reference is None) and not shipped:
-            raise UserError(
-                "a model of your own needs features and a reference set",
-                expected="--features and --reference",
-                got=f"no --{'features' if features is None else 'reference'}",
-                remedy="give --features inception --features-weights FILE, and --reference with a folder of images",
-            )
-        extractor = load_extractor(features or f"{own}-classifier", features_weights)
+        features, reference = judges(model, features, reference)
+        extractor = load_extractor(features, features_weights)
         study = _study(model, **options)
         shape = study.model.sample(study.model.denoiser, [seed], steps=1, solver="ddim").shape[1:]
-        images = load_reference(reference or own, shape)
+        images = load_reference(reference, shape)
         rows = studies.evaluate(study, variants, samples, seed, extractor, images, out.reporter())
         table = studies.markdown(rows)
         with whole_file(output, "give another file with -o") as partial:
