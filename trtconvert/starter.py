@@ -301,7 +301,9 @@ def named_recipe(name: Path) -> Path:
     raise UserError(
         f"there is no recipe {name}",
         expected="a YAML file, an ONNX file, or a model that comes with the program: " + ", ".join(models),
-        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with it" if known else "No such file or directory",
+        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with it"
+        if known
+        else "No such file or directory",
         remedy=f"`trtconvert init {name} -o recipe.yaml` writes a recipe for its weights"
         if known
         else did_you_mean(str(name), models, "check the path"),
