@@ -1,5 +1,6 @@
 """trtconvert: diffusion models to TensorRT engines with INT8 attention and layers that follow the denoising timestep."""
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,9 @@ if sys.platform != "linux":
         "trtconvert runs on Linux only\n  expected: linux\n"
         f"  got: {sys.platform}\n  remedy: use it in WSL 2, in a container, or on another machine; see docs/installation.md"
     )
+
+# ONNX Runtime writes a device id and events into the user's cache when it is imported, unless the user's environment says no.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from trtconvert.optimization import optimize
