@@ -33,6 +33,9 @@ TRANSPOSED = ".T"
 NAMESAKE = ":weight"
 """What follows that name where an input or an output of the model has it already: one graph has one value of a name."""
 
+NEXT = ".next"
+"""What the name of a cache ends with as an output, see `ComponentRecord.caches`."""
+
 LINE = re.compile(r"(\d+)\*([A-Za-z_]\w*)([+-]\d+)?")
 """A dimension of an output that is a line through a symbolic one: "8*height", "4*frames-3"."""
 
@@ -304,6 +307,8 @@ class ComponentRecord(_Record):
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
         layers: of the model, in the order of their calls; empty where the recipe has them off, and in bundles of before.
         diffusers: how pipelines call it, where it comes from one.
+        caches: what layers that quantise changes (MoDiff) keep from step to step: further inputs of the ONNX model and of the
+            engines, and, with `NEXT` behind their names, further outputs of the same shapes. The runtime holds them.
     """
 
     onnx: _Inside
@@ -319,6 +324,12 @@ class ComponentRecord(_Record):
     layers: list[LayerRecord] = Field(default_factory=list)
     engines: list[EngineRecord]
     diffusers: DiffusersRecord | None = None
+    caches: list[TensorRecord] = Field(default_factory=list)
+
+    @property
+    def all_inputs(self) -> list[TensorRecord]:
+        """Of the ONNX model and of engines."""
+        return [*self.inputs, *self.caches]
 
     @property
     def has_int8_layers(self) -> bool:

@@ -174,6 +174,11 @@ class DiffusionModel:
         if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, _WholeTimesteps):
             object.__setattr__(self, "sample", _WholeTimesteps(self.sample, place, self.timestep_input))
 
+    @property
+    def timesteps_fall(self) -> bool:
+        """Whether timesteps fall while a sample is denoised; else they rise."""
+        return bool(self.sigmas[0] <= self.sigmas[-1])
+
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).
 

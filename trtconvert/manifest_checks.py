@@ -16,6 +16,9 @@ INDEX = "model_index.json"
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
 """Types of inputs and outputs, as numpy and torch call them."""
 
+CACHE_DTYPES = ("float16", "float32")
+"""Those of caches: BF16 has too few bits for sums over many steps."""
+
 
 def contradiction(manifest: Manifest) -> str:
     """What in a manifest does not fit the rest of it, the first such thing; empty if nothing."""
@@ -65,6 +68,7 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
     given = {_symbol(dim) for tensor in component.outputs for dim in tensor.shape if isinstance(dim, str)}
     if unknown := sorted(given - sized):
         yield f"outputs: the dimension {unknown[0]}, which no input has"
+    yield from _of_caches(component)
     names = {tensor.name for tensor in component.inputs}
     if component.timestep_input and component.timestep_input not in names:
         yield f"timestep_input: {component.timestep_input}, which is no input"
@@ -77,6 +81,20 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
         for index, profile in enumerate(engine.profiles):
             if unknown := sorted(profile.keys() - component.dims.keys()):
                 yield f"engines.{number}.profiles.{index}: the dimension {unknown[0]}, which dims has not"
+
+
+def _of_caches(component: ComponentRecord) -> Iterator[str]:
+    if not component.caches:
+        return
+    if not component.is_denoiser:
+        yield "caches: some, without a timestep"
+    yield from _twins("caches", (tensor.name for tensor in component.all_inputs))
+    batch = component.inputs[0].shape[:1] if component.inputs else []
+    for cache in component.caches:
+        if cache.dtype not in CACHE_DTYPES:
+            yield f"caches: the type {cache.dtype!r} of {cache.name}"
+        if cache.shape[:1] != batch or not all(isinstance(size, int) for size in cache.shape[1:]):
+            yield f"caches: the shape {cache.shape} of {cache.name}, whose first dimension alone is that of the samples"
 
 
 def _symbol(dim: str) -> str:

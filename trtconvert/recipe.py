@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    StrictBool,
     ValidationError,
     field_validator,
     model_validator,
@@ -209,10 +210,32 @@ class LayersSection(_Section):
         default="least-error",
         description="Scales of activations: those of least squared error, or the calibration's percentile of the calls' maxima.",
     )
+    modiff: StrictBool | Annotated[list[str], Field(min_length=1)] = Field(
+        default=False,
+        description="MoDiff: layers with static scales in all timestep bins quantise how their inputs change from step to step, "
+        "and add the products to caches, which the runtime holds. true for all of them, or patterns of layer names. Needs "
+        "calibration.data that is denoised step by step (denoise, prompts), and one height and width in engine.shapes.",
+    )
 
     @property
     def off(self) -> bool:
         return self.modes == "off"
+
+    @model_validator(mode="after")
+    def _modulated_are_static(self) -> LayersSection:
+        if self.modiff is not False:
+            modes = [self.modes] if isinstance(self.modes, str) else self.modes
+            if not {"auto", "static"} & set(modes):
+                raise ValueError(
+                    "modiff is for static layers: set layers.modes to static or auto, or layers.modiff to false"
+                )
+            if isinstance(self.modes, list) and set(self.modes) != {"static"}:
+                raise ValueError(
+                    "modiff is for layers that are static in all timestep bins: set layers.modes to static"
+                )
+            if self.offsets:
+                raise ValueError("changes have no offsets: set layers.offsets or layers.modiff to false")
+        return self
 
 
 class CalibrationSection(_Section):
@@ -501,6 +524,27 @@ class Recipe(_Section):
                     "modes",
                     "one entry of {section}.modes per timestep bin: calibration.bins is {bins}, the modes are {count}",
                     {"section": name, "bins": bins, "count": len(modes), "place": (name, "modes"), "got": modes},
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_can_be_seen(self) -> Recipe:
+        """What changes from step to step needs steps in order, and layers that the engine computes in INT8."""
+        if self.layers.modiff is False:
+            return self
+        calibration, engine = self.calibration, self.engine
+        problems = (
+            (calibration.from_ is None and calibration.steps < 2, ("calibration", "steps"), calibration.steps,
+             "2 steps or more: layers.modiff is calibrated on changes from step to step"),
+            (engine.refittable, ("engine", "refittable"), True,
+             "false with layers.modiff: layers of refittable engines compute in 16 bits"),
+            (engine.layers == "exact", ("engine", "layers"), engine.layers,
+             "auto or native with layers.modiff: 16-bit layers have no caches"),
+        )  # fmt: skip
+        for wrong, place, got, expected in problems:
+            if wrong:
+                raise PydanticCustomError(
+                    "modiff", "{expected}", {"expected": expected, "place": place, "got": str(got)}
                 )
         return self
 

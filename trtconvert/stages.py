@@ -164,13 +164,17 @@ def calibrate_stage(
     reads = calibration_reads(recipe, weights)
 
     def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
+        from trtconvert.calib.calibrate import calibrate, modulated_sources, parts_to_convert, taken
         from trtconvert.calib.dtype_checks import fitting
 
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
         _refuse_unfit_steps(recipe, source)
-        _profiles(recipe, source)
+        profiles = _profiles(recipe, source)
+        if recipe.layers.modiff:
+            from trtconvert.export.changes import require_fixed_sizes
+
+            require_fixed_sizes(source, covering(profiles))
         if recipe.attention.modes == "auto":
             from trtconvert.calib.plan import kernel_cost
 
@@ -178,7 +182,10 @@ def calibrate_stage(
         with fitting(source, recipe.model.dtype):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.calibration.from_ is not None:
-            made = taken(recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers)
+            made = taken(
+                recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
+                modulated_sources(parts.layers, recipe.layers),
+            )  # fmt: skip
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
             work = observations_folder(cache, reads | {"device": "cpu"})
@@ -286,12 +293,14 @@ def export_stage(
         "plan": plan.key,
         "dtype": recipe.model.dtype,
         "shapes": _ranges(recipe),
+        "modiff": recipe.layers.modiff,
     }
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
 
         from trtconvert.export import storage
+        from trtconvert.export.changes import caches_of
         from trtconvert.export.trace import SiteOptions, trace
 
         source = model()
@@ -299,7 +308,7 @@ def export_stage(
         dims = covering(profiles)
         options = SiteOptions(source.timestep_max, _scalings(plan), recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
-        layers = _converted_layers(source, calibration, plan)
+        layers = _converted_layers(source, recipe, calibration, plan)
         exported = trace(source, _tables(calibration, plan), options, layers=layers, dims=dims, dtype=dtype)
         storage.save(exported, folder / ONNX)
         _check_onnx(folder / ONNX, recipe.model.dtype)
@@ -321,6 +330,10 @@ def export_stage(
             layers=_layer_records(calibration, plan),
             engines=[],
             diffusers=source.diffusers,
+            caches=[
+                TensorRecord(name=cache.name, dtype=cache.dtype, shape=list(cache.shape))
+                for cache in caches_of(source, layers, dims, dtype)
+            ],
         )
         (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
 
@@ -416,8 +429,10 @@ def verify_stage(
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
         smooth_k = recipe.attention.smooth_k
         sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _scalings(plan), smooth_k)
-        tables = {name: layer.tables for name, layer in _converted_layers(source, calibration, plan).items()}
-        layers = Int8Layers(tables, source.timestep_max)
+        converted = _converted_layers(source, recipe, calibration, plan)
+        tables = {name: layer.tables for name, layer in converted.items()}
+        of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
+        layers = Int8Layers(tables, source.timestep_max, of_changes, source.timesteps_fall)
         batches = len(batches_of(section.samples, verify.BATCH))
         bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
 
@@ -428,19 +443,33 @@ def verify_stage(
         wide = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
         with torch.no_grad():
             # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
-            exact = reference.float()(**wide) if dtype == torch.bfloat16 else reference(**typed)
-            error = verify.relative_error(denoiser(**typed), exact)
+            steps, wide_steps = [typed], [wide]
+            if component.caches:  # of changes there are some from the second step on
+                steps, wide_steps = ([one, verify.next_step(source, one)] for one in (typed, wide))
+            layers.reset_cache()
+            exact = (
+                verify.in_steps(reference.float(), wide_steps)
+                if dtype == torch.bfloat16
+                else verify.in_steps(reference, steps)
+            )
+            error = verify.relative_error(verify.in_steps(denoiser, steps), exact)
             modes = _plan(plan)
             if dtype == torch.float16 and error > verify.error_limit(
                 section, modes["sites"].values(), modes["layers"].values()
             ):
                 # What two ways round to FP16 may fall on different sides of INT8's edges: what both compute in FP32 does not.
                 with in_float32(exported.folder / ONNX) as path:
-                    found = OnnxRuntimeComponent(path, verify.widened(component))(**wide)
-                error = verify.relative_error(found, reference.float()(**wide))
+                    found = verify.in_steps(OnnxRuntimeComponent(path, verify.widened(component)), wide_steps)
+                layers.reset_cache()
+                error = verify.relative_error(found, verify.in_steps(reference.float(), wide_steps))
         bar.step()
+        compared = typed
+        if component.caches:
+            denoiser.reset_cache()
+            denoiser(**typed)
+            compared = steps[-1] | denoiser.caches
         difference, limit = verify.lowering_difference(
-            exported.folder / ONNX, exported.folder / NATIVE, recipe.model.dtype, typed, section.min_site_sqnr
+            exported.folder / ONNX, exported.folder / NATIVE, recipe.model.dtype, compared, section.min_site_sqnr
         )
         bar.step()
         of_sites, of_layers = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, bar.step)
@@ -484,7 +513,7 @@ def _save_native(onnx_file: Path, path: Path, dtype: str) -> None:
     import onnx_ir as ir
 
     from trtconvert.export import storage
-    from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products
+    from trtconvert.export.lowering import expand_layers, lower_changes, lower_to_native, quantise_products
     from trtconvert.export.nodes.attention import attention_nodes
 
     native = ir.load(onnx_file)
@@ -492,6 +521,7 @@ def _save_native(onnx_file: Path, path: Path, dtype: str) -> None:
         lower_to_native(native)
     expand_layers(native)
     quantise_products(native)
+    lower_changes(native)
     storage.save(native, path)
     _check_onnx(path, dtype)
 
@@ -561,20 +591,45 @@ def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
     return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
 
 
-def _converted_layers(model: DiffusionModel, calibration: Stage, plan: Stage) -> dict[str, ConvertedLayer]:
-    """The layers that the plan converts, with their tables."""
+def _converted_layers(
+    model: DiffusionModel, recipe: Recipe, calibration: Stage, plan: Stage
+) -> dict[str, ConvertedLayer]:
+    """The layers that the plan converts, with their tables.
+
+    Raises:
+        UserError: none of them quantises changes, where the recipe asks for it.
+    """
     import torch
 
     from trtconvert.calib.calibration import Calibration
-    from trtconvert.calib.layer_scales import layer_tables
+    from trtconvert.calib.layer_scales import is_modulated, layer_tables
+    from trtconvert.linear.changes import can_be_modulated
     from trtconvert.linear.sites import ConvertedLayer, with_sources_among
 
     rows = {name: row for name, row in _plan(plan)["layers"].items() if any(row)}
     modes = {name: torch.tensor(row, dtype=torch.int32) for name, row in rows.items()}
     layers = [layer for layer in _layers(calibration) if layer.name in modes]
     scales = Calibration.load(calibration.folder / CALIBRATION).layers
+    of_sources = {layer.name: scales[layer.source] for layer in layers}
     tables = layer_tables(model.denoiser, layers, scales, modes)
-    return {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in with_sources_among(layers)}
+    modulated = {
+        layer.name
+        for layer in layers
+        if is_modulated(layer, recipe.layers) and can_be_modulated(tables[layer.name].modes.tolist())
+    }
+    if recipe.layers.modiff and not modulated:
+        raise UserError(
+            "no layer quantises changes, as layers.modiff asks",
+            expected="a plan with layers that are static in all timestep bins",
+            got=f"{len(layers)} INT8 layers, none of them so",
+            remedy="set layers.modes to static, raise the budget of the plan section, or set layers.modiff to false",
+        )
+    return {
+        layer.name: ConvertedLayer(
+            layer, tables[layer.name], of_sources[layer.name].change_scale if layer.name in modulated else None
+        )
+        for layer in with_sources_among(layers)
+    }
 
 
 def _layer_records(calibration: Stage, plan: Stage) -> list[LayerRecord]:

@@ -6,7 +6,7 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,13 +23,13 @@ from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
-from trtconvert.calib.identity import data_identity, data_name
-from trtconvert.calib.layer_observer import LayerObserver
-from trtconvert.calib.layer_scales import LayerScales, choose_scales
+from trtconvert.calib.identity import Kind, data_identity, data_kind, data_name
+from trtconvert.calib.layer_observer import LayerObserver, changes_of
+from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
+from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
 from trtconvert.interception import Hooks
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
@@ -69,13 +69,19 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
-    return Parts(
-        chosen,
-        left,
-        *select_layers(
-            finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds, few_rows=layers.few_rows
-        ),
+    converted, others = select_layers(
+        finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds, few_rows=layers.few_rows
     )
+    for pattern in ["*"] if layers.modiff is True else layers.modiff or []:
+        if not modulated_sources(converted, layers.model_copy(update={"modiff": [pattern]})):
+            able = [layer.name for layer in converted if not layer.weight_only]
+            raise UserError(
+                f"the pattern '{pattern}' of layers.modiff matches no layer with INT8 activations",
+                expected="a pattern of one of: " + (several(able, 8) or "none: the recipe converts no such layer"),
+                got=f"'{pattern}'",
+                remedy="correct layers.modiff in the recipe, or set it to false",
+            )
+    return Parts(chosen, left, converted, others)
 
 
 def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
@@ -144,6 +150,9 @@ def calibrate(
         UserError: the data does not fit, or there is none; NaN or Inf at a site.
         RankLost: another process has ended.
     """
+    modulated = modulated_sources(layers, of_layers or LayersSection())
+    if modulated:
+        refuse_without_order(section)
     shards, bad = Shards(work), BadSamples(skip_bad)
     data = open_data(model, section, bad)
     with_elements = section.statistic != "batch-max"
@@ -151,7 +160,13 @@ def calibrate(
         bar.total(data.count * (2 if with_elements else 1))
 
     observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
-    layer_observer = LayerObserver({layer.source for layer in layers}, model.timestep_max, section.bins)
+    layer_observer = LayerObserver(
+        {layer.source for layer in layers},
+        model.timestep_max,
+        section.bins,
+        changes=modulated,
+        falls=model.timesteps_fall,
+    )
     observed = intercepted(model, observer, layer_observer if layers else None)
     # What an earlier run left out is met again, and refused, by one that leaves nothing out.
     finished = shards.batches() if skip_bad else shards.whole_batches()
@@ -200,7 +215,7 @@ def _layer_scales(
     readers: dict[str, list[Layer]] = {}
     for layer in layers:
         readers.setdefault(layer.source, []).append(layer)
-    tensors = model_tensors(model.denoiser)
+    tensors, modulated = model_tensors(model.denoiser), modulated_sources(layers, section)
     users: dict[TensorRef, set[str]] = {}
     for layer in layers:
         users.setdefault(layer.weight, set()).add(layer.source)
@@ -214,9 +229,34 @@ def _layer_scales(
             percentile=calibration.percentile,
             offsets=section.offsets,
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_source),
+            changes=shards.layer(changes_of(source)) if source in modulated else None,
         )
         for source, of_source in readers.items()
     }
+
+
+def modulated_sources(layers: Iterable[Layer], section: LayersSection) -> set[str]:
+    """The sources of the layers whose changes from step to step a recipe asks for, see `is_modulated`."""
+    return {layer.source for layer in layers if is_modulated(layer, section)}
+
+
+def refuse_without_order(section: CalibrationSection) -> None:
+    """
+    Raises:
+        UserError: the data has no steps that follow each other, so that changes from step to step cannot be seen.
+    """
+    kind = data_kind(section.data)
+    problem = "" if kind in (Kind.DENOISE, Kind.PROMPTS) else f"calibration.data: {kind}"
+    if not problem and section.steps < 2:
+        problem = f"calibration.steps: {section.steps}"
+    if problem:
+        raise UserError(
+            "layers.modiff cannot be calibrated on this data",
+            expected="samples that are denoised step by step: calibration.data denoise or prompts (.txt), in 2 steps or more",
+            got=problem,
+            remedy="set calibration.data to denoise, and calibration.steps to the steps that the sampler will take; or "
+            "layers.modiff to false",
+        )
 
 
 def _coverage(
@@ -272,9 +312,18 @@ def _provenance(model: DiffusionModel, section: CalibrationSection, weights: str
 
 
 def taken(
-    path: Path, model: DiffusionModel, weights: str, bins: int, sites: Sequence[Site], layers: Sequence[Layer] = ()
+    path: Path,
+    model: DiffusionModel,
+    weights: str,
+    bins: int,
+    sites: Sequence[Site],
+    layers: Sequence[Layer] = (),
+    modulated: Collection[str] = (),
 ) -> Calibration:
     """A calibration from a file, for the given sites and layers.
+
+    Args:
+        modulated: sources of layers whose changes from step to step are quantised.
 
     Raises:
         UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site or
@@ -318,6 +367,14 @@ def taken(
         )
     for source, count in channels.items():
         refuse_flaw(path, source, loaded.layers[source].flaw(count, bins), of_layer=True)
+    lacking = [source for source in sorted(modulated) if loaded.layers[source].change_scale is None]
+    if lacking:
+        raise UserError(
+            f"{path} lacks the scales of changes from step to step",
+            expected="those of " + several(lacking, 3) + ", which layers.modiff needs",
+            got="scales of whole activations alone",
+            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
+        )
     return Calibration(
         {name: loaded.tables[name] for name in names},
         made,

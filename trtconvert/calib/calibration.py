@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -38,7 +38,8 @@ INPUT_AMAX = "input_amax"
 """Name of what `InputRanges` gives of each input."""
 
 OF_LAYERS = tuple(f.name for f in fields(LayerScales))
-"""Names of what `choose_scales` gives."""
+"""Names of what `choose_scales` gives; those with a default are not there always."""
+_NEEDED = {f.name for f in fields(LayerScales) if f.default is MISSING}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Calibration:
     def save(self, path: Path) -> None:
         """One safetensors file with the provenance as JSON in its metadata."""
         of_inputs = {name: {INPUT_AMAX: amax} for name, amax in self.inputs.items()}
-        of_layers = {name: vars(scales) for name, scales in self.layers.items()}
+        of_layers = {name: scales.tensors() for name, scales in self.layers.items()}
         tensors = {
             f"{site}/{name}": t.contiguous()
             for group in (self.tables, self.outliers, self.magnitudes, of_layers, of_inputs)
@@ -104,10 +105,8 @@ class Calibration:
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
             groups.get(name, tables).setdefault(site, {})[name] = tensor
-        if lacking := [
-            f"{name}: {', '.join(found)}" for name, found in layers.items() if found.keys() != set(OF_LAYERS)
-        ]:
-            raise not_a_calibration(path, ValueError(f"{lacking[0]}, where {', '.join(OF_LAYERS)} are needed"))
+        if lacking := [f"{name}: {', '.join(found)}" for name, found in layers.items() if not found.keys() >= _NEEDED]:
+            raise not_a_calibration(path, ValueError(f"{lacking[0]}, where {', '.join(sorted(_NEEDED))} are needed"))
         scales = {name: LayerScales(**found) for name, found in layers.items()}
         bins = provenance.bins
         for site in (*tables, *(shares.keys() - tables.keys()), *(counts.keys() - tables.keys())):

@@ -55,6 +55,11 @@ class LayerRows:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def changes_of(layer: str) -> str:
+    """What the changes of a layer's input are called among the layers that were observed."""
+    return f"changes of {layer}"
+
+
 @dataclass(frozen=True)
 class _Seen:
     """Of one call, per sample, still on the device: [B, K] each, and [B, S, K]."""
@@ -73,24 +78,49 @@ class LayerObserver:
         layers: to observe: one of those that read the same tensor.
         timestep_max, bins: see `timestep_bin`.
         rows: S, whole rows that are kept of each call and timestep bin.
+        changes: layers among them of which the changes from one denoising step to the next are recorded too, under `changes_of`
+            the name.
+        falls: timesteps fall while a sample is denoised. A call of other samples, or that does not go on, begins anew.
     """
 
-    def __init__(self, layers: Collection[str], timestep_max: float, bins: int, rows: int = ROWS) -> None:
+    def __init__(
+        self,
+        layers: Collection[str],
+        timestep_max: float,
+        bins: int,
+        rows: int = ROWS,
+        *,
+        changes: Collection[str] = (),
+        falls: bool = True,
+    ) -> None:
         self._layers, self._timestep_max, self._bins, self._rows = frozenset(layers), timestep_max, bins, rows
+        self._changes, self._direction = frozenset(changes), 1 if falls else -1
         self._calls: dict[str, list[tuple[int, _Seen]]] = {}
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # timesteps, and what was read at them
         self._count = 0
 
     def __call__(self, call: LayerCall) -> Tensor:
         if call.name in self._layers:
             x = call.x.movedim(1, -1) if call.kind == "conv" else call.x
             x = x.reshape(len(call.timestep), -1, x.shape[-1])  # [B, rows, K]
-            calls = self._calls.setdefault(call.name, [])
-            count = x.shape[1]
-            places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + len(calls) * _STRIDE) % count
-            sample = x.index_select(1, places).float()
-            calls.append((self._count, _Seen(call.timestep, count, x.amin(1).float(), x.amax(1).float(), sample)))
-            self._count += 1
+            self._add(call.name, call.timestep, x)
+            if call.name in self._changes:
+                timestep, before = self._before.get(call.name, (call.timestep, None))
+                if before is not None and before.shape == x.shape:
+                    moved = (timestep - call.timestep) * self._direction
+                    if bool((moved > 0).all()):
+                        self._add(changes_of(call.name), call.timestep, x - before)
+                self._before[call.name] = call.timestep.clone(), x.clone()
         return call.exact()
+
+    def _add(self, name: str, timestep: Tensor, x: Tensor) -> None:
+        """Note what is read, [B, rows, K]."""
+        calls = self._calls.setdefault(name, [])
+        count = x.shape[1]
+        places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + len(calls) * _STRIDE) % count
+        sample = x.index_select(1, places).float()
+        calls.append((self._count, _Seen(timestep, count, x.amin(1).float(), x.amax(1).float(), sample)))
+        self._count += 1
 
     def finish(self) -> dict[str, LayerRows]:
         """The entries of all calls since the last `finish`; of layers that were called.
@@ -99,6 +129,7 @@ class LayerObserver:
             UserError: NaN or Inf at the input of a layer; the message names the first.
         """
         calls, self._calls, self._count = self._calls, {}, 0
+        self._before.clear()
         found: dict[str, LayerRows] = {}
         damaged: list[tuple[int, UserError]] = []
         for layer, seen in calls.items():

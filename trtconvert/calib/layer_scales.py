@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from trtconvert.calib.layer_observer import LayerRows
 from trtconvert.linear.reference import LEVELS, LayerTables, is_quantised, quantise_weight, short_scale
 from trtconvert.linear.sites import Layer, model_tensors
+from trtconvert.recipe import LayersSection
 
 EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)
 """Of SmoothQuant that are tried: x̂ = x · max|W|^(1−α) / max|x|^α; its authors take 0.5."""
@@ -40,17 +42,23 @@ class LayerScales:
 
     Attributes:
         x_factor, x_offset, x_scale: as in `LayerTables`.
+        change_scale: [T] of the changes of x̂ from step to step, as x_scale; None where they were not observed.
     """
 
     x_factor: Tensor
     x_offset: Tensor
     x_scale: Tensor
+    change_scale: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None}
 
     def flaw(self, channels: int, bins: int) -> str:
         """What keeps them from being used for an input of so many channels; empty if nothing."""
-        shapes = {"x_factor": (channels,), "x_offset": (channels,), "x_scale": (bins,)}
-        for name, shape in shapes.items():
-            tensor = getattr(self, name)
+        shapes = {"x_factor": (channels,), "x_offset": (channels,), "x_scale": (bins,), "change_scale": (bins,)}
+        for name, tensor in self.tensors().items():
+            shape = shapes[name]
             if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
                 return f"{name} of {list(tensor.shape)} {tensor.dtype}, where FP32 {list(shape)} is needed"
             if not tensor.isfinite().all() or (name != "x_offset" and (tensor <= 0).any()):
@@ -95,6 +103,12 @@ def layer_tables(
     return found
 
 
+def is_modulated(layer: Layer, section: LayersSection) -> bool:
+    """Whether a recipe asks for the changes of a layer's input from step to step (MoDiff)."""
+    patterns = ["*"] if section.modiff is True else section.modiff or []
+    return not layer.weight_only and any(fnmatchcase(layer.name, pattern) for pattern in patterns)
+
+
 def choose_scales(
     layers: Sequence[Layer],
     rows: LayerRows,
@@ -105,6 +119,7 @@ def choose_scales(
     percentile: float,
     equalise: bool,
     offsets: bool,
+    changes: LayerRows | None = None,
 ) -> LayerScales:
     """Scales for the layers that read one tensor.
 
@@ -116,6 +131,7 @@ def choose_scales(
         statistic: "least-error": the scale of least squared error; "maxima": the percentile of the calls' maxima.
         percentile: of "maxima".
         equalise: whether factors may be used; offsets: whether offsets may. Neither is where activations stay in 16 bits.
+        changes: of what they read, from step to step.
     """
     in_16bit = all(layer.weight_only for layer in layers)
     equalise, offsets = equalise and not in_16bit, offsets and not in_16bit
@@ -148,7 +164,14 @@ def choose_scales(
     scale = torch.stack(
         [_scale_of(seen.of_bin(index), chosen, statistic, percentile / 100) for index in seen.nearest(bins)]
     )
-    return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu())
+    of_changes = None
+    if changes is not None:
+        steps, not_moved = _Points(changes), replace(chosen, offset=torch.zeros_like(chosen.offset))
+        found = [
+            _scale_of(steps.of_bin(index), not_moved, statistic, percentile / 100) for index in steps.nearest(bins)
+        ]
+        of_changes = short_scale(torch.stack(found)).cpu()
+    return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu(), of_changes)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:

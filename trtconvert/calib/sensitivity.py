@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from trtconvert.attention.modes import Mode, Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.linear import changes
 from trtconvert.linear import reference as linear
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
@@ -71,25 +72,62 @@ class Int8Sites:
 
 
 @dataclass(frozen=True)
+class _Caches:
+    """Of a layer, see `trtconvert.linear.changes`; o_hat is None where all samples begin."""
+
+    last: Tensor
+    a_hat: Tensor
+    o_hat: Tensor | None
+
+
+@dataclass(frozen=True)
 class Int8Layers:
     """How converted layers compute, for running them in torch.
 
     Attributes:
         tables: per converted layer.
         timestep_max: as the op's attribute.
+        change_scales: [T] of those that quantise changes. Their caches are kept from call to call, of one trajectory.
+        falls: see `trtconvert.linear.changes.steps_of`.
     """
 
     tables: Mapping[str, LayerTables]
     timestep_max: float
+    change_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    falls: bool = True
+    _caches: dict[str, _Caches] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def reset_cache(self) -> None:
+        """All samples begin anew in the next call."""
+        self._caches.clear()
 
     def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
-        """The call's output as its op defines it, with the layer's own tables or others."""
+        """The call's output as its op defines it, with the layer's own tables or others, which quantise no changes."""
+        if tables is None and call.name in self.change_scales:
+            return self._output_of_change(call)
         tables = tables or self.tables[call.name]
         if call.kind == "linear":
             return linear.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
         return linear.conv(
             call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
         )
+
+    def _output_of_change(self, call: LayerCall) -> Tensor:
+        tables, x = self.tables[call.name], call.x
+        before, dtype = self._caches.get(call.name), changes.cache_dtype(x.dtype)
+        if before is None or before.a_hat.shape != x.shape or before.a_hat.dtype != dtype:
+            forgotten = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)
+            before = _Caches(forgotten, torch.zeros_like(x, dtype=dtype), None)
+        begins, last = changes.steps_of(call.timestep, before.last, self.falls)
+        first, later = (table.to(x.device)[:, None] for table in (tables.x_scale, self.change_scales[call.name]))
+        scale = changes.scales_of(begins, call.timestep, first, later, self.timestep_max)
+        factor = tables.x_factor.to(x.device).view(-1, *[1] * (x.dim() - 1 - call.channel_axis))
+        q, a_hat = changes.quantise_change(x, factor, before.a_hat, begins, scale)
+        o_hat = changes.add_product(
+            q, scale, begins, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
+        )
+        self._caches[call.name] = _Caches(last, a_hat, o_hat)
+        return o_hat.to(x.dtype)
 
     def handler(self) -> LayerHandler:
         """Runs INT8 layers where they are converted and the model's own elsewhere."""

@@ -18,7 +18,7 @@ from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord,
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
 from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.engine.timing_cache import timing_cache_path
-from trtconvert.errors import BackendUnavailable, TrtconvertError, first_line
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line
 from trtconvert.library import (
     REINSTALL,
     compiled_architectures,
@@ -246,7 +246,7 @@ def build_engine(
         BackendUnavailable: see `load`; or the plugin library has no kernels for this GPU, and the plugin was asked for.
         TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
         UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
-            folder is full.
+            folder is full; or 16-bit layers are asked for, and layers quantise changes.
     """
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine, with_fastest_layers
     from trtconvert.engine.engine_timer import denoiser_microseconds
@@ -256,6 +256,14 @@ def build_engine(
     from trtconvert.export.nodes.common import has_own_nodes
 
     trt = load()
+    if component.caches and (options.refittable or options.layers == "exact"):
+        asked = "engine.refittable: true" if options.refittable else "engine.layers: exact"
+        raise UserError(
+            "layers that quantise changes have no engine of 16-bit layers",
+            expected="engine.refittable: false, and engine.layers: auto or native",
+            got=asked,
+            remedy="leave that out; or build the bundle with layers.modiff: false",
+        )
     profiles = component.profiles or [component.dims]
     model = storage.load(onnx)
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
@@ -265,7 +273,7 @@ def build_engine(
     def build(native: Collection[str], options: EngineSection = options, layers: LayerKind = kinds[0]) -> bytes:
         options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
-        return build_lowered(trt, here, onnx, component.inputs, profiles, options, watch)
+        return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watch)
 
     if options.refittable and component.has_int8_layers:
         watch.notice(
@@ -281,7 +289,7 @@ def build_engine(
         with_group_norms = False
     attention = _attention_here(options, watch) if nodes else "native"
     if attention == "auto":
-        time_engine = partial(denoiser_microseconds, trt, component.inputs, component.timestep_input, profiles)
+        time_engine = partial(denoiser_microseconds, trt, component.all_inputs, component.timestep_input, profiles)
         plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}))
         choice = choose_alone(trt, model, profiles, options, watch)
         engine = fastest_engine(choice, nodes, build, plain if with_group_norms else None, time_engine, watch)
@@ -327,6 +335,8 @@ def _layer_kinds(component: ComponentRecord, model: ir.Model, options: EngineSec
     """
     from trtconvert.export.lowering import has_group_norms
 
+    if component.caches:  # engines without these have other inputs
+        return ["native" if options.layers == "auto" else options.layers]
     if options.refittable:  # weights keep their names
         return ["exact"]
     if options.layers != "auto":
@@ -407,6 +417,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     """
     from trtconvert.export.lowering import (
         expand_layers,
+        lower_changes,
         lower_to_native,
         lower_to_plugin,
         multiply_patches,
@@ -445,6 +456,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits.
     if options.layers != "plugin":
         quantise_products(model)
+    lower_changes(model)
     return model
 
 

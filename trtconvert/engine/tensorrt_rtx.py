@@ -69,7 +69,7 @@ def build_engine(
         trt,
         onnx.read_bytes(),
         onnx,
-        component.inputs,
+        component.all_inputs,
         profiles,
         configure=configure,
         watch=watch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import VerifySection
+from trtconvert.runtime.trajectory import begin
 
 BATCH = 16
 """Samples drawn at once; a sample does not depend on it."""
@@ -123,7 +124,26 @@ def widened(component: ComponentRecord) -> ComponentRecord:
     def wide(specs: list[TensorRecord]) -> list[TensorRecord]:
         return [s.model_copy(update={"dtype": "float32"}) if s.dtype == "float16" else s for s in specs]
 
-    return component.model_copy(update={"inputs": wide(component.inputs), "outputs": wide(component.outputs)})
+    return component.model_copy(
+        update={
+            "inputs": wide(component.inputs),
+            "outputs": wide(component.outputs),
+            "caches": wide(component.caches),
+        }
+    )
+
+
+def next_step(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs as a sampler might give them in the step after some: a little less noise."""
+    x, timestep = model.inputs[0].name, inputs[model.timestep_input]
+    moved = timestep * 0.9 if model.timesteps_fall else timestep + (model.timestep_max - timestep) * 0.1
+    return {**inputs, x: inputs[x] * 0.98, model.timestep_input: moved.to(timestep.dtype)}
+
+
+def in_steps(denoiser: Denoiser, steps: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """The outputs of steps that follow each other, with caches as they are before the first one, beside each other."""
+    begin(denoiser)
+    return torch.cat([denoiser(**inputs) for inputs in steps])
 
 
 def lowering_difference(
@@ -156,7 +176,7 @@ def lowering_difference(
         )
     (pairs,) = compared
     ((per_output,),) = pairs.values()
-    (outcome,) = per_output.values()
+    outcome = next(iter(per_output.values()))  # others are caches
     return float(outcome.mean_absdiff), limit
 
 

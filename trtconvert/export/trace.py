@@ -22,11 +22,14 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention.modes import Mode, Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Handler, SiteCall, attention_hooks
+from trtconvert.bundle import NEXT
 from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, resized
 from trtconvert.errors import UserError, first_line
+from trtconvert.export.changes import ChangeEmitter, caches_of
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import OP
+from trtconvert.export.nodes.changes import modulated_layers
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
 from trtconvert.export.nodes.layers import (
     BIAS_METADATA,
@@ -43,7 +46,7 @@ from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.fake_tensors import without_tracebacks
-from trtconvert.interception import InterceptedDenoiser, Interception
+from trtconvert.interception import InterceptedDenoiser, Interception, samples_of
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
 
@@ -73,6 +76,9 @@ def trace(
 ) -> ir.Model:
     """The denoiser as an ONNX model whose converted sites are `Int8Attention` nodes with their function bodies.
 
+    Layers with a scale of changes read and write caches: behind the denoiser's own, the model has the inputs of `caches_of`, and
+    for each an output of its name and `NEXT`.
+
     Args:
         tables: per attention site to convert, layers: per layer; others stay what they are in the model.
         dims: symbolic dimension: (min, opt, max). Dimensions with min < max are dynamic.
@@ -85,17 +91,24 @@ def trace(
     layers = layers or {}
     for name, layer in layers.items():
         _check_layer(name, layer.tables)
-    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options).eval()
+    caches = caches_of(model, layers, dims, dtype)
+    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
         for name, x in model.example(0, sizes).items()
     }
+    inputs |= {
+        cache.name: torch.zeros(
+            [sizes[size] if isinstance(size, str) else size for size in cache.shape], dtype=getattr(torch, cache.dtype)
+        )
+        for cache in caches
+    }
     exported = _exported(
         traced,
         inputs,
-        model.inputs,
-        [model.output.name],
+        (*model.inputs, *caches),
+        [model.output.name, *(cache.name + NEXT for cache in caches)],
         dims,
         title=model.name,
         prefix="intercepted.denoiser.",
@@ -121,7 +134,7 @@ def _require_layers(exported: ir.Model, layers: Mapping[str, ConvertedLayer]) ->
     Raises:
         UserError: some were lost on the way.
     """
-    if (found := layer_nodes(exported)).keys() != layers.keys():
+    if (found := layer_nodes(exported) | modulated_layers(exported)).keys() != layers.keys():
         raise UserError(
             "the exported model does not hold the layers that were calibrated",
             expected=", ".join(sorted(layers)),
@@ -344,17 +357,31 @@ class _TracedDenoiser(nn.Module):
         tables: Mapping[str, AttentionTables],
         layers: Mapping[str, ConvertedLayer],
         options: SiteOptions,
+        caches: Sequence[InputSpec],
     ) -> None:
         super().__init__()
         self._buffers_of = {site: registered(self, site, of_site) for site, of_site in tables.items()}
         hooks = dict(attention_hooks(self._attention(options)))
+        self._caches, self._changes = caches, None
+        if caches:
+            self._changes = ChangeEmitter(self, layers, options.timestep_max, model.timesteps_fall)
         if layers:
-            hooks |= layer_hooks(LayerEmitter(self, layers, model_tensors(model.denoiser), options.timestep_max))
-        names = [spec.name for spec in model.inputs]
-        self.intercepted = InterceptedDenoiser(denoiser, names, model.timestep_input, hooks)
+            hooks |= layer_hooks(
+                LayerEmitter(self, layers, model_tensors(model.denoiser), options.timestep_max, self._changes)
+            )
+        self._names = [spec.name for spec in model.inputs]
+        self._timestep_input = model.timestep_input
+        self.intercepted = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.intercepted(*inputs)
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self._changes is None:
+            return self.intercepted(*inputs)
+        own = dict(zip(self._names, inputs, strict=False))
+        given = {cache.name: x for cache, x in zip(self._caches, inputs[len(own) :], strict=True)}
+        timestep = own[self._timestep_input].float().reshape(-1).expand(samples_of(own, self._timestep_input))
+        self._changes.begin(timestep, given)
+        output = self.intercepted(*own.values())
+        return (output, *self._changes.caches(list(given)))
 
     def _attention(self, options: SiteOptions) -> Handler:
         def handler(call: SiteCall) -> Tensor:
@@ -403,6 +430,7 @@ class LayerEmitter:
         layers: to convert.
         tensors: the model's parameters and buffers by name.
         timestep_max: see `DiffusionModel`.
+        changes: emits the nodes of layers with a scale of changes; needed where there are some.
     """
 
     def __init__(
@@ -411,8 +439,9 @@ class LayerEmitter:
         layers: Mapping[str, ConvertedLayer],
         tensors: Mapping[str, Tensor],
         timestep_max: float,
+        changes: ChangeEmitter | None = None,
     ) -> None:
-        self._module, self._layers, self._timestep_max = module, layers, timestep_max
+        self._module, self._layers, self._timestep_max, self._changes = module, layers, timestep_max, changes
         self._tensors = tensors
         tied: dict[int, str] = {}
         self._buffers = {name: registered(module, name, layer.tables, tied) for name, layer in layers.items()}
@@ -434,6 +463,9 @@ class LayerEmitter:
                 *((size + 2 * pad - kernel) // step + 1 for size, kernel, step, pad in sizes),
             )
         named = self._buffers[call.name]
+        if layer.change_scale is not None:
+            assert self._changes is not None
+            return self._changes.emit(call, layer, named, shape)
         inputs = [getattr(self._module, named[name]) for name in table_names(op)]
         timestep = [call.timestep] if len(layer.tables.modes) > 1 else []
         return torch.onnx.ops.symbolic(

@@ -124,10 +124,13 @@ class ConvertedLayer:
     Attributes:
         layer: its source is among those that are converted.
         tables: what it computes with.
+        change_scale: [T] FP32, of changes from step to step in each timestep bin, see `trtconvert.linear.changes`; None for a
+            layer that computes every step by itself.
     """
 
     layer: Layer
     tables: LayerTables
+    change_scale: Tensor | None = None
 
 
 LayerHandler = Callable[[LayerCall], Tensor]

@@ -44,6 +44,7 @@ from trtconvert.models.size_steps import OperationLog, refuse_between_steps, ste
 from trtconvert.runtime.arguments import parameters_of, put_together
 from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
 from trtconvert.runtime.signature import shape_of
+from trtconvert.runtime.trajectory import apart, begin
 
 
 def diffusers_model(
@@ -278,6 +279,7 @@ class PipelineSampler:
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
             captioned = self.captions.given_to(counted, given) if given else counted
             captions = [self.captions.stand_in] * len(chunk) if given else None
+            begin(denoiser)
             images.append(self.draw(captioned, device, chunk, steps, captions))
         if not counted.calls:
             raise UserError(
@@ -315,10 +317,17 @@ class _Counted:
 
     denoiser: Denoiser
     calls: int = 0
+    part_of: _Counted | None = None
 
     def __call__(self, **named: Tensor) -> Tensor:
-        self.calls += 1
+        (self.part_of or self).calls += 1
         return self.denoiser(**named)
+
+    def reset_cache(self) -> None:
+        begin(self.denoiser)
+
+    def apart(self) -> _Counted:
+        return _Counted(apart(self.denoiser), part_of=self.part_of or self)
 
 
 def as_images(output: Tensor, *, decoded: bool) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, Sampler
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
+from trtconvert.runtime.trajectory import begin
 
 _PACKAGE = Path(__file__).parents[1]
 _CALLED_BY_THEM = {_PACKAGE / "models/samplers.py", _PACKAGE / "attention/schedules.py"}
@@ -47,6 +48,7 @@ class OwnSampler:
         Raises:
             SamplerError: the sampler failed, or what it gives is no image for each seed.
         """
+        begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
         try:
             images = self.sampler(denoiser, seeds, steps=steps, solver=solver, **given)

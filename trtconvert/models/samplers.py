@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import SIGMA_MAX, SIGMA_MIN, NoiseSchedule, karras_sigmas
 from trtconvert.errors import UserError
+from trtconvert.runtime.trajectory import begin
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x [B, C, H, W], timestep [B] FP32, **conditions [B, …]) → prediction [B, C, H, W]."""
@@ -152,6 +153,7 @@ def sample(
                 remedy="pass the model's empty condition, or guidance=1",
             )
         conditions = {name: torch.cat([null_conditions[name], conditions[name]]) for name in conditions}
+    begin(denoiser)
     calls = 0
 
     def denoised(x: Tensor, sigma: Tensor) -> Tensor:

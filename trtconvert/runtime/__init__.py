@@ -34,12 +34,14 @@ class DeviceMemory:
         per_stream: what each stream that calls them takes to compute in, once for all engines of the bundle.
         streams: what the streams that have called them hold of it now.
         graphs: the inputs and outputs that CUDA graphs have to themselves.
+        caches: what layers that quantise changes keep from step to step, on the streams that have called them.
     """
 
     weights: int
     per_stream: int
     streams: int
     graphs: int
+    caches: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class LoadedBundle:
             return DeviceMemory(0, 0, 0, 0)
         weights = sum(component.weights_memory for component in self.components.values())
         graphs = sum(component.graphs_memory for component in self.components.values())
-        return DeviceMemory(weights, self._scratch.size, self._scratch.allocated, graphs)
+        caches = sum(component.caches_memory for component in self.components.values())
+        return DeviceMemory(weights, self._scratch.size, self._scratch.allocated, graphs, caches)
 
 
 def load(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trtconvert.errors import UserError
 from trtconvert.runtime.component import Component
+from trtconvert.runtime.trajectory import Apart, apart, begin
 
 
 class AnyBatch:
@@ -19,8 +20,9 @@ class AnyBatch:
         component: its first input begins with the dimension of samples; inputs that do not are the same for all parts.
     """
 
-    def __init__(self, component: Component) -> None:
+    def __init__(self, component: Component | Apart) -> None:
         self._component, self.device = component, component.device
+        self._parts: dict[int, Component | Apart] = {}
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """
@@ -36,11 +38,23 @@ class AnyBatch:
             return self._component(*tensors)  # which refuses what is no batch at all
         (count,), (low, high), parts = counts, taken, list[Tensor]()
         for start in range(0, count, high):
+            # Each part is of the same samples from call to call, and has caches of its own.
+            if start not in self._parts:
+                self._parts[start] = apart(self._component)
             size = min(high, count - start)
             rows = torch.arange(start, start + max(size, low)).clamp_max(start + size - 1)
             part = (_rows(x, rows) if is_one else x for x, is_one in zip(tensors, of_samples, strict=True))
-            parts.append(_first(self._component(*part), size))
+            parts.append(_first(self._parts[start](*part), size))
         return torch.cat(parts)
+
+    def reset_cache(self) -> None:
+        """All samples begin anew in the next call."""
+        for component in (self._component, *self._parts.values()):
+            begin(component)
+
+    def apart(self) -> AnyBatch:
+        """Another one, with caches of its own."""
+        return AnyBatch(apart(self._component))
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from trtconvert.runtime.signature import Signature
 
 if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras
+    from trtconvert.runtime.trajectory import Apart, Trajectory
 
 
 class Component(Protocol):
@@ -39,8 +40,30 @@ class Component(Protocol):
         """Calls that were recorded, on the streams that are kept now."""
         ...
 
+    @property
+    def caches_memory(self) -> int:
+        """Bytes of device memory of what layers that quantise changes keep from step to step."""
+        ...
+
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """The output, or a tuple of several, for the inputs of the signature by position or by name."""
+        ...
+
+    def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
+        """As `__call__`, with the caches of a trajectory; None for the component's own."""
+        ...
+
+    def reset_cache(self, trajectory: Trajectory | None = None) -> None:
+        """All samples begin anew in the next call, where layers quantise changes from step to step. They do so by themselves
+        where the batch is another, or timesteps go back to more noise."""
+        ...
+
+    def apart(self) -> Apart:
+        """The component with caches of its own, for other samples between those of its calls."""
+        ...
+
+    def check_caches(self) -> None:
+        """Raises UserError where NaN or Inf is in a cache of the component's own. Waits for the GPU."""
         ...
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:

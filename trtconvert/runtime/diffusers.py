@@ -24,6 +24,7 @@ from trtconvert.runtime.arguments import flat_arguments, tensors_of
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.loras import Loras
 from trtconvert.runtime.signature import shape_of
+from trtconvert.runtime.trajectory import apart, begin
 from trtconvert.runtime.unused import UnusedResult
 
 PACKING = ("return_dict", "generator")
@@ -185,16 +186,26 @@ class DiffusersDenoiser(_DropIn):
     ) -> None:
         super().__init__(record, dtype, device)
         self._denoiser: Any = denoiser
-        called = _Denoising(denoiser, record, timestep_input, of_samples)
+        called = self._called = _Denoising(denoiser, record, timestep_input, of_samples)
         self.forward = called.parameters.of(called)
         if size := record.config.get("projection_class_embeddings_input_dim"):
             # StableDiffusionXLPipeline checks its time ids against the width of this layer.
             self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
 
     @contextmanager
-    def cache_context(self, *_: object, **__: object) -> Iterator[None]:
-        """Pipelines name the conditional and the unconditional call; nothing is cached between calls here."""
-        yield
+    def cache_context(self, name: str) -> Iterator[None]:
+        """Pipelines name the conditional and the unconditional call: each has caches of its own, where layers quantise changes
+        from step to step."""
+        before, self._called.context = self._called.context, name
+        try:
+            yield
+        finally:
+            self._called.context = before
+
+    def reset_cache(self) -> None:
+        """All samples begin anew in the next call, where layers quantise changes. They do so by themselves at the first step of
+        an image, which has more noise than the last step of the one before."""
+        self._called.reset_cache()
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """Replace weights of the engine by those of a model like the one that it was made of, see `TensorRTComponent.refit`.
@@ -231,6 +242,21 @@ class _Denoising:
         self._of_samples = frozenset(of_samples) - {timestep_input}
         self._output = _output_class(record)
         self.parameters = _Parameters(record)
+        self.context: str | None = None
+        self._contexts: dict[str, Callable[..., Tensor]] = {}
+
+    def reset_cache(self) -> None:
+        """See `DiffusersDenoiser`."""
+        for called in (self._denoiser, *self._contexts.values()):
+            begin(called)
+
+    def _in_context(self) -> Callable[..., Tensor]:
+        """The denoiser with the caches of the context that a pipeline calls it in."""
+        if self.context is None:
+            return self._denoiser
+        if self.context not in self._contexts:
+            self._contexts[self.context] = apart(self._denoiser)
+        return self._contexts[self.context]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """
@@ -261,7 +287,7 @@ class _Denoising:
         for name in self._of_samples & named.keys():  # which torch's operators would repeat
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
-        output = self._denoiser(**_whole_numbers(named)).to(sample)
+        output = self._in_context()(**_whole_numbers(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)
 
 

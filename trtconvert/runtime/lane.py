@@ -13,17 +13,19 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAccessIssue]  # no stubs
 from torch import Tensor
 
+from trtconvert.bundle import NEXT
 from trtconvert.engine.builder import lacks_memory
 from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.runtime.graph import REMEDY, CopyingGraph
 from trtconvert.runtime.scratch import Room, Scratch
+from trtconvert.runtime.trajectory import FORGOTTEN, Trajectory
 
 _ALIGNMENT = 256
 """Bytes at multiples of which TensorRT wants tensors to begin (`IExecutionContext::setTensorAddress`)."""
@@ -47,11 +49,20 @@ class Call:
     Attributes:
         profile: index of the optimisation profile.
         inputs, outputs: shapes, in the signature's order.
+        caches: shapes of them, in the signature's order.
+        reads, writes: the caches, where layers quantise changes; such a call is one of a `_Caches`.
     """
 
     profile: int
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+    caches: tuple[tuple[int, ...], ...] = ()
+    reads: tuple[Tensor, ...] = ()
+    writes: tuple[Tensor, ...] = ()
+
+    @property
+    def cache_addresses(self) -> list[int]:
+        return [x.data_ptr() for x in (*self.reads, *self.writes)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Plan:
     Attributes:
         trt: TensorRT's module; engine: its ICudaEngine; log: what TensorRT complains to.
         inputs, input_dtypes, outputs, output_dtypes: names and types, in the signature's order.
+        caches, cache_dtypes: likewise, of the caches of layers that quantise changes.
         device: the GPU.
         scratch: memory for execution contexts.
         changing: held while an execution context is made or goes. TensorRT lets different threads use different contexts, and
@@ -76,6 +88,8 @@ class Plan:
     output_dtypes: tuple[torch.dtype, ...]
     device: torch.device
     scratch: Scratch
+    caches: tuple[str, ...] = ()
+    cache_dtypes: tuple[torch.dtype, ...] = ()
     changing: Any = field(default_factory=threading.RLock, init=False)
 
     def empty_outputs(self, call: Call) -> list[Tensor]:
@@ -112,7 +126,7 @@ class _Context:
                 raise plan.failure(f"TensorRT does not take the optimisation profile {profile}")
         self.compute_in(scratch)
         self._shapes: tuple[tuple[int, ...], ...] | None = None
-        self._names = plan.inputs + plan.outputs
+        self._names = plan.inputs + plan.outputs + plan.caches + tuple(name + NEXT for name in plan.caches)
         self._addresses = [0] * len(self._names)
 
     def __del__(self) -> None:
@@ -135,11 +149,12 @@ class _Context:
         Args:
             addresses: of the inputs, then of the outputs.
         """
+        addresses = [*addresses, *call.cache_addresses]
         context, plan = self._context, self._plan
         # Until it is enqueued: of a call that is refused here some shapes are set, and what they entail may not have been done.
         told, self._shapes = self._shapes, None
         if call.inputs is not told and call.inputs != told:
-            for name, shape in zip(plan.inputs, call.inputs, strict=True):
+            for name, shape in zip(plan.inputs + plan.caches, call.inputs + call.caches, strict=True):
                 if not context.set_input_shape(name, shape):
                     raise plan.failure(f"TensorRT does not take '{name}' of shape {list(shape)}")
             for name, shape in zip(plan.outputs, call.outputs, strict=True):
@@ -200,6 +215,42 @@ class _Graph:
         return outputs
 
 
+class _Caches:
+    """The caches of a trajectory in a lane, for calls of some shapes.
+
+    There are two of each, which take turns: what a call writes is not what it reads. An engine has several kernels that read a
+    cache, in an order of its own, so that a cache that is written in place could be read after it was written.
+
+    Attributes:
+        of: the call without caches.
+        turns: the call that reads the first ones, and the call that reads the second ones.
+        next: which of the two comes next.
+    """
+
+    def __init__(self, plan: Plan, call: Call) -> None:
+        self.of, self.next = call, 0
+        sides = [
+            tuple(
+                torch.zeros(shape, dtype=dtype, device=plan.device)
+                for shape, dtype in zip(call.caches, plan.cache_dtypes, strict=True)
+            )
+            for _ in range(2)
+        ]
+        self.turns = [replace(call, reads=sides[i], writes=sides[1 - i]) for i in range(2)]
+        self.memory = sum(x.nbytes for side in sides for x in side)
+        self.forget()
+
+    @property
+    def call(self) -> Call:
+        """That comes next."""
+        return self.turns[self.next]
+
+    def forget(self) -> None:
+        """All samples begin in the next call. In the order of the current stream."""
+        for call in self.turns:
+            call.reads[0].fill_(FORGOTTEN)
+
+
 class Lane:
     """See the module.
 
@@ -219,7 +270,8 @@ class Lane:
         room = plan.scratch.on(stream)
         self.lock = room.lock
         self.used, self.closed, self.recorded = time.monotonic(), False, 0
-        self._plan, self._stream, self._limit, self._rest, self._failures = plan, stream, graphs, 0, 0
+        self._plan, self._stream, self._rest, self._failures = plan, stream, 0, 0
+        self._limit = graphs * (2 if plan.caches else 1)  # caches take turns
         self._handle = stream.cuda_stream
         self._room: Room | None = room
         self._contexts: dict[int, _Context] = {}  # by profile
@@ -228,12 +280,14 @@ class Lane:
         self._graphs: OrderedDict[Call, _Graph] = OrderedDict()
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
         self._wanted: set[Call] = set()  # calls that a recording of the caller's was refused
+        self._caches: weakref.WeakKeyDictionary[Trajectory, _Caches] = weakref.WeakKeyDictionary()
 
-    def run(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, call: Call, tensors: Sequence[Tensor], trajectory: Trajectory | None = None) -> list[Tensor]:
         """Enqueue a call.
 
         Args:
             tensors: of `call`'s shapes, the engine's types and on its device; contiguous or not.
+            trajectory: whose caches are read and written, of an engine that has some.
         Returns:
             Fresh tensors on the engine's device, ready in the stream's order.
         Raises:
@@ -244,14 +298,32 @@ class Lane:
         self.used = time.monotonic()
         # What is gathered here goes when it is enqueued: torch's allocator reuses memory in the stream's order.
         tensors = [x if x.is_contiguous() else x.detach().contiguous() for x in tensors]
+        if trajectory is None or not self._plan.caches:
+            return self._run(call, call, tensors)
+        caches = self._caches_of(call, trajectory)
+        turn = caches.call
+        outputs = self._run(call, turn, tensors)
+        if torch.cuda.is_current_stream_capturing():
+            # Every launch of the recording reads and writes the same memory.
+            for read, written in zip(turn.reads, turn.writes, strict=True):
+                read.copy_(written)
+        else:
+            caches.next = 1 - caches.next
+        return outputs
+
+    def _run(self, shapes: Call, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """
+        Args:
+            shapes: the call without its caches. What is ready for one of a trajectory's calls is ready for the other too.
+        """
         # A recording of the caller's takes plain calls: a launch in it would be recorded with the addresses of now.
         if torch.cuda.is_current_stream_capturing():
-            return self._enqueue_recorded(call, tensors)
-        if call in self._wanted:
+            return self._enqueue_recorded(shapes, call, tensors)
+        if shapes in self._wanted:
             context = self._new_context(call)
             outputs = self._enqueue(call, tensors, context)
-            self._ready[call] = context
-            self._wanted.discard(call)
+            self._ready[shapes] = context
+            self._wanted.discard(shapes)
             return outputs
         graph = self._graphs.get(call)
         if graph is None and self._limit and call in self._seen:
@@ -264,6 +336,44 @@ class Lane:
         if context is None:
             context = self._contexts[call.profile] = self._new_context(call)
         return self._enqueue(call, tensors, context)
+
+    def _caches_of(self, call: Call, trajectory: Trajectory) -> _Caches:
+        """Those that the call before left; for other shapes new ones, with which all samples begin.
+
+        Raises:
+            UserError: they have to be made, and the caller records.
+        """
+        caches = self._caches.get(trajectory)
+        if caches is None or caches.of is not call:
+            if torch.cuda.is_current_stream_capturing():
+                self._wanted.add(call)
+                raise unready("other shapes in the last call on this stream, whose caches are of no use")
+            self._let_go_of(self._caches.pop(trajectory, None))
+            caches = self._caches[trajectory] = _Caches(self._plan, call)
+        return caches
+
+    def _let_go_of(self, caches: _Caches | None) -> None:
+        """Drop what was recorded with caches, so that their memory can be another's."""
+        if caches is not None and any(turn in self._graphs for turn in caches.turns):
+            self._stream.synchronize()
+            for turn in caches.turns:
+                self._graphs.pop(turn, None)
+
+    def forget_caches(self, trajectory: Trajectory) -> None:
+        """All samples of a trajectory begin in its next call, in the stream's order."""
+        if (caches := self._caches.get(trajectory)) is not None:
+            with torch.cuda.stream(self._stream):
+                caches.forget()
+
+    def caches_of(self, trajectory: Trajectory) -> tuple[Tensor, ...]:
+        """What the next call of a trajectory reads; nothing before its first call."""
+        caches = self._caches.get(trajectory)
+        return () if caches is None else caches.call.reads
+
+    @property
+    def caches_memory(self) -> int:
+        """Bytes of all caches."""
+        return sum(caches.memory for caches in list(self._caches.values()))
 
     @property
     def is_needed(self) -> bool:
@@ -309,6 +419,7 @@ class Lane:
             self._ready.clear()
             self._recorded.clear()
             self._wanted.clear()
+            self._caches.clear()
             self._room = None
 
     @property
@@ -319,10 +430,10 @@ class Lane:
     def _new_context(self, call: Call) -> _Context:
         return _Context(self._plan, call.profile, self._scratch, self._stream)
 
-    def _enqueue_recorded(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _enqueue_recorded(self, shapes: Call, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """A call that the caller records. It computes in memory of the recording, so that launches may go to any stream, beside
         calls on this one: torch gives what is let go of in a recording to later work of that recording, and to nobody else."""
-        context = self._callers_context(call)
+        context = self._callers_context(shapes)
         memory = self._plan.scratch.new()
         if not _is_a_recordings(memory):
             raise UserError(
@@ -337,7 +448,7 @@ class Lane:
         finally:
             context.compute_in(self._scratch)
         # From now on it is the recording's: shapes that a context is told later may reach what was recorded from it.
-        self._ready[call] = context
+        self._ready[shapes] = context
         if context not in self._recorded:
             self._recorded.append(context)
         if self._contexts.get(call.profile) is context:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import ComponentRecord
+from trtconvert.bundle import NEXT, ComponentRecord
 from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.signature import Signature, dtype_of
+from trtconvert.runtime.trajectory import FORGOTTEN, Apart, Trajectory, require_finite
 
 if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras
@@ -36,7 +39,7 @@ class OnnxRuntimeComponent:
     """
 
     device = torch.device("cpu")
-    weights_memory = graphs_memory = graphs_recorded = 0
+    weights_memory = graphs_memory = graphs_recorded = caches_memory = 0
 
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime
@@ -48,6 +51,12 @@ class OnnxRuntimeComponent:
         # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._types = [dtype_of(output) for output in component.outputs]
+        self._caches = component.caches
+        self._trajectory = Trajectory()
+        self._kept: WeakKeyDictionary[Trajectory, list[Tensor]] = WeakKeyDictionary()
+        self._one_at_a_time = (
+            threading.Lock() if self._caches else nullcontext()
+        )  # a call reads what the one before it wrote
         in_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*component.inputs, *component.outputs))
         try:
             with _in_float32(path) if in_bfloat16 else nullcontext(path) as runnable:
@@ -68,6 +77,10 @@ class OnnxRuntimeComponent:
             UserError: an input is missing, unknown, of a type or shape outside the signature, or of a value that the model does
                 not take.
         """
+        return self.call(None, inputs, named)
+
+    def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
+        """As `__call__`, with the caches of a trajectory; None for the component's own."""
         session = self._session  # another thread may close the component meanwhile
         if session is None:
             raise was_closed()
@@ -77,9 +90,17 @@ class OnnxRuntimeComponent:
             self.signature.watch(tensors)
         typed = self.signature.typed(tensors)
         feeds = {name: as_numpy(x) for name, x in zip(self.signature.names, typed, strict=True)}
+        trajectory = trajectory or self._trajectory
+        names = self._outputs + [cache.name + NEXT for cache in self._caches]
         try:
-            found = session.run(self._outputs, feeds)
-            outputs = tuple(torch.from_numpy(x).to(dtype) for x, dtype in zip(found, self._types, strict=True))
+            with self._one_at_a_time:
+                if self._caches:
+                    caches = self._caches_of(trajectory, len(typed[0]))
+                    feeds |= {cache.name: as_numpy(x) for cache, x in zip(self._caches, caches, strict=True)}
+                found = [torch.from_numpy(x) for x in session.run(names, feeds)]
+                if self._caches:
+                    self._kept[trajectory] = found[len(self._outputs) :]
+            outputs = tuple(x.to(dtype) for x, dtype in zip(found, self._types, strict=False))
         except Exception as error:  # see above
             raise UserError(
                 "ONNX Runtime cannot run the component on these inputs",
@@ -88,6 +109,39 @@ class OnnxRuntimeComponent:
                 remedy="correct the inputs; if the original model takes them, report the message",
             ) from error
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def _caches_of(self, trajectory: Trajectory, batch: int) -> list[Tensor]:
+        """What the call before left; for another batch, or before the first call, caches with which all samples begin."""
+        kept = self._kept.get(trajectory)
+        if kept is not None and len(kept[0]) == batch:
+            return kept
+        shapes = [[batch if isinstance(size, str) else size for size in cache.shape] for cache in self._caches]
+        made = [torch.zeros(shape, dtype=dtype_of(of)) for shape, of in zip(shapes, self._caches, strict=True)]
+        made[0].fill_(FORGOTTEN)
+        return made
+
+    def reset_cache(self, trajectory: Trajectory | None = None) -> None:
+        """All samples begin anew in the next call. They do so by themselves where the batch is another, or timesteps go back to
+        more noise."""
+        with self._one_at_a_time:
+            self._kept.pop(trajectory or self._trajectory, None)
+
+    @property
+    def caches(self) -> dict[str, Tensor]:
+        """What layers that quantise changes keep from step to step, by the signature's names; empty before the first call."""
+        kept = self._kept.get(self._trajectory, [])
+        return {cache.name: x for cache, x in zip(self._caches, kept, strict=False)}
+
+    def apart(self) -> Apart:
+        """The component with caches of its own, for other samples between those of its calls."""
+        return Apart(self)
+
+    def check_caches(self) -> None:
+        """
+        Raises:
+            UserError: NaN or Inf is in a cache.
+        """
+        require_finite(self.caches.items())
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """
@@ -116,6 +170,7 @@ class OnnxRuntimeComponent:
     def close(self) -> None:
         """Let go of the session. Further calls are refused."""
         self._session = None
+        self._kept.clear()
 
 
 def _in_float32(path: Path) -> AbstractContextManager[Path]:

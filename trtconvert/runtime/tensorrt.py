@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import ComponentRecord, EngineRecord
+from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
@@ -21,6 +21,7 @@ from trtconvert.runtime.loras import BuiltWeights, Loras, Source, additions_of, 
 from trtconvert.runtime.refit import refit
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
+from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite
 
 _PER_THREAD = 2
 """Handle of cudaStreamPerThread."""
@@ -147,18 +148,23 @@ class TensorRTComponent:
                 torch.cuda.synchronize()  # the weights are there, as load_engine has it for the rest
             self.weights_memory = max(0, free - torch.cuda.mem_get_info()[0])
         found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-        outputs = tuple(output.name for output in component.outputs)
-        if found != {*self.signature.names, *outputs}:
+        outputs, caches = (tuple(spec.name for spec in specs) for specs in (component.outputs, component.caches))
+        wanted = [*self.signature.names, *outputs, *caches, *(name + NEXT for name in caches)]
+        if found != set(wanted):
             raise BackendUnavailable(
                 f"{path.name} is not the engine that the manifest describes",
-                expected=", ".join([*self.signature.names, *outputs]),
+                expected=", ".join(wanted),
                 got=", ".join(sorted(found)),
                 remedy="run `trtconvert compile` on this machine",
             )
         scratch.reserve(engine.device_memory_size_v2)
         dtypes, output_dtypes = (tuple(map(dtype_of, specs)) for specs in (component.inputs, component.outputs))
         names = tuple(self.signature.names)
-        self._plan: Plan | None = Plan(trt, engine, log, names, dtypes, outputs, output_dtypes, device, scratch)
+        self._plan: Plan | None = Plan(
+            trt, engine, log, names, dtypes, outputs, output_dtypes, device, scratch, caches,
+            tuple(map(dtype_of, component.caches)),
+        )  # fmt: skip
+        self._trajectory = Trajectory()
         self._known: dict[tuple, _Known] = {}  # by shapes, types and devices
         # By shapes. What lanes have recorded keeps its call, which is found again when what is known is forgotten.
         self._calls: weakref.WeakValueDictionary[tuple, Call] = weakref.WeakValueDictionary()
@@ -198,18 +204,55 @@ class TensorRTComponent:
             UserError: an input is missing, unknown, or of a type or shape outside the signature and the engine's profiles.
             BackendUnavailable: the device is out of memory, or TensorRT fails.
         """
+        return self.call(None, inputs, named)
+
+    def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
+        """As `__call__`, with the caches of a trajectory; None for the component's own."""
         if torch.compiler.is_dynamo_compiling():
             # Of a function around this: addresses and recordings are nothing that it could trace.
             untraced: Any = torch.compiler.disable(self._call)
-            return untraced(*inputs, **named)
-        return self._call(*inputs, **named)
+            return untraced(trajectory, inputs, named)
+        return self._call(trajectory, inputs, named)
 
-    def _call(self, *inputs: Tensor, **named: Tensor) -> Any:
+    def _call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         tensors = inputs if not named and len(inputs) == self._count else self.signature.ordered(inputs, named)
         if torch.cuda.current_device() == self.device.index:
-            return self._run(tensors)
+            return self._run(tensors, trajectory or self._trajectory)
         with torch.cuda.device(self.device):
-            return self._run(tensors)
+            return self._run(tensors, trajectory or self._trajectory)
+
+    def reset_cache(self, trajectory: Trajectory | None = None) -> None:
+        """All samples begin anew in the next call on each stream, in the order of its work. They do so by themselves where the
+        batch is another, or timesteps go back to more noise: only a sampler that begins with less noise than the one before it
+        had left has to say so. Recorded into a graph of the caller's, the graph begins anew whenever it is launched."""
+        for lane in list(self._lanes.values()):
+            with lane.lock, torch.cuda.device(self.device):
+                if not lane.closed:
+                    lane.forget_caches(trajectory or self._trajectory)
+
+    @property
+    def caches(self) -> dict[str, Tensor]:
+        """What layers that quantise changes keep from step to step on the current stream, by the signature's names; empty before
+        the first call. The next call but one writes there."""
+        lane = self._lanes.get(torch.cuda.current_stream(self.device).cuda_stream)
+        return {} if lane is None else dict(zip(self._opened().caches, lane.caches_of(self._trajectory), strict=False))
+
+    @property
+    def caches_memory(self) -> int:
+        """Bytes of the caches of all streams that are kept now."""
+        return sum(lane.caches_memory for lane in list(self._lanes.values()))
+
+    def apart(self) -> Apart:
+        """The component with caches of its own, for other samples between those of its calls."""
+        return Apart(self)
+
+    def check_caches(self) -> None:
+        """Waits for the GPU.
+
+        Raises:
+            UserError: NaN or Inf is in a cache of the current stream.
+        """
+        require_finite(self.caches.items())
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """Replace weights of the engine by those of a fine-tuned model. Waits for what is running.
@@ -357,7 +400,7 @@ class TensorRTComponent:
             raise was_closed()
         return self._plan
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> Any:
+    def _run(self, tensors: tuple[Tensor, ...], trajectory: Trajectory) -> Any:
         try:
             known = self._known[tuple([(x.shape, x.dtype, x.device) for x in tensors])]
         except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
@@ -374,7 +417,7 @@ class TensorRTComponent:
                 lane = self._lanes.get(stream) or self._open_lane()
                 with lane.lock:
                     if not lane.closed:
-                        outputs = lane.run(known.call, tensors)
+                        outputs = lane.run(known.call, tensors, trajectory)
                         break
                 self._opened()  # a closed lane goes soon, or the component is closed
             if known.origin is not None:
@@ -399,7 +442,10 @@ class TensorRTComponent:
             self._known.clear()
         shapes = tuple(tuple(x.shape) for x in tensors)
         outputs = tuple(shape_of(spec.shape, sizes) for spec in self.signature.component.outputs)
-        call = self._calls.setdefault(shapes, Call(profile, shapes, outputs))  # graphs serve every type and device
+        caches = tuple(shape_of(spec.shape, sizes) for spec in self.signature.component.caches)
+        call = self._calls.setdefault(
+            shapes, Call(profile, shapes, outputs, caches)
+        )  # graphs serve every type and device
         dtypes = self._opened().input_dtypes
         as_is = all(x.dtype == dtype and x.device == self.device for x, dtype in zip(tensors, dtypes, strict=True))
         first = tensors[0].device

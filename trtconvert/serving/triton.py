@@ -192,6 +192,13 @@ def _write_component(place: Path, bundle: Path, record: ComponentRecord, config:
 
 def _component(name: str, record: ComponentRecord) -> dict[str, Any]:
     """The configuration of a component by itself. Batches are a dimension as any other: not every input has it first."""
+    if record.caches:
+        raise UserError(
+            f"{name} keeps caches from step to step, which Triton's clients would mix",
+            expected="a bundle whose layers compute every step by itself",
+            got="layers that quantise changes (layers.modiff in the recipe)",
+            remedy="build the bundle with layers.modiff: false; or serve it by `trtconvert serve`, which draws whole images",
+        )
     engines = plans(record)
     files: dict[str, Any] = {"default_model_filename": PurePosixPath(record.onnx).name}
     group: dict[str, Any] = {"count": 1, "kind": Name("KIND_GPU" if engines else "KIND_CPU")}

@@ -1,6 +1,7 @@
 """Rewrites of a model in place, each with the count of nodes that it changed: the three ways in which an `Int8Attention`
 node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
+from trtconvert.export.lowering.changes import lower_changes
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
 from trtconvert.export.lowering.int8_layers import take_few_row_layers, take_mixed_layers
@@ -16,6 +17,7 @@ __all__ = [
     "expand_layers",
     "fold_transposes",
     "has_group_norms",
+    "lower_changes",
     "lower_to_function",
     "lower_to_native",
     "lower_to_plugin",

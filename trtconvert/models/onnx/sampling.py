@@ -19,6 +19,7 @@ from trtconvert.errors import UserError, did_you_mean, first_line
 from trtconvert.models.diffusers import as_images
 from trtconvert.models.samplers import PREDICTIONS, SOLVERS, initial_noise, solve_ode, solver_sigmas
 from trtconvert.runtime.signature import shape_of
+from trtconvert.runtime.trajectory import begin
 
 FLOW = "flow"
 SCHEDULES = (*BETA_SCHEDULES, FLOW)
@@ -304,6 +305,7 @@ class GraphSampler:
         return ((x + 1) / 2).clamp(0, 1) if pixels else as_images(x, decoded=False)
 
     def _drawn(self, denoiser: Denoiser, seeds: Sequence[int], steps: int, solver: str) -> Tensor:
+        begin(denoiser)
         levels, others = self.noise.levels(solver, steps), self.conditions.of(seeds)
 
         def denoised(x: Tensor, sigma: Tensor) -> Tensor:

@@ -1,0 +1,180 @@
+"""Caches of layers that quantise changes, in a trace: what they are, and the nodes that read and write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.errors import UserError
+from trtconvert.export.nodes.changes import CONV, LARGEST, LINEAR, QUANTISE
+from trtconvert.export.nodes.common import DOMAIN, VERSION
+from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA
+from trtconvert.interception import InterceptedDenoiser
+from trtconvert.linear.changes import Steps, cache_dtype, scales_of, steps_of
+from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
+
+LAST = "modiff.timestep"
+"""The cache of the timesteps of the call before."""
+
+
+def a_hat_of(source: str) -> str:
+    """The cache of what layers read, by the first that reads it."""
+    return f"modiff.{source}.a_hat"
+
+
+def o_hat_of(layer: str) -> str:
+    """The cache of what a layer gives."""
+    return f"modiff.{layer}.o_hat"
+
+
+def _factor_of(source: str) -> str:
+    """The buffer of x_factor, as it is broadcast to x."""
+    return f"modiff:{source.replace('.', '/')}:x_factor"
+
+
+def caches_of(
+    model: DiffusionModel,
+    layers: Mapping[str, ConvertedLayer],
+    dims: Mapping[str, tuple[int, int, int]],
+    dtype: torch.dtype,
+) -> list[InputSpec]:
+    """The caches of a model whose weights have a type, in a fixed order; none where no layer has a scale of changes.
+
+    The model is run once, to see the sizes.
+
+    Raises:
+        UserError: a dimension other than that of the samples may vary: caches have sizes of their own.
+    """
+    modulated = {name: layer for name, layer in layers.items() if layer.change_scale is not None}
+    if not modulated:
+        return []
+    batch = model.inputs[0].shape[0]
+    require_fixed_sizes(model, dims)
+    sizes = {name: 2 if name == batch and size[0] <= 2 <= size[2] else size[1] for name, size in dims.items()}
+    found: dict[str, InputSpec] = {}
+    of_type = str(cache_dtype(dtype)).removeprefix("torch.")
+
+    def shape(x: Tensor, samples: int) -> tuple[int | str, ...]:
+        folds = x.shape[0] // samples
+        return (batch, *([folds] if folds > 1 else []), *x.shape[1:])
+
+    def seen(call: LayerCall) -> Tensor:
+        output = call.exact()
+        if call.name in modulated:
+            for name, x in ((a_hat_of(modulated[call.name].layer.source), call.x), (o_hat_of(call.name), output)):
+                found.setdefault(name, InputSpec(name, of_type, shape(x, len(call.timestep))))
+        return output
+
+    names = [spec.name for spec in model.inputs]
+    example = {name: x.to(next(model.denoiser.parameters()).device) for name, x in model.example(0, sizes).items()}
+    with torch.no_grad():
+        InterceptedDenoiser(model.denoiser, names, model.timestep_input, layer_hooks(seen))(**example)
+    return [InputSpec(LAST, "float32", (batch,)), *found.values()]
+
+
+def require_fixed_sizes(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> None:
+    """
+    Raises:
+        UserError: a dimension other than that of the samples may vary.
+    """
+    batch = model.inputs[0].shape[0]
+    varying = {name: (low, high) for name, (low, _, high) in dims.items() if low < high and name != batch}
+    if varying:
+        name = next(iter(varying))
+        of_options = "model.options" if model.diffusers is not None else "engine.shapes"
+        raise UserError(
+            "layers.modiff needs one size of everything but the batch: caches of other sizes are of no use",
+            expected=f"one size of {', '.join(varying)}",
+            got=", ".join(f"{name} {low}..{high}" for name, (low, high) in varying.items()),
+            remedy=f"give each one size in {of_options}, such as {name}: {dims[name][1]}; or set layers.modiff to false",
+        )
+
+
+class ChangeEmitter:
+    """Emits the nodes of layers with a scale of changes, and keeps the caches of a trace.
+
+    Args:
+        module: gets tables as buffers; what is exported.
+        layers: all that are converted.
+        timestep_max, falls: see `scales_of` and `steps_of`.
+    """
+
+    def __init__(
+        self, module: nn.Module, layers: Mapping[str, ConvertedLayer], timestep_max: float, falls: bool
+    ) -> None:
+        self._module, self._timestep_max, self._falls = module, timestep_max, falls
+        first, changes = dict[str, Tensor](), dict[str, Tensor]()
+        for layer in layers.values():
+            if layer.change_scale is not None:
+                source, places = layer.layer.source, [1] * len(layer.layer.kernel)
+                if source not in first:
+                    module.register_buffer(_factor_of(source), layer.tables.x_factor.view(-1, *places).clone())
+                first.setdefault(source, layer.tables.x_scale)
+                changes.setdefault(source, layer.change_scale)
+        self._places = {source: place for place, source in enumerate(first)}
+        self._largest = {source: float(torch.cat([first[source], changes[source]]).max()) for source in first}
+        for name, tables in (("first", first), ("changes", changes)):
+            module.register_buffer(f"modiff:{name}", torch.stack(list(tables.values()), 1))
+        self._steps: Steps | None = None
+        self._scales: Tensor | None = None
+        self._given: Mapping[str, Tensor] = {}
+        self._made: dict[str, Tensor] = {}
+        self._codes: dict[str, Tensor] = {}
+
+    def begin(self, timestep: Tensor, caches: Mapping[str, Tensor]) -> None:
+        """A call of the denoiser, with timesteps [B] and the caches of the call before."""
+        self._given, self._made, self._codes = caches, {}, {}
+        steps = self._steps = steps_of(timestep, caches[LAST], self._falls)
+        first, changes = (getattr(self._module, f"modiff:{name}") for name in ("first", "changes"))
+        self._scales = scales_of(steps.begins, timestep, first, changes, self._timestep_max)
+        self._made[LAST] = steps.last
+
+    def caches(self, names: Sequence[str]) -> list[Tensor]:
+        """What they hold after the call; of a layer that was not called what they held."""
+        return [self._made.get(name, self._given[name] + 0) for name in names]
+
+    def emit(self, call: LayerCall, layer: ConvertedLayer, tables: Mapping[str, str], shape: Sequence[int]) -> Tensor:
+        """What the layer gives.
+
+        Args:
+            tables: the module's buffers of the layer's tables, by their names.
+            shape: of the output.
+        """
+        assert self._steps is not None and self._scales is not None
+        source, begins = layer.layer.source, self._steps.begins
+        scale = self._scales[:, self._places[source], None]
+        if source not in self._codes:
+            name = a_hat_of(source)
+            given = self._given[name]
+            factor = getattr(self._module, _factor_of(source))
+            self._codes[source], self._made[name] = torch.onnx.ops.symbolic_multi_out(
+                f"{DOMAIN}::{QUANTISE}",
+                (call.x, factor, given, begins, scale),
+                {},
+                dtypes=(torch.int8, given.dtype),
+                shapes=(call.x.shape, given.shape),
+                version=VERSION,
+                metadata_props={SOURCE_METADATA: source, LARGEST: repr(self._largest[source])},
+            )
+        name = o_hat_of(call.name)
+        given = self._given[name]
+        of_conv: dict[str, Any] = (
+            {"strides": list(call.stride), "pads": [*call.padding, *call.padding]} if call.kind == "conv" else {}
+        )
+        weight, weight_scale, bias = (
+            getattr(self._module, tables[table]) for table in ("weight", "weight_scale", "bias")
+        )
+        self._made[name] = torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{CONV if call.kind == 'conv' else LINEAR}",
+            (self._codes[source], scale, begins, weight, weight_scale, bias, given),
+            of_conv,
+            dtype=given.dtype,
+            shape=given.shape,
+            version=VERSION,
+            metadata_props={LAYER_METADATA: call.name, SOURCE_METADATA: source},
+        )
+        return self._made[name].reshape(shape).to(call.x.dtype)

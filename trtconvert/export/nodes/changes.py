@@ -1,0 +1,153 @@
+"""Nodes of layers that quantise how their input changes from step to step (MoDiff), and their bodies in standard operators.
+
+`QuantiseChange` gives codes and the new cache of what is read; `LinearOfChange` and `ConvOfChange` add the product of the
+codes to the cache of what the layer gives. Layers that read one tensor have one `QuantiseChange`. The bodies follow
+`trtconvert.linear.changes` line by line, with exact products by MatMulInteger and ConvInteger, and ONNX Runtime runs them.
+
+| input | shape, type | meaning |
+| --- | --- | --- |
+| x | [B · n, …]; FP16, BF16 or FP32 | |
+| x_factor | of a shape that is broadcast to x's, FP32 | x̂ = x · x_factor |
+| a_hat | [B, …] of as many numbers as x; FP16 or FP32 | cache of x̂ |
+| begins | [B] BOOL | the sample's caches are not read |
+| scale | [B, 1] FP32 | of the codes, for each sample |
+
+gives q, INT8 of x's shape, and the new a_hat. Of q the others make the new o_hat:
+
+| input | shape, type | meaning |
+| --- | --- | --- |
+| q, scale, begins | as above | |
+| weight, weight_scale, bias | [N, K, *kernel] INT8, [N] FP32, [N] FP32 | |
+| o_hat | [B, …] of as many numbers as the layer gives; FP16 or FP32 | cache of what it gives |
+
+Attributes of ConvOfChange: `strides`, and `pads`, which are the same on both sides of an axis.
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnx.parser
+import onnx_ir as ir
+
+from trtconvert.export.nodes.common import DOMAIN, OPSET
+from trtconvert.export.nodes.layers import LAYER_METADATA
+from trtconvert.linear.reference import LEVELS
+
+QUANTISE, LINEAR, CONV = "QuantiseChange", "LinearOfChange", "ConvOfChange"
+PRODUCTS = (LINEAR, CONV)
+
+LARGEST = "trtconvert.largest"
+"""Metadata key of `QuantiseChange`: the largest of its scales, whatever the timestep."""
+
+QUANTISE_INPUTS = ("x", "x_factor", "a_hat", "begins", "scale")
+PRODUCT_INPUTS = ("q", "scale", "begins", "weight", "weight_scale", "bias", "o_hat")
+
+
+def change_nodes(model: ir.Model) -> list[ir.Node]:
+    """All of them, in graph order."""
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return [node for node in nodes if node.domain == DOMAIN and node.op_type in (QUANTISE, *PRODUCTS)]
+
+
+def modulated_layers(model: ir.Model) -> dict[str, ir.Node]:
+    """The nodes of `PRODUCTS` by the name of their layer, in graph order."""
+    return {node.metadata_props[LAYER_METADATA]: node for node in change_nodes(model) if node.op_type in PRODUCTS}
+
+
+def inputs_of(node: ir.Node) -> dict[str, ir.Value]:
+    """The inputs of a node by name."""
+    names = QUANTISE_INPUTS if node.op_type == QUANTISE else PRODUCT_INPUTS
+    return {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
+
+
+def sizes_of(node: ir.Node) -> int:
+    """Axes of the images of a convolution; 0 of others."""
+    return len(node.attributes["strides"].as_ints()) if node.op_type == CONV else 0
+
+
+def overload_of(node: ir.Node) -> str:
+    """What tells the bodies of one operator from each other."""
+    return f"{sizes}d" if (sizes := sizes_of(node)) else ""
+
+
+def change_body(op: str, sizes: int) -> onnx.FunctionProto:
+    """The FunctionProto of one operator.
+
+    Args:
+        sizes: see `sizes_of`.
+    """
+    names, results = (QUANTISE_INPUTS, "q, a_new") if op == QUANTISE else (PRODUCT_INPUTS, "o_new")
+    lines = _QUANTISE if op == QUANTISE else _PRODUCT.replace("«product»", _conv(sizes) if sizes else _LINEAR)
+    function = onnx.parser.parse_function(f"""
+    <opset_import: ["": {OPSET}], domain: "{DOMAIN}">
+    {op} {"<strides, pads>" if sizes else ""} ({", ".join(names)}) => ({results}) {{
+        minus_one = Constant<value = int64[1] {{-1}}>()
+        column = Constant<value = int64[2] {{-1, 1}}>()
+        batch = Shape(begins)
+        of_samples = Concat<axis = 0>(batch, minus_one)
+        anew = Reshape(begins, column)
+        {lines}
+    }}""")
+    function.overload = f"{sizes}d" if sizes else ""
+    return function
+
+
+_QUANTISE = f"""
+        zero = Constant<value = float {{0.0}}>()
+        top = Constant<value = float {{{float(LEVELS)}}}>()
+        bottom = Constant<value = float {{{-float(LEVELS)}}}>()
+        x_float = Cast<to = 1>(x)
+        moved = Mul(x_float, x_factor)
+        rows = Reshape(moved, of_samples)
+        a_float = Cast<to = 1>(a_hat)
+        a_rows = Reshape(a_float, of_samples)
+        known = Where(anew, zero, a_rows)
+        change = Sub(rows, known)
+        inverse = Reciprocal(scale)
+        over = Mul(change, inverse)
+        rounded = Round(over)
+        clipped = Clip(rounded, bottom, top)
+        codes = Cast<to = 3>(clipped)
+        x_shape = Shape(x)
+        q = Reshape(codes, x_shape)
+        moves = Mul(clipped, scale)
+        sum = Add(known, moves)
+        a_shape = Shape(a_hat)
+        shaped = Reshape(sum, a_shape)
+        a_new = CastLike(shaped, a_hat)
+"""
+
+_PRODUCT = """
+        «product»
+        products_shape = Shape(products)
+        bias_full = Expand(of_outputs, products_shape)
+        bias_rows = Reshape(bias_full, of_samples)
+        o_float = Cast<to = 1>(o_hat)
+        o_rows = Reshape(o_float, of_samples)
+        known = Where(anew, bias_rows, o_rows)
+        weighed_rows = Reshape(weighed, of_samples)
+        added = Mul(weighed_rows, scale)
+        sum = Add(known, added)
+        o_shape = Shape(o_hat)
+        shaped = Reshape(sum, o_shape)
+        o_new = CastLike(shaped, o_hat)
+"""
+
+_LINEAR = """
+        weight_t = Transpose<perm = [1, 0]>(weight)
+        sums = MatMulInteger(q, weight_t)
+        products = Cast<to = 1>(sums)
+        weighed = Mul(products, weight_scale)
+        of_outputs = Identity(bias)
+"""
+
+
+def _conv(sizes: int) -> str:
+    return f"""
+        by_channel = Constant<value = int64[{sizes + 2}] {{1, -1, {", ".join(["1"] * sizes)}}}>()
+        sums = ConvInteger<strides: ints = @strides, pads: ints = @pads>(q, weight)
+        products = Cast<to = 1>(sums)
+        of_scales = Reshape(weight_scale, by_channel)
+        weighed = Mul(products, of_scales)
+        of_outputs = Reshape(bias, by_channel)
+    """
