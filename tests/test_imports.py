@@ -14,6 +14,7 @@ LAYERS: tuple[set[str], ...] = (
     {"serving"},
     {"pipeline", "compile", "summary", "doctor", "starter", "optimization"},
     {"stages"},
+    {"modiff"},
     {"evaluate"},
     {"calib"},
     {"models"},
@@ -21,7 +22,6 @@ LAYERS: tuple[set[str], ...] = (
     {"engine"},
     {"export"},
     {"diffusion_model"},
-    {"modiff"},
     {"attention", "linear", "weights"},
     {
         "bundle",

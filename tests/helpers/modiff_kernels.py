@@ -14,6 +14,8 @@ from torch import Tensor
 from trtconvert.modiff import reference
 from trtconvert.modiff.reference import BEGINS, PRODUCT, Geometry, Weight
 
+_ALONE = Geometry()  # pixels by themselves
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,7 +30,7 @@ class Case:
     image: tuple[int, int, int]
     channels: tuple[int, ...]
     outputs: int
-    geometry: Geometry = Geometry()
+    geometry: Geometry = _ALONE
     symmetric: bool = True
     cached: bool = True
     bits: int = 4
@@ -64,9 +66,9 @@ def made(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor | 
     codes = torch.randint(-127, 128, (case.outputs, *case.geometry.kernel, channels), dtype=torch.int8)
     parts = codes.int().sum((1, 2)).split(list(case.channels), 1)
     scale = torch.rand(len(case.channels), case.outputs) * 0.01 + 0.001
-    weight = Weight(
-        codes.to(device), scale.to(device), torch.stack([part.sum(1) for part in parts]).int().to(device), torch.randn(case.outputs).to(device)
-    )  # fmt: skip
+    sums = torch.stack([part.sum(1) for part in parts]).int()
+    bias = torch.randn(case.outputs)
+    weight = Weight(codes.to(device), scale.to(device), sums.to(device), bias.to(device))
     shape = (batch, *case.geometry.output(height, width), case.outputs)
     x = x.to(device, dtype)
     if not case.cached:

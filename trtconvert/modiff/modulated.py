@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,26 @@ TIMESTEP_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "noise_level")
 """What denoisers call their timestep."""
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _not_compiled(method: Method) -> Method:
+    """Runs on the host, as it is, in a model that is compiled."""
+    return torch.compiler.disable(method)  # type: ignore[return-value]
+
+
 class _Step:
     """What layers need to know of the step that is running.
 
     Attributes:
         rows: [S, B, 6] quantisers, of all layers' parts one behind the other; None outside of a step.
-        batch: samples. fresh: whether all of them begin, so that caches may be made anew.
+        batch: samples. makes: whether caches are made in it.
     """
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
         self.batch = 0
-        self.fresh = True
+        self.makes = False
 
 
 class HeldLayer(nn.Module):
@@ -51,6 +59,7 @@ class HeldLayer(nn.Module):
         self.name, self.states, self.calls = name, list[State](), 0
         self._first, self._step = first, step
         self._versions: list[int] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of inputs
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -88,37 +97,36 @@ class HeldLayer(nn.Module):
         return x.numel() // x.shape[-1] < self.layer.settings.min_rows * self._step.batch
 
     def _state(self, x: Tensor, call: int) -> State:
-        """The caches of a call, which are made where the batch is new."""
-        if call < len(self.states) and not (self._step.fresh and self._differs(x, self.states[call])):
-            state = self.states[call]
-            self.layer.require_fitting(x, state, self.name)
-            if state.o_hat._version != self._versions[call]:
-                raise UserError(
-                    f"the model writes into what {self.name} gives, which is its cache",
-                    expected="outputs that are left as they are",
-                    got="an output that was changed in place since the step before",
-                    remedy="Settings(shared_outputs=False), and reset_cache(): outputs are copies then",
-                )
-            return state
-        if not self._step.fresh:
+        """The caches of a call."""
+        if self._step.makes:
+            with torch.inference_mode(False):  # what is made in it could not be changed outside
+                self.states.append(self.layer.empty_state(x))
+            self._versions.append(0)
+            self._kinds.append(_kind(x))
+            return self.states[call]
+        if call >= len(self.states):
             raise UserError(
-                f"{self.name} is called more often than in the steps before",
+                f"{self.name} is called more often than in the first step",
                 expected=f"{len(self.states)} calls in a step",
                 got=str(call + 1),
-                remedy="begin anew: reset_cache() before a sampler that calls the model in another way",
+                remedy=f"leave the layer as it is: Settings(exclude=('{self.name}',))",
             )
-        with torch.inference_mode(False):  # what is made in it could not be changed outside
-            state = self.layer.empty_state(x)
-        self.states[call:] = [state]
-        self._versions[call:] = [state.o_hat._version]
+        state = self.states[call]
+        if self._kinds[call] != _kind(x):
+            self.layer.require_fitting(x, state, self.name)
+        if state.o_hat._version != self._versions[call]:
+            raise UserError(
+                f"the model writes into what {self.name} gives, which is its cache",
+                expected="outputs that are left as they are",
+                got="an output that was changed in place since the step before",
+                remedy="Settings(shared_outputs=False): outputs are copies then",
+            )
         return state
 
-    def _differs(self, x: Tensor, state: State) -> bool:
-        try:
-            self.layer.require_fitting(x, state)
-        except UserError:
-            return True
-        return False
+    def forget(self) -> None:
+        """No caches any more."""
+        for held in (self.states, self._versions, self._kinds):
+            held.clear()
 
     def set_state(self, call: int, state: State) -> None:
         """Other caches for a call."""
@@ -157,7 +165,8 @@ class Modulated(nn.Module):
         self._timestep_input = find_timestep_input(model, self._names, timestep_input, settings)
         self._step = _Step()
         self._latest: Tensor | None = None
-        self._direction = 0
+        self._direction, self._fresh = 0, True
+        self._made_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self.layers: dict[str, HeldLayer] = {}
         first = 0
         for name, layer in layers.items():
@@ -176,10 +185,13 @@ class Modulated(nn.Module):
                 is of another shape; a model writes into the outputs of its layers.
         """
         x, timestep = batch_and_timestep(self._names, self._timestep_input, args, kwargs)
+        if self._begin(x, timestep):
+            return self._with_new_caches(x, timestep, args, kwargs)
+        return self._run(x, timestep, args, kwargs)
+
+    def _run(self, x: Tensor, timestep: Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         step = self._step
         step.batch = x.shape[0]
-        if not torch.compiler.is_compiling():
-            self._begin(x, timestep)
         bins = self.tables.shape[1] - 1
         if timestep is None:
             index = torch.zeros(step.batch, dtype=torch.long, device=x.device)
@@ -195,22 +207,50 @@ class Modulated(nn.Module):
         finally:
             step.rows = None
         self.begins.fill_(False)
-        step.fresh = False
         return self._apart(output) if self.settings.modulation and self.settings.shared_outputs else output
 
-    def _begin(self, x: Tensor, timestep: Tensor | None) -> None:
-        """Sets which samples begin, and refuses what does not go on from the step before."""
-        if len(self.begins) != len(x) or self.begins.device != x.device:
-            if self.settings.modulation and not self._step.fresh:
+    @_not_compiled
+    def _with_new_caches(
+        self, x: Tensor, timestep: Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The first step of a batch of another size, which a compiled model does as it is."""
+        for layer in self.layers.values():
+            layer.forget()
+        self._step.makes = True
+        try:
+            output = self._run(x, timestep, args, kwargs)
+        finally:
+            self._step.makes = False
+        self._made_for = _kind(x)
+        return output
+
+    @_not_compiled
+    def _begin(self, x: Tensor, timestep: Tensor | None) -> bool:
+        """Whether caches have to be made. Refuses what does not go on from the step before."""
+        if not self.settings.modulation:
+            return False
+        if self._made_for != _kind(x):
+            if self._made_for is not None and not self._fresh:
+                shape, dtype, device = self._made_for
                 raise UserError(
                     "the batch has changed between two steps",
-                    expected=f"{len(self.begins)} samples on {self.begins.device}, as in the step before",
-                    got=f"{len(x)} on {x.device}",
+                    expected=f"{list(shape)} {dtype} on {device}, as in the step before",
+                    got=f"{list(x.shape)} {x.dtype} on {x.device}",
                     remedy="call reset_cache() before the first step of a batch",
                 )
             self.begins = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            self._made_for = None
+        self._fresh = False
+        self._check_time(timestep)
+        return self._made_for is None
+
+    def _check_time(self, timestep: Tensor | None) -> None:
+        """
+        Raises:
+            UserError: the sampler goes back in time.
+        """
         check = self.settings.check_timesteps
-        if timestep is None or not self.settings.modulation or check is False or (check is None and timestep.is_cuda):
+        if timestep is None or check is False or (check is None and timestep.is_cuda):
             return
         now = timestep.detach().float().cpu()
         if self._latest is not None and len(self._latest) == len(now):
@@ -230,14 +270,11 @@ class Modulated(nn.Module):
 
     def _apart(self, output: Any) -> Any:
         """The output without memory that the next step changes."""
-        caches = (
-            {state.o_hat.data_ptr() for held in self.layers.values() for state in held.states}
-            if (not torch.compiler.is_compiling())
-            else None
-        )
+        compiling = torch.compiler.is_compiling()
+        caches = () if compiling else {state.o_hat.data_ptr() for held in self.layers.values() for state in held.states}
 
         def apart(x: Any) -> Any:
-            is_cache = isinstance(x, Tensor) and (caches is None or x.data_ptr() in caches)
+            is_cache = isinstance(x, Tensor) and (compiling or x.untyped_storage().data_ptr() in caches)
             return x.clone() if is_cache else x
 
         return pytree.tree_map(apart, output)
@@ -251,7 +288,7 @@ class Modulated(nn.Module):
             UserError: there are no such samples.
         """
         if samples is None:
-            self._step.fresh, self._latest, self._direction = True, None, 0
+            self._fresh, self._latest, self._direction = True, None, 0
             self.begins.fill_(True)
             return
         chosen = torch.as_tensor(samples, device=self.begins.device)
@@ -322,7 +359,7 @@ class Modulated(nn.Module):
             for call, state in enumerate(held.states):
                 held.set_state(call, state)
         self.begins.fill_(False)
-        self._step.fresh, self._latest = False, None
+        self._fresh, self._latest = False, None
 
     def check_caches(self) -> None:
         """Waits for the GPU.
@@ -341,6 +378,10 @@ class Modulated(nn.Module):
                 got="no step" if self.settings.modulation else "a model without modulation, which has none",
                 remedy="call the model once with inputs of the batch, then reset_cache()",
             )
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
 
 
 def modulate(

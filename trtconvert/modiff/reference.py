@@ -204,9 +204,13 @@ def _by_pixels(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _convolve(codes: Tensor, zero: Tensor, weight: Tensor, geometry: Geometry, shifted: bool) -> Tensor:
-    """The exact sums of w · (c − z), [B, H', W', N], in FP32 where it holds them all, else in FP64."""
+    """The exact sums of w · (c − z), [B, H', W', N], in FP32 where it holds them all, else in FP64.
+
+    On a GPU always in FP64: convolutions in FP32 may go by Winograd's algorithm there, whose steps are no integers.
+    """
     most = (255 if shifted else 127) * 127
-    dtype = torch.float32 if weight[0].numel() * most <= _EXACT else torch.float64
+    fits = weight[0].numel() * most <= _EXACT and not codes.is_cuda
+    dtype = torch.float32 if fits else torch.float64
     values = codes.to(dtype)
     if shifted:
         values = values - _by_pixels(zero.to(dtype), codes)

@@ -29,13 +29,14 @@ class AdaRound:
     Attributes:
         iterations: of Adam for each layer or block; 0 rounds to the nearest. by_block: residual and transformer blocks are
             reconstructed as wholes, layers outside of them by themselves; False: every layer by itself.
-        rate: of learning. weight: of the term that draws to 0 or 1. batch: samples of an iteration.
+        rate: of learning. weight: of the term that draws to 0 or 1, of all weights' mean, where the error of rounding to the
+            nearest counts 1. batch: samples of an iteration.
     """
 
     iterations: int = 2000
     by_block: bool = True
-    rate: float = 1e-2
-    weight: float = 0.01
+    rate: float = 2e-2
+    weight: float = 10.0
     batch: int = 32
 
     def __str__(self) -> str:
@@ -73,17 +74,13 @@ def adaround(
     # So that the first weights are those of full precision: h(v) is what is left of the position.
     logits = {name: _inverse(positions[name] - below[name]).requires_grad_() for name in layers}
     optimizer = torch.optim.Adam(list(logits.values()), lr=how.rate)
-    scale = 1 / max(sum(float(example.wanted.float().square().mean()) for example in examples) / len(examples), 1e-20)
+    nearest = {name: grids[name].values(position.round(), widths[name]) for name, position in positions.items()}
+    scale = 1 / max(_error(unit, nearest, layers, examples), 1e-20)
     with torch.enable_grad():
         for step in range(how.iterations):
             example = examples[int(torch.randint(len(examples), (1,), generator=generator))]
-            weights = {}
-            for name, v in logits.items():
-                soft = grids[name].values(below[name] + _up(v), widths[name])
-                weights[f"{name}.weight".lstrip(".")] = soft.to(layers[name].weight.dtype)
-            args, kwargs, wanted = _some(example, how.batch, generator)
-            given = first_tensor(functional_call(unit, weights, args, kwargs))
-            loss = (given.float() - wanted.float()).square().mean() * scale
+            soft = {name: grids[name].values(below[name] + _up(v), widths[name]) for name, v in logits.items()}
+            loss = scale * _squared_error(unit, soft, layers, *_some(example, how.batch, generator))
             done = (step / how.iterations - _WARMUP) / (1 - _WARMUP)
             if done >= 0:
                 beta = _LAST_BETA + (_FIRST_BETA - _LAST_BETA) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * done)))
@@ -93,6 +90,26 @@ def adaround(
             loss.backward()
             optimizer.step()
     return {name: grids[name].codes(below[name] + (_up(v.detach()) >= 0.5), widths[name]) for name, v in logits.items()}
+
+
+def _squared_error(
+    unit: nn.Module,
+    weights: Mapping[str, Tensor],
+    layers: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: Tensor,
+) -> Tensor:
+    named = {f"{name}.weight".lstrip("."): x.to(layers[name].weight.dtype) for name, x in weights.items()}
+    return (first_tensor(functional_call(unit, named, args, kwargs)).float() - wanted.float()).square().mean()
+
+
+def _error(
+    unit: nn.Module, weights: Mapping[str, Tensor], layers: Mapping[str, Any], examples: Sequence[Example]
+) -> float:
+    """The mean of all examples."""
+    errors = [_squared_error(unit, weights, layers, each.args, each.kwargs, each.wanted) for each in examples]
+    return float(torch.stack(errors).mean())
 
 
 def _up(v: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ _SHARES = torch.logspace(0, -1.5, 41, 10.0)
 VALUES = 4096
 """Numbers that are kept of what a layer reads in a bin."""
 
+_STEPS = 6
+"""Of one direction, after which errors of changes are compared."""
+
 
 @dataclass
 class Seen:
@@ -43,15 +46,15 @@ def least_error(
     """The quantiser [6] whose squared error is the least of those that clip at a share of the range.
 
     Args:
-        feedback: the numbers are changes, to each of which the rounding of the step before is added: the change that a layer
-            quantises is that from what it knows, a_t − â. Taken as even over a step of the quantiser.
+        feedback: the numbers are changes, and a layer quantises each together with the error of the step before: a_t − â. The
+            error is that after some steps, each of which changes a number by as much: trajectories are smooth, so that what is
+            clipped in one step falls further behind in the next.
     """
     x = seen.sample(generator)
-    noise = torch.rand(len(x), generator=generator) - 0.5 if feedback else torch.zeros(len(x))
-    low, high = seen.low * _SHARES, seen.high * _SHARES
-    tried = quantiser(low, high, bits, symmetric, begins)
-    scale = tried[:, SCALE, None]
-    change = x + noise * scale
-    codes = ((change / scale).round() + tried[:, ZERO, None]).clamp(tried[:, LOW, None], tried[:, HIGH, None])
-    error = ((codes - tried[:, ZERO, None]) * scale - change).square().mean(1)
-    return tried[int(error.argmin())]
+    tried = quantiser(seen.low * _SHARES, seen.high * _SHARES, bits, symmetric, begins)
+    scale, low, high, zero = (tried[:, column, None] for column in (SCALE, LOW, HIGH, ZERO))
+    error = torch.zeros(len(_SHARES), len(x))
+    for _ in range(_STEPS if feedback else 1):
+        change = x + error
+        error = change - ((change / scale).round_().add_(zero).clamp_(low, high) - zero) * scale
+    return tried[int(error.square().mean(1).argmin())]
