@@ -258,6 +258,15 @@ def test_compiled_models_compute_the_same():
             compiled(*call.args)
 
 
+def test_copies_have_caches_of_their_own():
+    found, calls = modulated(), trajectory()
+    found(*calls[0].args)
+    copied = copy.deepcopy(found)
+    wanted = copied(*calls[1].args)
+    copied(*calls[2].args)
+    assert torch.equal(found(*calls[1].args), wanted)
+
+
 def test_the_class_of_the_model_does_not_matter():
     assert isinstance(modulated().model, TinyUNet)
     shared = nn.Sequential(layer := nn.Linear(16, 16), nn.GELU(), layer)

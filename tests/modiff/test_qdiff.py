@@ -154,6 +154,12 @@ def test_the_file_holds_all_of_it(calibration: Calibration, tmp_path: Path):
     )
     half = modulate(tiny().half(), calibration=loaded)  # one model in another type
     assert half(call.args[0].half(), call.args[1]).dtype == torch.float16
+    with pytest.raises(UserError, match=r"\.to\(torch\.bfloat16\)"):
+        modulate(tiny().bfloat16(), calibration=loaded)
+    later = modulate(tiny(), calibration=loaded).to(torch.bfloat16)
+    x, t = call.args
+    y, wanted = later(x.bfloat16(), t), tiny()(x, t)
+    assert y.dtype == torch.bfloat16 and float((y.float() - wanted).norm() / wanted.norm()) < 0.05
 
 
 def test_other_files_are_refused(calibration: Calibration, tmp_path: Path):

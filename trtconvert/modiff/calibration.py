@@ -147,8 +147,8 @@ class Calibration:
                 "the calibration is of another model",
                 expected=f"weights with the digest {self.digest[:16]}…",
                 got=f"other shapes of {several(odd, 3)}" if odd else f"{digest(model)[:16]}…",
-                remedy="calibrate this model; or load the weights that were calibrated, and modulate before they are changed, as "
-                "by a LoRA",
+                remedy="calibrate this model; or load the weights that were calibrated, and modulate them before they are "
+                "changed, as by a LoRA or by rounding: modulate(model, calibration=…).to(torch.bfloat16)",
             )
         return settings or self.settings
 

@@ -189,6 +189,12 @@ class Modulated(nn.Module):
             return self._with_new_caches(x, timestep, args, kwargs)
         return self._run(x, timestep, args, kwargs)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Modulated:
+        tables = self.tables
+        super()._apply(fn, recurse)
+        self.tables = tables.to(self.tables.device)  # in FP32, whatever type the model is brought to
+        return self
+
     def _run(self, x: Tensor, timestep: Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         step = self._step
         step.batch = x.shape[0]
