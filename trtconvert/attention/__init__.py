@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trtconvert.attention.int4 import int4_attention
     from trtconvert.attention.masks import neighbourhood_mask, window_mask
     from trtconvert.attention.module import Int8Attention, fused_cfg
     from trtconvert.attention.pruning import block_mask_of_data, pruning_schedule
@@ -22,6 +23,7 @@ __all__ = [
     "compute_adaptive_scales",
     "compute_sigma_schedule",
     "fused_cfg",
+    "int4_attention",
     "neighbourhood_mask",
     "pruning_schedule",
     "replace_attention_with_int8",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "int4": ("int4_attention",),
     "masks": ("neighbourhood_mask", "window_mask"),
     "module": ("Int8Attention", "fused_cfg"),
     "pruning": ("block_mask_of_data", "pruning_schedule"),

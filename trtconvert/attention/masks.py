@@ -172,6 +172,25 @@ def check_block_size(block_size: int) -> None:
         )
 
 
+def check_mask(mask: Tensor, full: tuple[int, ...], caller: str) -> None:
+    """
+    Args:
+        full: shape of the weights, [B, H, Nq, Nk].
+        caller: whom the mask was given to.
+    Raises:
+        UserError: not a mask for such weights.
+    """
+    tail = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
+    fits = len(tail) == mask.dim() and all(size in (1, whole) for size, whole in zip(mask.shape, tail, strict=True))
+    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise UserError(
+            f"{caller}: mask does not fit",
+            expected=f"booleans or floating-point numbers that broadcast to {list(full)}",
+            got=f"{list(mask.shape)} {mask.dtype}",
+            remedy="correct mask",
+        )
+
+
 def check_block_mask(mask: Tensor, num_queries: int, num_keys: int, batch: int, heads: int) -> None:
     """
     Raises:

@@ -13,6 +13,7 @@ from trtconvert.attention import kernel, measured
 from trtconvert.attention.masks import (
     check_block_mask,
     check_block_size,
+    check_mask,
     neighbourhood_mask,
     window_mask,
 )
@@ -336,7 +337,7 @@ class Int8Attention(nn.Module):
                 raise _misfit(name, f"a tensor on {Q.device}", str(given.device), f"{name}.to(Q.device)")
         options: dict[str, Any] = {}
         if mask is not None:
-            _check_mask(mask, (*Q.shape[:3], K.shape[2]))
+            check_mask(mask, (*Q.shape[:3], K.shape[2]), "Int8Attention")
             options["mask"] = mask
         if blocks is not None:
             check_block_mask(blocks, Q.shape[2], K.shape[2], Q.shape[0], Q.shape[1])
@@ -617,18 +618,6 @@ def _checked_ratios(ratio: float | Sequence[float]) -> tuple[float, ...]:
     for each in ratios:
         check_ratio(each)
     return ratios
-
-
-def _check_mask(mask: Tensor, full: tuple[int, ...]) -> None:
-    """
-    Raises:
-        UserError: not a mask for weights of this shape [B, H, Nq, Nk].
-    """
-    tail = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
-    fits = len(tail) == mask.dim() and all(size in (1, whole) for size, whole in zip(mask.shape, tail, strict=True))
-    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        wanted = f"booleans or floating-point numbers that broadcast to {list(full)}"
-        raise _misfit("mask", wanted, f"{list(mask.shape)} {mask.dtype}")
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:

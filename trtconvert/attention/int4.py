@@ -1,0 +1,173 @@
+"""Experimental: attention whose first product, QKᵀ, is of 4-bit integers. Emulated: every device computes it by plain torch.
+
+Tensor cores of sm_80, 86 and 89 multiply 4-bit integers (mma.sync s4) at twice the rate of INT8; Hopper's have no such rate.
+There is no kernel for them here: this tells what 4 bits cost in quality, on a CPU or any GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trtconvert.attention.masks import check_mask
+from trtconvert.attention.reference import BLOCK, TINY_SCALE
+from trtconvert.errors import UserError
+
+TOP = 7
+"""Codes are -7 to 7: symmetric, so that no code has a counterpart that is missing."""
+
+_QUERIES = 1024
+"""Queries whose logits are held at once, about."""
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Tokens as 4-bit integers. N tokens of D channels, in G groups of channels.
+
+    Attributes:
+        codes: [B, H, N, D], whole numbers from -7 to 7 in a floating-point type; NaN where the tensor was NaN or infinite.
+        scale: [B, H, N, G], what a code of each token and group counts.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
+def quantise_int4(x: Tensor, *, tokens: int = 1, channels: int | None = None) -> Int4:
+    """Round to 4 bits, to the nearest, ties to even; scales are the largest magnitude / 7.
+
+    Args:
+        x: [B, H, N, D] FP32 or float64.
+        tokens: neighbours that share a scale; the last ones may be fewer.
+        channels: that share a scale, a divisor of D; all of them by default.
+    """
+    batch, heads, count, dim = x.shape
+    tokens = min(tokens, count)
+    groups = 1 if channels is None else dim // channels
+    blocks = pad(x, (0, 0, 0, -count % tokens)).view(batch, heads, -1, tokens, groups, dim // groups)
+    scale = (blocks.abs().amax((3, 5)) / TOP).clamp_min(TINY_SCALE).repeat_interleave(tokens, 2)[:, :, :count]
+    codes = (x.unflatten(-1, (groups, -1)) / scale[..., None]).round().clamp(-TOP, TOP)
+    return Int4(codes.flatten(3), scale)
+
+
+def int4_product(q: Int4, k: Int4) -> Tensor:
+    """[B, H, Nq, Nk] of q kᵀ: products of integers, group by group, times their scales.
+
+    A group's integers stay under 49·256 < 2**14: they are exact in FP32, in TF32 and in the INT32 of tensor cores alike.
+    """
+    groups = q.scale.shape[-1]
+    q_codes, k_codes = (x.codes.unflatten(-1, (groups, -1)) for x in (q, k))
+    product = torch.zeros((), dtype=q.codes.dtype, device=q.codes.device)
+    for g in range(groups):
+        integers = q_codes[..., g, :] @ k_codes[..., g, :].transpose(2, 3)
+        product = product + integers * q.scale[..., g, None] * k.scale[..., g].unsqueeze(2)
+    return product
+
+
+def int4_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    mask: Tensor | None = None,
+    query_block: int = BLOCK,
+    key_block: int = 1,
+    group_size: int | None = None,
+) -> Tensor:
+    """Attention with INT4 QKᵀ; softmax and PV are exact. Experimental, emulated (slow) on every device, without gradients.
+
+    The mean key is subtracted before, and from each block of queries their mean, whose product with the keys is then added
+    unquantised: one row for each block. Both leave less to be rounded. Memory is linear in the tokens.
+
+    Args:
+        q: [B, H, Nq, D], any floating-point type; k, v: [B, Hkv, Nk, D] in q's type, Hkv divides H.
+        softmax_scale: factor of the logits; 1/√D by default.
+        mask: broadcastable to [B, H, Nq, Nk], boolean (true attends) or additive. A row without a visible key is zero.
+        query_block: neighbouring queries whose mean is taken out; 0 for none.
+        key_block: neighbouring keys that share a scale; queries have one each.
+        group_size: channels that share a scale, a divisor of D; all by default. Fewer are more exact: half of 64 takes a tenth
+            off the error, and costs a kernel another conversion of all sums to FP32.
+    Returns:
+        [B, H, Nq, D] in q's type. NaN and infinities reach what they would reach in other attention, and beyond: all queries of
+        their block, or of their head.
+    Raises:
+        UserError: tensors or options that do not fit each other, or tensors that ask for gradients.
+    Source: SageAttention2 (arXiv 2411.10958), sections 3.1 and 3.2, with a scale for each token in place of each thread's tokens.
+    """
+    _check(q, k, v, mask, query_block, key_block, group_size)
+    out_type, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.to(compute) for x in (q, k, v))
+    k, v = (k - k.mean(2, keepdim=True)).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    queries, scale = q.shape[2], q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    keys = quantise_int4(k, tokens=key_block, channels=group_size)
+    mask = None if mask is None else mask.view(*[1] * (4 - mask.dim()), *mask.shape)
+    block = min(query_block, queries) or 1
+    means = _block_means(q, block) if query_block else None
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for first in range(0, queries, _QUERIES):
+        end = min(first + _QUERIES, queries)
+        here, added = q[:, :, first:end], None
+        if means is not None:
+            blocks = means[:, :, first // block : (end - 1) // block + 1]
+            place = torch.arange(first, end, device=q.device) // block - first // block
+            here = here - blocks[:, :, place]
+            added = (blocks @ k.transpose(2, 3))[:, :, place]
+        logits = int4_product(quantise_int4(here, channels=group_size), keys)
+        logits = (logits if added is None else logits + added) * scale
+        if mask is not None:
+            part = mask if mask.shape[2] == 1 else mask[:, :, first:end]
+            logits = logits.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else logits + part
+        unseen = (logits == -torch.inf).all(-1, keepdim=True)
+        out[:, :, first:end] = logits.softmax(-1).masked_fill(unseen, 0) @ v
+    return out.to(out_type)
+
+
+def _block_means(x: Tensor, block: int) -> Tensor:
+    """[B, H, N, D] -> [B, H, ⌈N / block⌉, D]."""
+    missing = -x.shape[2] % block
+    sums = pad(x, (0, 0, 0, missing)).unflatten(2, (-1, block)).sum(3)
+    sizes = torch.full((sums.shape[2], 1), block, dtype=x.dtype, device=x.device)
+    sizes[-1] -= missing
+    return sums / sizes
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, query_block: int, key_block: int, group_size: int | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape or not x.is_floating_point():
+            raise _misfit(
+                name, "floating-point [batch, heads, tokens, head_dim], none of them 0", f"{list(x.shape)} {x.dtype}"
+            )
+    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[1] % k.shape[1]:
+        wanted = f"[{q.shape[0]}, a divisor of {q.shape[1]}, tokens, {q.shape[3]}] both"
+        raise _misfit("k and v", wanted, f"{list(k.shape)} and {list(v.shape)}")
+    if len({x.dtype for x in (q, k, v)}) > 1:
+        raise _misfit("q, k and v", "one type", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them with .to()")
+    places = {x.device for x in (q, k, v, mask) if x is not None}
+    if len(places) > 1:
+        raise _misfit("q, k, v and mask", "one device", ", ".join(sorted(map(str, places))), "move them with .to()")
+    if mask is not None:
+        check_mask(mask, (*q.shape[:3], k.shape[2]), "int4_attention")
+    for name, size, least in (("query_block", query_block, 0), ("key_block", key_block, 1)):
+        if not isinstance(size, int) or size < least:
+            raise _misfit(name, f"a whole number of tokens from {least}", repr(size))
+    if group_size is not None and (not isinstance(group_size, int) or group_size < 1 or q.shape[3] % group_size):
+        raise _misfit(
+            "group_size", f"a divisor of head_dim, {q.shape[3]}", repr(group_size), "leave it out for all channels"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise _misfit(
+            "q, k or v", "tensors without gradients", "one that asks for them", "call it under torch.no_grad()"
+        )
+
+
+def _misfit(what: str, expected: str, got: str, remedy: str = "") -> UserError:
+    return UserError(
+        f"int4_attention: {what} does not fit", expected=expected, got=got, remedy=remedy or f"correct {what}"
+    )
