@@ -187,11 +187,7 @@ class Study:
         calibration = calibration or self.calibration(variant)
         settings = dataclasses.replace(variant.settings(), bins=calibration.settings.bins)
         moved = on_device(dataclasses.replace(self.model, denoiser=denoiser), self.device)
-        modulated = modulate(
-            moved.denoiser.to(self.dtype),
-            settings,
-            calibration=calibration,
-        )
+        modulated = modulate(moved.denoiser, settings, calibration=calibration).to(self.dtype)
         return dataclasses.replace(moved, denoiser=modulated)
 
     def draw(self, model: DiffusionModel, seeds: Sequence[int]) -> Tensor:
