@@ -232,6 +232,7 @@ class LayerRecord(_Record):
         in_channels, out_channels, kernel: of its weight.
         rows: tokens or pixels for each sample, at the opt sizes.
         weight: the name of its weight in the state dict.
+        modulated: it quantises how its input changes from step to step, and has caches.
     """
 
     name: _Name
@@ -243,6 +244,7 @@ class LayerRecord(_Record):
     weight: _Name
     modes: list[_LayerMode] = Field(default_factory=list)
     reason: str = ""
+    modulated: bool = False
 
     @property
     def in_int8(self) -> bool:

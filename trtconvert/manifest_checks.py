@@ -16,6 +16,12 @@ INDEX = "model_index.json"
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
 """Types of inputs and outputs, as numpy and torch call them."""
 
+CACHE, O_HAT = "modiff.", ".o_hat"
+"""What names of caches begin with, and end with where they are of what a layer gives."""
+
+_STATIC = 3
+"""Of `LayerMode`."""
+
 CACHE_DTYPES = ("float16", "float32")
 """Those of caches: BF16 has too few bits for sums over many steps."""
 
@@ -84,12 +90,20 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
 
 
 def _of_caches(component: ComponentRecord) -> Iterator[str]:
-    if not component.caches:
+    names = [cache.name for cache in component.caches]
+    if not names:
+        if any(layer.modulated for layer in component.layers):
+            yield "caches: none, of layers that quantise changes"
         return
     if not component.is_denoiser:
         yield "caches: some, without a timestep"
     yield from _twins("caches", (tensor.name for tensor in component.all_inputs))
     batch = component.inputs[0].shape[:1] if component.inputs else []
+    modulated = {layer.name for layer in component.layers if layer.modulated}
+    if bad := [layer.name for layer in component.layers if layer.modulated and set(layer.modes) != {_STATIC}]:
+        yield f"layers: {bad[0]} quantises changes, and is not static in all timestep bins"
+    if modulated != {name.removeprefix(CACHE).removesuffix(O_HAT) for name in names if name.endswith(O_HAT)}:
+        yield "caches: of other layers than those that quantise changes"
     for cache in component.caches:
         if cache.dtype not in CACHE_DTYPES:
             yield f"caches: the type {cache.dtype!r} of {cache.name}"

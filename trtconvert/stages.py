@@ -327,7 +327,7 @@ def export_stage(
             input_ranges=_input_ranges(calibration),
             profiles=profiles,
             sites=_site_records(calibration, plan),
-            layers=_layer_records(calibration, plan),
+            layers=_layer_records(calibration, plan, layers),
             engines=[],
             diffusers=source.diffusers,
             caches=[
@@ -632,10 +632,12 @@ def _converted_layers(
     }
 
 
-def _layer_records(calibration: Stage, plan: Stage) -> list[LayerRecord]:
+def _layer_records(calibration: Stage, plan: Stage, converted: Mapping[str, ConvertedLayer]) -> list[LayerRecord]:
     modes = _plan(plan)["layers"]
+    modulated = {name for name, layer in converted.items() if layer.change_scale is not None}
     return [
-        _layer_record(layer, row if any(row := modes.get(layer.name, [])) else []) for layer in _layers(calibration)
+        _layer_record(layer, row if any(row := modes.get(layer.name, [])) else [], layer.name in modulated)
+        for layer in _layers(calibration)
     ]
 
 
@@ -644,7 +646,7 @@ def _component_records(found: ComponentLayers) -> list[LayerRecord]:
     return converted + [_layer_record(layer, []) for layer in found.left]
 
 
-def _layer_record(layer: Layer, modes: list[int]) -> LayerRecord:
+def _layer_record(layer: Layer, modes: list[int], modulated: bool = False) -> LayerRecord:
     return LayerRecord(
         name=layer.name,
         kind=layer.kind,
@@ -655,6 +657,7 @@ def _layer_record(layer: Layer, modes: list[int]) -> LayerRecord:
         weight=layer.weight.name,
         modes=modes,
         reason=layer.obstacle,
+        modulated=modulated,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -23,6 +24,9 @@ ATTENTION = {
     "plugin": "INT8, our plugin",
     "native": "native, the model's precision, not INT8",
 }
+
+_BYTES = {"float16": 2, "float32": 4}
+"""Of a number in a cache."""
 
 INT8_LAYERS = {
     "native": "INT8, TensorRT's kernels",
@@ -209,6 +213,8 @@ def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
         + (f" ({counts})" if counts else "")
         + (f", {len(by_plan)} in the model's type by the plan" if by_plan else ""),
     )
+    if modulated := sum(layer.modulated for layer in layers):
+        yield "", f"{modulated} of them quantise changes from step to step (MoDiff), {_caches(component)}"
     if in_int8:
         ours, in_16_bits = map(_size, weight_bytes(layers))
         yield "", f"their weights: {ours}, {in_16_bits} in 16 bits"
@@ -217,6 +223,15 @@ def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
     if component.is_denoiser:
         for modes, count in _plans(layer.modes for layer in layers).items():
             yield "modes, low noise to high", f"{_runs(modes, _layer_mode)}  ({count} layers)"
+
+
+def _caches(component: ComponentRecord) -> str:
+    """What caches take, in words: the runtime holds two of each, which take turns."""
+    per_sample = sum(
+        _BYTES[cache.dtype] * math.prod(size for size in cache.shape[1:] if isinstance(size, int))
+        for cache in component.caches
+    )
+    return f"whose caches take {_size(2 * per_sample)} of a sample"
 
 
 def _plans(rows: Iterable[Sequence[int]]) -> dict[tuple[int, ...], int]:

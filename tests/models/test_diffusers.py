@@ -26,7 +26,7 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.evaluate.torch_int8 import tables_of_layers
+from trtconvert.evaluate.torch_int8 import converted_layers
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.diffusers import diffusers_model, load_pipeline
@@ -104,7 +104,8 @@ def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
     scalings = {site.name: site.scaling for site in component.sites}
     smooth_k = manifest.recipe.attention.smooth_k
     sites = Int8Sites(calibration.with_modes(modes), component.timestep_max, scalings, smooth_k)
-    tables = tables_of_layers(converted.model, component.layers, calibration.layers)
+    of_layers = converted_layers(converted.model, component.layers, calibration.layers)
+    tables = {name: layer.tables for name, layer in of_layers.items()}
     layers = Int8Layers(tables, component.timestep_max).handler() if tables else None
     denoiser = intercepted(converted.model, sites.handler(), layers)
     return DiffusersDenoiser(

@@ -24,7 +24,7 @@ from trtconvert.calib.data import BadSamples, CalibrationData, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import Kind, data_identity, data_kind, data_name
-from trtconvert.calib.layer_observer import LayerObserver, changes_of
+from trtconvert.calib.layer_observer import LayerObserver, LayerRows, changes_of
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
@@ -229,10 +229,26 @@ def _layer_scales(
             percentile=calibration.percentile,
             offsets=section.offsets,
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_source),
-            changes=shards.layer(changes_of(source)) if source in modulated else None,
+            changes=_changes(shards, source) if source in modulated else None,
         )
         for source, of_source in readers.items()
     }
+
+
+def _changes(shards: Shards, source: str) -> LayerRows:
+    """
+    Raises:
+        UserError: none was seen.
+    """
+    try:
+        return shards.layer(changes_of(source))
+    except KeyError as error:
+        raise UserError(
+            f"{source} was called in no two steps that follow each other",
+            expected="samples that are denoised step by step, in the same sizes",
+            got="calls that do not go on from each other",
+            remedy="raise calibration.steps; or leave the layer out of layers.modiff by patterns of the others",
+        ) from error
 
 
 def modulated_sources(layers: Iterable[Layer], section: LayersSection) -> set[str]:

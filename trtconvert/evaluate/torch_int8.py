@@ -18,8 +18,7 @@ from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.interception import InterceptedDenoiser
-from trtconvert.linear.reference import LayerTables
-from trtconvert.linear.sites import LayerCall, LayerFinder, layer_hooks, with_sources_among
+from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_sources_among
 from trtconvert.models.denoiser import intercepted
 
 
@@ -38,8 +37,13 @@ class TorchInt8:
         smooth_k = manifest.recipe.attention.smooth_k
         self._sites = Int8Sites(tables, model.timestep_max, manifest.scalings, smooth_k, compute=kernel.attention)
         records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
-        of_layers = tables_of_layers(model, records, calibration.layers)
-        self._layers = Int8Layers({name: of.to(device) for name, of in of_layers.items()}, model.timestep_max)
+        of_layers = converted_layers(model, records, calibration.layers)
+        self._layers = Int8Layers(
+            {name: layer.tables.to(device) for name, layer in of_layers.items()},
+            model.timestep_max,
+            {name: scale for name, layer in of_layers.items() if (scale := layer.change_scale) is not None},
+            model.timesteps_fall,
+        )
         self._dtype = getattr(torch, manifest.recipe.model.dtype)
         self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
         self._names = [spec.name for spec in model.inputs]
@@ -56,6 +60,10 @@ class TorchInt8:
             return self._denoiser(
                 **{name: x.to(self._dtype) if name in self._floating else x for name, x in given.items()}
             )
+
+    def reset_cache(self) -> None:
+        """All samples begin anew in the next call, where layers quantise changes."""
+        self._layers.reset_cache()
 
     def take_nonfinite(self) -> dict[str, dict[str, int]]:
         """Of kind "site" and "layer", by name: for how many calls on a sample it gave a NaN or Inf, since this was asked last."""
@@ -82,10 +90,10 @@ class TorchInt8:
         counts[name] = counts.get(name, torch.zeros_like(rows)) + rows
 
 
-def tables_of_layers(
+def converted_layers(
     model: DiffusionModel, records: Sequence[LayerRecord], scales: Mapping[str, LayerScales]
-) -> dict[str, LayerTables]:
-    """The tables that a bundle's INT8 layers have, by name.
+) -> dict[str, ConvertedLayer]:
+    """A bundle's INT8 layers by name, with the tables that they have.
 
     Args:
         model: that the bundle was made from.
@@ -102,4 +110,11 @@ def tables_of_layers(
     # Scales have the names of the first layers that read each tensor, among all that could be INT8.
     able = {record.name for record in records if not record.reason}
     layers = with_sources_among([layer for layer in finder.layers() if layer.name in able])
-    return layer_tables(model.denoiser, [layer for layer in layers if layer.name in modes], scales, modes)
+    chosen, modulated = [layer for layer in layers if layer.name in modes], {r.name for r in records if r.modulated}
+    tables = layer_tables(model.denoiser, chosen, scales, modes)
+    return {
+        layer.name: ConvertedLayer(
+            layer, tables[layer.name], scales[layer.source].change_scale if layer.name in modulated else None
+        )
+        for layer in chosen
+    }

@@ -16,19 +16,20 @@ from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.changes import Steps, cache_dtype, scales_of, steps_of
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
+from trtconvert.manifest_checks import CACHE, O_HAT
 
-LAST = "modiff.timestep"
+LAST = f"{CACHE}timestep"
 """The cache of the timesteps of the call before."""
 
 
 def a_hat_of(source: str) -> str:
     """The cache of what layers read, by the first that reads it."""
-    return f"modiff.{source}.a_hat"
+    return f"{CACHE}{source}.a_hat"
 
 
 def o_hat_of(layer: str) -> str:
     """The cache of what a layer gives."""
-    return f"modiff.{layer}.o_hat"
+    return f"{CACHE}{layer}{O_HAT}"
 
 
 def _factor_of(source: str) -> str:
