@@ -129,6 +129,13 @@ def test_half_precision_is_rounded_once(dtype):
     )
 
 
+def test_autocast_rounds_nothing_more():
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = int4_attention(q, k, v)
+    assert torch.equal(out, int4_attention(q, k, v))
+
+
 def test_masks_hide_keys():
     q, k, v = tensors(queries=1100, keys=96)
     visible = torch.rand(1100, 96, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -138,7 +145,8 @@ def test_masks_hide_keys():
     assert (out[:, :, ~rows] == 0).all()
     assert error(out[:, :, rows], exact(q, k, v, visible)[:, :, rows]) < tolerances.INT4_ERROR
     additive = torch.zeros(1100, 96).masked_fill(~visible, -math.inf)
-    assert torch.equal(int4_attention(q, k, v, mask=additive), out)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert torch.equal(int4_attention(q, k, v, mask=additive.to(dtype)), out)
     of_keys = torch.arange(96) < 60
     assert error(int4_attention(q, k, v, mask=of_keys), exact(q, k, v, of_keys[None])) < tolerances.INT4_ERROR
 

@@ -100,8 +100,23 @@ def int4_attention(
     """
     _check(q, k, v, mask, query_block, key_block, group_size)
     out_type, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    with torch.autocast(q.device.type, enabled=False):  # whose products would be rounded to 16 bits
+        q, k, v = (x.to(compute) for x in (q, k, v))
+        out = _attend(q, k, v, softmax_scale, mask, query_block, key_block, group_size)
+    return out.to(out_type)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    mask: Tensor | None,
+    query_block: int,
+    key_block: int,
+    group_size: int | None,
+) -> Tensor:
     group = q.shape[1] // k.shape[1]
-    q, k, v = (x.to(compute) for x in (q, k, v))
     k, v = (k - k.mean(2, keepdim=True)).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     queries, scale = q.shape[2], q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     keys = quantise_int4(k, tokens=key_block, channels=group_size)
@@ -121,10 +136,11 @@ def int4_attention(
         logits = (logits if added is None else logits + added) * scale
         if mask is not None:
             part = mask if mask.shape[2] == 1 else mask[:, :, first:end]
-            logits = logits.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else logits + part
+            hides = part.dtype == torch.bool
+            logits = logits.masked_fill(~part, -torch.inf) if hides else logits + part.to(logits.dtype)
         unseen = (logits == -torch.inf).all(-1, keepdim=True)
         out[:, :, first:end] = logits.softmax(-1).masked_fill(unseen, 0) @ v
-    return out.to(out_type)
+    return out
 
 
 def _block_means(x: Tensor, block: int) -> Tensor:
