@@ -1,6 +1,7 @@
 """Scales of layers: what is equalised and moved, and what is not; ranges; and the tables that follow."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import tolerances
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows
-from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
+from trtconvert.calib.layer_scales import LEAST_CHANGE, LayerScales, choose_scales, layer_tables
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, conv, linear, quantise_weight, short_scale
@@ -277,3 +278,15 @@ def test_rows_move_between_devices_whole():
     rows = rows_of(*calls(lambda x: x, 2))
     assert all(torch.equal(x, rows.tensors()[name]) for name, x in rows.to("cpu").tensors().items())
     assert len(LayerRows.cat([rows, rows]).bin) == 4
+
+
+def test_changes_have_scales_of_their_own_and_those_of_what_does_not_change_are_not_too_small():
+    layer, model = layer_and_model()
+    rows = rows_of(*calls(lambda x: x))
+    found = chosen(layer, model, rows, changes=rows_of(*calls(lambda x: x / 50)))
+    assert found.change_scale is not None and 25 < float(found.x_scale / found.change_scale) < 100
+    assert torch.equal(found.x_scale, chosen(layer, model, rows).x_scale)
+    still = chosen(layer, model, rows, changes=rows_of(*calls(torch.zeros_like)))
+    assert still.change_scale is not None and float(still.change_scale) >= float(still.x_scale) * LEAST_CHANGE
+    assert still.flaw(64, 1) == "" and "change_scale" in replace(still, change_scale=still.change_scale / 9).flaw(64, 1)
+    assert "change_scale" not in chosen(layer, model, rows).tensors()

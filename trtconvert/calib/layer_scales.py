@@ -32,6 +32,10 @@ FACTOR_GAIN, OFFSET_GAIN = 0.9, 0.9
 """Of the error without them: what factors and offsets have to come to. In front of a fused product each is one more
 operation on every element, so that they have to pay."""
 
+LEAST_CHANGE = 2.0**-12
+"""Of the largest scale of whole activations: finer steps of changes FP16 does not have, nor the ratio of the two. What does not
+change from step to step, as the tokens of a prompt, has these."""
+
 WEIGHT_ROWS = 512
 """Output channels on which the error of weights is estimated while factors are chosen."""
 
@@ -63,6 +67,8 @@ class LayerScales:
                 return f"{name} of {list(tensor.shape)} {tensor.dtype}, where FP32 {list(shape)} is needed"
             if not tensor.isfinite().all() or (name != "x_offset" and (tensor <= 0).any()):
                 return f"NaN, Inf, or numbers that are not positive in {name}"
+        if self.change_scale is not None and (self.change_scale < LEAST_CHANGE * self.x_scale.max()).any():
+            return f"numbers in change_scale below {LEAST_CHANGE:g} of the largest x_scale"
         return ""
 
 
@@ -170,7 +176,7 @@ def choose_scales(
         found = [
             _scale_of(steps.of_bin(index), not_moved, statistic, percentile / 100) for index in steps.nearest(bins)
         ]
-        of_changes = short_scale(torch.stack(found)).cpu()
+        of_changes = short_scale(torch.stack(found).clamp_min(float(scale.max()) * LEAST_CHANGE)).cpu()
     return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu(), of_changes)
 
 

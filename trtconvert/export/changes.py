@@ -147,15 +147,15 @@ class ChangeEmitter:
         """
         assert self._steps is not None and self._scales is not None
         source, begins = layer.layer.source, self._steps.begins
-        scale = self._scales[:, self._places[source], None]
+        place = {"place": self._places[source]}
         if source not in self._codes:
             name = a_hat_of(source)
             given = self._given[name]
             factor = getattr(self._module, _factor_of(source))
             self._codes[source], self._made[name] = torch.onnx.ops.symbolic_multi_out(
                 f"{DOMAIN}::{QUANTISE}",
-                (call.x, factor, given, begins, scale),
-                {},
+                (call.x, factor, given, begins, self._scales),
+                dict(place),
                 dtypes=(torch.int8, given.dtype),
                 shapes=(call.x.shape, given.shape),
                 version=VERSION,
@@ -163,16 +163,16 @@ class ChangeEmitter:
             )
         name = o_hat_of(call.name)
         given = self._given[name]
-        of_conv: dict[str, Any] = (
-            {"strides": list(call.stride), "pads": [*call.padding, *call.padding]} if call.kind == "conv" else {}
-        )
+        attributes: dict[str, Any] = dict(place)
+        if call.kind == "conv":
+            attributes |= {"strides": list(call.stride), "pads": [*call.padding, *call.padding]}
         weight, weight_scale, bias = (
             getattr(self._module, tables[table]) for table in ("weight", "weight_scale", "bias")
         )
         self._made[name] = torch.onnx.ops.symbolic(
             f"{DOMAIN}::{CONV if call.kind == 'conv' else LINEAR}",
-            (self._codes[source], scale, begins, weight, weight_scale, bias, given),
-            of_conv,
+            (self._codes[source], self._scales, begins, weight, weight_scale, bias, given),
+            attributes,
             dtype=given.dtype,
             shape=given.shape,
             version=VERSION,

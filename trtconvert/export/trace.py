@@ -90,7 +90,7 @@ def trace(
         _check_tables(site, site_tables)
     layers = layers or {}
     for name, layer in layers.items():
-        _check_layer(name, layer.tables)
+        _check_layer(name, layer.tables, layer.change_scale)
     caches = caches_of(model, layers, dims, dtype)
     traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
@@ -537,7 +537,7 @@ def _check_tables(site: str, tables: AttentionTables) -> None:
             )
 
 
-def _check_layer(name: str, tables: LayerTables) -> None:
+def _check_layer(name: str, tables: LayerTables, change_scale: Tensor | None = None) -> None:
     problem = check_modes(tables)
     for field in ("weight_scale", "bias", "x_factor", "x_offset", "x_scale"):
         table = getattr(tables, field)
@@ -545,6 +545,8 @@ def _check_layer(name: str, tables: LayerTables) -> None:
             problem = f"NaN or Inf in {field}"
         elif not problem and field not in ("bias", "x_offset") and not (table > 0).all():
             problem = f"a {field} that is not positive"
+    if change_scale is not None and not (change_scale.isfinite() & (change_scale > 0)).all():
+        problem = problem or "a change_scale that is not finite and positive"
     if problem:
         raise UserError(
             f"the tables of the layer {name} cannot be used",

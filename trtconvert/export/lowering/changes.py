@@ -7,7 +7,8 @@ products stay as large as those of whole activations, and so within FP16.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -19,97 +20,111 @@ from trtconvert.export.nodes.changes import LARGEST, QUANTISE, change_nodes, inp
 from trtconvert.export.nodes.layers import table_of
 
 
+@dataclass(frozen=True)
+class _Scales:
+    """Of all tensors that layers read, in the type of the caches.
+
+    Attributes:
+        largest: S of each.
+        ratios, inverses: [B, S] s / S and S / s.
+    """
+
+    largest: list[float]
+    ratios: ir.Value
+    inverses: ir.Value
+
+
 def lower_changes(model: ir.Model) -> int:
     """Replace the nodes, in place. All is computed in the type of the caches.
 
     Returns:
         How many layers were lowered.
     """
-    codes: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-    count = 0
-    for node in change_nodes(model):
-        tape, inputs = Tape(), inputs_of(node)
+    nodes, count = change_nodes(model), 0
+    if not nodes:
+        return 0
+    places = {_place(node): float(node.metadata_props[LARGEST]) for node in nodes if node.op_type == QUANTISE}
+    tape, first = Tape(), nodes[0]
+    scales = _scales(tape, inputs_of(first)["scales"], [places[place] for place in sorted(places)], _dtype(first))
+    for node in nodes:
+        inputs = inputs_of(node)
         if node.op_type == QUANTISE:
-            new = _quantised(tape, node, inputs, codes)
+            new = _quantised(tape, node, inputs, scales)
         else:
-            new, count = [_added(tape, node, inputs, codes)], count + 1
+            new, count = [_added(tape, node, inputs, scales)], count + 1
         assert node.graph is not None
         for value, old in zip(new, node.outputs, strict=True):
             value.name, value.type, value.shape = old.name, old.type, old.shape
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, node.outputs, new)
-    if codes:
-        for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
-            clean(model)
+        tape = Tape()
+    for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
+        clean(model)
     return count
 
 
-def _quantised(
-    tape: Tape, node: ir.Node, inputs: dict[str, ir.Value], codes: dict[ir.Value, tuple[ir.Value, ir.Value]]
-) -> list[ir.Value]:
-    x, a_hat = inputs["x"], inputs["a_hat"]
-    dtype = _dtype(a_hat)
-    rank = _rank(a_hat)
-    largest = float(node.metadata_props[LARGEST])
+def _scales(tape: Tape, scales: ir.Value, largest: list[float], dtype: ir.DataType) -> _Scales:
+    """At once for all: small operations on each tensor's would be kernels of their own."""
+    at_most = _constant(tape, np.array(largest, np.float32))
+    ratios, inverses = (
+        tape.op("Cast", [tape.op("Div", pair)], {"to": dtype}) for pair in ([scales, at_most], [at_most, scales])
+    )
+    return _Scales(largest, ratios, inverses)
+
+
+def _quantised(tape: Tape, node: ir.Node, inputs: Mapping[str, ir.Value], scales: _Scales) -> list[ir.Value]:
+    x, a_hat, place = inputs["x"], inputs["a_hat"], _place(node)
+    dtype, rank = _dtype(node), _rank(a_hat)
     factor = table_of(inputs["x_factor"])
-    moved = x if (factor == 1).all() else tape.op("Mul", [x, _constant(tape, factor.astype(_dtype(x).numpy()))])
+    assert x.dtype is not None  # the exporter types every value
+    moved = x if (factor == 1).all() else tape.op("Mul", [x, _constant(tape, factor.astype(x.dtype.numpy()))])
     if x.dtype != dtype:
         moved = tape.op("Cast", [moved], {"to": dtype})
     if _rank(x) != rank:
         moved = tape.op("Reshape", [moved, tape.op("Shape", [a_hat])])
     anew = _by_sample(tape, inputs["begins"], rank)
     known = tape.op("Where", [anew, _constant(tape, np.array(0, dtype.numpy())), a_hat])
-    scale = inputs["scale"]
-    at_most = _constant(tape, np.array(largest, np.float32))
-    ratio, inverse = (
-        _by_sample(tape, tape.op("Cast", [tape.op("Div", pair)], {"to": dtype}), rank)
-        for pair in ([scale, at_most], [at_most, scale])
-    )
-    over = tape.op("Mul", [tape.op("Sub", [moved, known]), inverse])
-    of_scale, zero = _constant(tape, np.array(largest, dtype.numpy())), _constant(tape, np.array(0, np.int8))
-    q = tape.op("QuantizeLinear", [over, of_scale, zero])
-    stands_for = tape.op("DequantizeLinear", [q, of_scale, zero])
-    a_new = tape.op("Add", [known, tape.op("Mul", [stands_for, ratio])])
-    shaped = q if _rank(x) == rank else tape.op("Reshape", [q, tape.op("Shape", [x])])
-    codes[shaped] = (of_scale, tape.op("Div", [scale, at_most]))
-    return [shaped, a_new]
+    over = tape.op("Mul", [tape.op("Sub", [moved, known]), _column(tape, scales.inverses, place, rank)])
+    q = tape.op("QuantizeLinear", [over, *_of_q(tape, scales, place, dtype)])
+    stands_for = tape.op("DequantizeLinear", [q, *_of_q(tape, scales, place, dtype)])
+    a_new = tape.op("Add", [known, tape.op("Mul", [stands_for, _column(tape, scales.ratios, place, rank)])])
+    return [q if _rank(x) == rank else tape.op("Reshape", [q, tape.op("Shape", [x])]), a_new]
 
 
-def _added(
-    tape: Tape, node: ir.Node, inputs: dict[str, ir.Value], codes: dict[ir.Value, tuple[ir.Value, ir.Value]]
-) -> ir.Value:
-    q, o_hat, sizes = inputs["q"], inputs["o_hat"], sizes_of(node)
-    dtype, rank = _dtype(o_hat), _rank(o_hat)
-    of_scale, ratio = codes[q]
+def _added(tape: Tape, node: ir.Node, inputs: Mapping[str, ir.Value], scales: _Scales) -> ir.Value:
+    q, o_hat, sizes, place = inputs["q"], inputs["o_hat"], sizes_of(node), _place(node)
+    dtype, rank, weight = _dtype(node), _rank(o_hat), inputs["weight"]
     weight_scale, bias = (table_of(inputs[name]) for name in ("weight_scale", "bias"))
-    x = tape.op("DequantizeLinear", [q, of_scale, _constant(tape, np.array(0, np.int8))])
+    x = tape.op("DequantizeLinear", [q, *_of_q(tape, scales, place, dtype)])
     per_output = [_constant(tape, weight_scale.astype(dtype.numpy())), _constant(tape, np.zeros(len(bias), np.int8))]
-    weight = inputs["weight"]
     if sizes:
-        shape = weight.shape
-        assert shape is not None
+        assert weight.shape is not None
+        attributes = {name: node.attributes[name].as_ints() for name in ("strides", "pads")}
         product = tape.op(
             "Conv",
             [x, tape.op("DequantizeLinear", [weight, *per_output], {"axis": 0})],
-            {
-                "strides": node.attributes["strides"].as_ints(),
-                "pads": node.attributes["pads"].as_ints(),
-                "kernel_shape": list(shape.numpy()[2:]),
-            },
+            attributes | {"kernel_shape": list(weight.shape.numpy()[2:])},
         )
-        bias = bias.reshape(1, -1, *[1] * sizes)
     else:
-        # Without a Transpose between a DQ and a product TensorRT would have to move it.
-        turned = _turned(node, weight)
-        product = tape.op("MatMul", [x, tape.op("DequantizeLinear", [turned, *per_output], {"axis": 1})])
+        # TensorRT would have to move a Transpose between a DQ and a product.
+        turned = tape.op("DequantizeLinear", [_turned(node, weight), *per_output], {"axis": 1})
+        product = tape.op("MatMul", [x, turned])
     if _rank(q) != rank:
         product = tape.op("Reshape", [product, tape.op("Shape", [o_hat])])
-        if sizes:
-            bias = bias[0]
+    bias = bias.reshape(-1, *[1] * sizes)  # of channels, whatever is in front of them
     anew = _by_sample(tape, inputs["begins"], rank)
     known = tape.op("Where", [anew, _constant(tape, bias.astype(dtype.numpy())), o_hat])
-    return tape.op(
-        "Add", [known, tape.op("Mul", [product, _by_sample(tape, tape.op("Cast", [ratio], {"to": dtype}), rank)])]
-    )
+    return tape.op("Add", [known, tape.op("Mul", [product, _column(tape, scales.ratios, place, rank)])])
+
+
+def _of_q(tape: Tape, scales: _Scales, place: int, dtype: ir.DataType) -> list[ir.Value]:
+    """The scale and the zero point of a tensor's codes."""
+    scale = np.array(scales.largest[place], dtype.numpy())
+    return [_constant(tape, scale), _constant(tape, np.array(0, np.int8))]
+
+
+def _column(tape: Tape, of_all: ir.Value, place: int, rank: int) -> ir.Value:
+    """[B, 1, …] of [B, S]."""
+    return _by_sample(tape, tape.op("Gather", [of_all, _constant(tape, np.array([place]))], {"axis": 1}), rank)
 
 
 def _turned(node: ir.Node, weight: ir.Value) -> ir.Value:
@@ -129,9 +144,15 @@ def _constant(tape: Tape, array: np.ndarray) -> ir.Value:
     return tape.op("Constant", [], {"value": ir.tensor(array)})
 
 
-def _dtype(value: ir.Value) -> ir.DataType:
-    assert value.dtype is not None  # the exporter types every value
-    return copy.copy(value.dtype)
+def _place(node: ir.Node) -> int:
+    return node.attributes["place"].as_int()
+
+
+def _dtype(node: ir.Node) -> ir.DataType:
+    """Of a node's cache."""
+    dtype = inputs_of(node)["a_hat" if node.op_type == QUANTISE else "o_hat"].dtype
+    assert dtype is not None  # the exporter types every value
+    return dtype
 
 
 def _rank(value: ir.Value) -> int:

@@ -10,17 +10,17 @@ codes to the cache of what the layer gives. Layers that read one tensor have one
 | x_factor | of a shape that is broadcast to x's, FP32 | x̂ = x · x_factor |
 | a_hat | [B, …] of as many numbers as x; FP16 or FP32 | cache of x̂ |
 | begins | [B] BOOL | the sample's caches are not read |
-| scale | [B, 1] FP32 | of the codes, for each sample |
+| scales | [B, S] FP32 | of the codes, for each sample and each of the tensors that layers read |
 
 gives q, INT8 of x's shape, and the new a_hat. Of q the others make the new o_hat:
 
 | input | shape, type | meaning |
 | --- | --- | --- |
-| q, scale, begins | as above | |
+| q, scales, begins | as above | |
 | weight, weight_scale, bias | [N, K, *kernel] INT8, [N] FP32, [N] FP32 | |
 | o_hat | [B, …] of as many numbers as the layer gives; FP16 or FP32 | cache of what it gives |
 
-Attributes of ConvOfChange: `strides`, and `pads`, which are the same on both sides of an axis.
+Attributes: `place`, the column of scales; of ConvOfChange `strides`, and `pads`, which are the same on both sides of an axis.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PRODUCTS = (LINEAR, CONV)
 LARGEST = "trtconvert.largest"
 """Metadata key of `QuantiseChange`: the largest of its scales, whatever the timestep."""
 
-QUANTISE_INPUTS = ("x", "x_factor", "a_hat", "begins", "scale")
-PRODUCT_INPUTS = ("q", "scale", "begins", "weight", "weight_scale", "bias", "o_hat")
+QUANTISE_INPUTS = ("x", "x_factor", "a_hat", "begins", "scales")
+PRODUCT_INPUTS = ("q", "scales", "begins", "weight", "weight_scale", "bias", "o_hat")
 
 
 def change_nodes(model: ir.Model) -> list[ir.Node]:
@@ -80,12 +80,15 @@ def change_body(op: str, sizes: int) -> onnx.FunctionProto:
     lines = _QUANTISE if op == QUANTISE else _PRODUCT.replace("«product»", _conv(sizes) if sizes else _LINEAR)
     function = onnx.parser.parse_function(f"""
     <opset_import: ["": {OPSET}], domain: "{DOMAIN}">
-    {op} {"<strides, pads>" if sizes else ""} ({", ".join(names)}) => ({results}) {{
+    {op} <place{", strides, pads" if sizes else ""}> ({", ".join(names)}) => ({results}) {{
         minus_one = Constant<value = int64[1] {{-1}}>()
         column = Constant<value = int64[2] {{-1, 1}}>()
         batch = Shape(begins)
         of_samples = Concat<axis = 0>(batch, minus_one)
         anew = Reshape(begins, column)
+        of_source = Constant<value_int: int = @place>()
+        source_scale = Gather<axis = 1>(scales, of_source)
+        scale = Reshape(source_scale, column)
         {lines}
     }}""")
     function.overload = f"{sizes}d" if sizes else ""
