@@ -391,6 +391,13 @@ def taken(
             got="scales of whole activations alone",
             remedy="calibrate again with layers.modiff in the recipe, or set it to false",
         )
+    if moved := [source for source in sorted(modulated) if loaded.layers[source].x_offset.any()]:
+        raise UserError(
+            f"{path} has offsets of layers, which changes have not",
+            expected="a calibration that was made with layers.modiff, and so without layers.offsets",
+            got=f"offsets of {several(moved, 3)}",
+            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
+        )
     return Calibration(
         {name: loaded.tables[name] for name in names},
         made,

@@ -193,7 +193,7 @@ class DiffusersDenoiser(_DropIn):
             self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
 
     @contextmanager
-    def cache_context(self, name: str) -> Iterator[None]:
+    def cache_context(self, name: str | None = None, *_: object, **__: object) -> Iterator[None]:
         """Pipelines name the conditional and the unconditional call: each has caches of its own, where layers quantise changes
         from step to step."""
         before, self._called.context = self._called.context, name
