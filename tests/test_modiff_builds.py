@@ -152,7 +152,9 @@ def test_a_calibration_without_changes_is_not_taken(tmp_path):
     wanted = modulated_sources(parts.layers, layers.model_copy(update={"modiff": True}))
     with pytest.raises(UserError, match=r"(?s)lacks the scales of changes.*calibrate again with layers\.modiff"):
         taken(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
-    scales = {name: replace(of, change_scale=of.x_scale.clone(), x_offset=of.x_offset + 1) for name, of in made.layers.items()}
+    scales = {
+        name: replace(of, change_scale=of.x_scale.clone(), x_offset=of.x_offset + 1) for name, of in made.layers.items()
+    }
     replace(made, layers=scales).save(tmp_path / "moved.safetensors")
     with pytest.raises(UserError, match=r"(?s)has offsets of layers, which changes have not.*calibrate again"):
         taken(tmp_path / "moved.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
