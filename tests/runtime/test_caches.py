@@ -226,6 +226,14 @@ def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machin
     assert launch() == [2, 2] and launch() == [3, 3]
     lane.forget_caches(trajectory)
     assert launch() == [1, 1] and launch() == [2, 2]
+    # Calls of another batch have other caches; those of the recording stay, and begin anew with the others.
+    other = Call(0, ((3,), (3,)), ((3,),), ((3,), (3,)))
+    lane.run(other, (torch.full((3,), 800.0), torch.zeros(3)), trajectory)
+    assert lane.caches_memory == 2 * 2 * (2 + 3) * 4 and launch() == [3, 3]
+    lane.forget_caches(trajectory)
+    assert launch() == [1, 1]
+    lane.run(call, (t, b), trajectory)
+    assert lane.caches_memory == 2 * 2 * 2 * 4 and [x.data_ptr() for x in lane.caches_of(trajectory)] != before
 
 
 def test_a_recording_of_another_batch_is_refused_until_it_was_called(on_gpu, machine):

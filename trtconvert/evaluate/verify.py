@@ -82,6 +82,7 @@ def output_sqnr(
     with torch.no_grad():
         for batch in batches_of(SITE_SAMPLES, BATCH):
             seeds = [seed + i for i in batch]
+            layers.reset_cache()
             denoiser = intercepted(model, attend, compute if layers.tables else None)
             model.sample(denoiser, seeds, steps=steps, solver="ddim")
             done()

@@ -281,6 +281,7 @@ class Lane:
         self._seen: weakref.WeakSet[Call] = weakref.WeakSet()
         self._wanted: set[Call] = set()  # calls that a recording of the caller's was refused
         self._caches: weakref.WeakKeyDictionary[Trajectory, _Caches] = weakref.WeakKeyDictionary()
+        self._recorded_caches: list[tuple[Trajectory, _Caches]] = []  # what recordings of the caller's read and write
 
     def run(self, call: Call, tensors: Sequence[Tensor], trajectory: Trajectory | None = None) -> list[Tensor]:
         """Enqueue a call.
@@ -307,6 +308,8 @@ class Lane:
             # Every launch of the recording reads and writes the same memory.
             for read, written in zip(turn.reads, turn.writes, strict=True):
                 read.copy_(written)
+            if (trajectory, caches) not in self._recorded_caches:
+                self._recorded_caches.append((trajectory, caches))
         else:
             caches.next = 1 - caches.next
         return outputs
@@ -349,7 +352,12 @@ class Lane:
                 self._wanted.add(call)
                 raise unready("other shapes in the last call on this stream, whose caches are of no use")
             self._let_go_of(self._caches.pop(trajectory, None))
-            caches = self._caches[trajectory] = _Caches(self._plan, call)
+            recorded = next(
+                (own for whose, own in self._recorded_caches if whose is trajectory and own.of is call), None
+            )
+            if recorded is not None:
+                recorded.forget()
+            caches = self._caches[trajectory] = recorded or _Caches(self._plan, call)
         return caches
 
     def _let_go_of(self, caches: _Caches | None) -> None:
@@ -361,8 +369,10 @@ class Lane:
 
     def forget_caches(self, trajectory: Trajectory) -> None:
         """All samples of a trajectory begin in its next call, in the stream's order."""
-        if (caches := self._caches.get(trajectory)) is not None:
-            with torch.cuda.stream(self._stream):
+        recorded = [own for whose, own in self._recorded_caches if whose is trajectory]
+        current = self._caches.get(trajectory)
+        with torch.cuda.stream(self._stream):
+            for caches in (*recorded, *([] if current is None or current in recorded else [current])):
                 caches.forget()
 
     def caches_of(self, trajectory: Trajectory) -> tuple[Tensor, ...]:
@@ -373,7 +383,9 @@ class Lane:
     @property
     def caches_memory(self) -> int:
         """Bytes of all caches."""
-        return sum(caches.memory for caches in list(self._caches.values()))
+        every = {id(caches): caches for caches in list(self._caches.values())}
+        every |= {id(caches): caches for _, caches in self._recorded_caches}
+        return sum(caches.memory for caches in every.values())
 
     @property
     def is_needed(self) -> bool:
@@ -420,6 +432,7 @@ class Lane:
             self._recorded.clear()
             self._wanted.clear()
             self._caches.clear()
+            self._recorded_caches.clear()
             self._room = None
 
     @property
