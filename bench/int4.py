@@ -4,7 +4,7 @@
 
 All attention sites of the model, scales measured in each call, layers in full precision. Rows with a part of the schedule have
 INT4 there, from the timestep named up (the noisier steps), and INT8 below it. PSNR is of images in [0, 1], the mean over the
-samples and the worst of them. Errors are those of attention's output, relative L2, on what sites are given in full precision,
+samples and the worst of them. Errors are those of attention's output, relative L2, on the first sample in full precision,
 from the row's timestep up. INT4 is emulated on every device, so that no time is printed; nothing is asserted.
 """
 

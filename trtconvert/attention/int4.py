@@ -78,7 +78,7 @@ def int4_attention(
     key_block: int = 1,
     group_size: int | None = None,
 ) -> Tensor:
-    """Attention with INT4 QKᵀ; softmax and PV are exact. Experimental, emulated (slow) on every device, without gradients.
+    """Attention with INT4 QKᵀ; softmax and PV are exact. Experimental, emulated on every device, without gradients.
 
     The mean key is subtracted before, and from each block of queries their mean, whose product with the keys is then added
     unquantised: one row for each block. Both leave less to be rounded. Memory is linear in the tokens.
