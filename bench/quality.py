@@ -50,8 +50,9 @@ def built(options: argparse.Namespace, folder: Path) -> Path:
     recipe = yaml.load(RECIPES / f"{options.model}.yaml")
     recipe["model"]["weights"] = str(RECIPES / recipe["model"]["weights"])
     recipe["engine"]["backend"] = "onnxruntime"
-    if "features_weights" in recipe["plan"]:
-        recipe["plan"]["features_weights"] = str(RECIPES / recipe["plan"]["features_weights"])
+    plan = recipe.setdefault("plan", {})
+    if "features_weights" in plan:
+        plan["features_weights"] = str(RECIPES / plan["features_weights"])
     if options.bins:
         recipe["calibration"]["bins"] = options.bins
     if options.no_layers:
@@ -60,8 +61,9 @@ def built(options: argparse.Namespace, folder: Path) -> Path:
         recipe["attention"]["modes"] = options.modes if len(options.modes) > 1 else options.modes[0]
         recipe["verify"]["min_psnr"] = 0.0  # to be measured, not to be refused
     if options.candidates:
-        recipe["plan"]["candidates"] = options.candidates
-        recipe["plan"]["point"] = None  # the fastest of them
+        recipe["attention"]["modes"] = "auto"
+        plan["candidates"] = options.candidates
+        plan["point"] = None  # the fastest of them
     yaml.dump(recipe, folder / "recipe.yaml")
     trtconvert("build", folder / "recipe.yaml", "-o", folder / "bundle")
     return folder / "bundle"
