@@ -121,7 +121,7 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
             "plan:\n  features: my.module\n",
             3,
             "plan.features",
-            "'digits-classifier' or 'inception', or package.module:function",
+            "'digits-classifier', 'emoji-classifier' or 'inception', or package.module:function",
             "'my.module'",
         ),
         ("engine:\n  profiles:\n  - a: [4, 2, 1]\n", 4, "engine.profiles.0.a", "min <= opt <= max", "[4, 2, 1]"),
