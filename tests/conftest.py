@@ -58,6 +58,16 @@ def tiny_build(tmp_path_factory) -> Built:
 
 
 @pytest.fixture(scope="session")
+def flux_build(tmp_path_factory):
+    """Flux for a range of heights, in half precision but for its VAE, with all its models. Leave its files as they are."""
+    import converted_pipelines as converted  # which skips without diffusers
+
+    folder = tmp_path_factory.mktemp("flux")
+    model = {"dtype": "float16", "options": converted.options("flux", height=[32, 32, 64])}
+    return converted.Whole(folder / "pipeline", converted.convert(folder, "flux", {"all": {}}, model=model))
+
+
+@pytest.fixture(scope="session")
 def layered_build(tmp_path_factory) -> Built:
     """A model with layers of every kind, attention and layers converted. Leave its files as they are."""
     folder = tmp_path_factory.mktemp("layered")

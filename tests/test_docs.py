@@ -6,25 +6,17 @@ import ast
 import importlib
 import re
 import shlex
-from pathlib import Path
 
 import click
 import pytest
+from documented import BLOCK, PAGES, blocks
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from support import REPOSITORY
 
 from trtconvert.cli import main
 from trtconvert.recipe import Recipe
 
-PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(trtconvert [a-z][^`]*)`")
-
-
-def blocks(kind: str) -> list[tuple[Path, str]]:
-    pages = [(page, _BLOCK.findall(page.read_text(encoding="utf-8"))) for page in PAGES]
-    return [(page, text) for page, found in pages for of_kind, text in found if of_kind == kind]
 
 
 def commands() -> list[tuple[str, str]]:
@@ -32,9 +24,9 @@ def commands() -> list[tuple[str, str]]:
     found = list[tuple[str, str]]()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        lines = [line.strip() for _, block in _BLOCK.findall(text) for line in block.splitlines()]
+        lines = [line.strip() for _, block in BLOCK.findall(text) for line in block.splitlines()]
         lines += [line.strip() for line in text.splitlines() if line.startswith("    trtconvert ")]
-        lines += _INLINE.findall(" ".join(_BLOCK.sub("", text).split()))
+        lines += _INLINE.findall(" ".join(BLOCK.sub("", text).split()))
         found += [(page.name, line) for line in lines if line.startswith("trtconvert ")]
     return sorted(set(found))
 
@@ -53,10 +45,10 @@ def test_commands_exist_with_their_options(page, line):
     assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known
 
 
-@pytest.mark.parametrize("page_and_text", blocks("yaml"), ids=lambda of: of[0].name)
-def test_recipes_are_recipes(page_and_text):
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_recipes_are_recipes(block):
     """A recipe or a part of one: every section and field is known and takes the value that is shown."""
-    data = YAML(typ="safe", pure=True).load(page_and_text[1])
+    data = YAML(typ="safe", pure=True).load(block.text)
     data.setdefault("model", {}).setdefault("source", "digits-dit")
     try:
         Recipe.model_validate(data)
@@ -65,9 +57,16 @@ def test_recipes_are_recipes(page_and_text):
         assert {error["type"] for error in refused.errors()} <= {"value_error"}, refused
 
 
-@pytest.mark.parametrize("page_and_text", blocks("python"), ids=lambda of: of[0].name)
-def test_python_imports_what_there_is(page_and_text):
-    for node in ast.walk(ast.parse(page_and_text[1])):
+def test_fences_name_what_tests_look_for():
+    kinds = {
+        kind for page in PAGES for kind in re.findall(r"^ *```+(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert kinds == {"python", "yaml"}
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_imports_what_there_is(block):
+    for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trtconvert"):
             module = importlib.import_module(node.module or "")
             for alias in node.names:

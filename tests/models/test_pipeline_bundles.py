@@ -6,14 +6,12 @@ import copy
 import io
 import json
 import shutil
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from converted_pipelines import arguments, convert, draw, options, recipe_of
+from converted_pipelines import Whole, arguments, convert, draw, options, recipe_of
 from PIL import Image
 from rich.console import Console
 from support import refusal, run
@@ -37,20 +35,9 @@ from trtconvert.serving.jobs import Batch, Offer, Order, Range, Refusal, Shape
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A saved pipeline, and the bundle of all its models."""
-
-    pipeline: Path
-    bundle: Path
-
-
-@pytest.fixture(scope="module")
-def half(tmp_path_factory) -> Whole:
-    """Flux for a range of heights, in half precision but for its VAE."""
-    folder = tmp_path_factory.mktemp("half")
-    model = {"dtype": "float16", "options": options("flux", height=[32, 32, 64])}
-    return Whole(folder / "pipeline", convert(folder, "flux", {"all": {}}, model=model))
+@pytest.fixture
+def half(flux_build) -> Whole:
+    return flux_build
 
 
 def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.stages import SIGNATURE, component_stages
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A saved pipeline, and the bundle of all its models."""
+
+    pipeline: Path
+    bundle: Path
 
 
 def save(folder: Path, name: str) -> None:
