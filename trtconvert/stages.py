@@ -472,7 +472,9 @@ def verify_stage(
             exported.folder / ONNX, exported.folder / NATIVE, recipe.model.dtype, compared, section.min_site_sqnr
         )
         bar.step()
-        of_sites, of_layers = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, bar.step)
+        of_sites, of_layers = verify.output_sqnr(
+            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
+        )
         full = verify.draw(source, source.denoiser, section, bar.step)
         int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
         per_sample = verify.psnr(int8, full)

@@ -72,7 +72,7 @@ def sqnr(model, sites=None, layers=None):
     """dB of sites and of layers."""
     sites = sites or Int8Sites({}, model.timestep_max, "calibrated", True)
     layers = layers or Int8Layers({}, model.timestep_max)
-    return output_sqnr(model, sites, layers, BINS, seed=0, done=lambda: None)
+    return output_sqnr(model, sites, layers, BINS, seed=0, samples=16, done=lambda: None)
 
 
 def test_psnr_of_a_known_error():

@@ -30,7 +30,7 @@ BATCH = 16
 """Samples drawn at once; a sample does not depend on it."""
 
 SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
-"""Samples, and denoising steps per timestep bin, over which the sites' errors are measured."""
+"""Samples, at most, and denoising steps per timestep bin, over which the errors of sites are measured."""
 
 
 def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, done: Progress) -> Tensor:
@@ -53,7 +53,7 @@ Sqnr = dict[str, list[float | None]]
 
 
 def output_sqnr(
-    model: DiffusionModel, sites: Int8Sites, layers: Int8Layers, bins: int, seed: int, done: Progress
+    model: DiffusionModel, sites: Int8Sites, layers: Int8Layers, bins: int, seed: int, samples: int, done: Progress
 ) -> tuple[Sqnr, Sqnr]:
     """Signal to quantisation noise of each site and of each layer in dB, per timestep bin, on the full-precision model's own
     activations.
@@ -80,7 +80,7 @@ def output_sqnr(
 
     steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # a short schedule has no more
     with torch.no_grad():
-        for batch in batches_of(SITE_SAMPLES, BATCH):
+        for batch in batches_of(min(samples, SITE_SAMPLES), BATCH):
             seeds = [seed + i for i in batch]
             layers.reset_cache()
             denoiser = intercepted(model, attend, compute if layers.tables else None)
