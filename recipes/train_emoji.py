@@ -258,18 +258,25 @@ def train_classifier(data: EmojiData, args: argparse.Namespace) -> EmojiClassifi
     return model
 
 
+def positive(text: str) -> int:
+    """An argument's number, of which 0 is not one: no steps would be all of them."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["classifier", "dit", "unet"])
     parser.add_argument("--data", type=Path, required=True, help="the unpacked npm package emoji-datasource-google")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, checkpoint and samples")
-    parser.add_argument("--steps", type=int, help="training steps: 4000 of the classifier, 40000 of the others")
+    parser.add_argument("--steps", type=positive, help="training steps: 4000 of the classifier, 40000 of the others")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after so long; the same command goes on"
     )
-    parser.add_argument("--batch", type=int, default=256, help="images per training step, of all GPUs")
+    parser.add_argument("--batch", type=positive, default=256, help="images per training step, of all GPUs")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and noise")
-    parser.add_argument("--count", type=int, default=900, help="samples to draw and judge")
+    parser.add_argument("--count", type=positive, default=900, help="samples to draw and judge")
     parser.add_argument("--device", help="where to train", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     args.steps = args.steps or (4000 if args.model == "classifier" else 40000)

@@ -415,7 +415,9 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
 @click.option("-n", "--samples", type=click.IntRange(10), default=10_000, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=100_000, show_default=True, help="Seed of the first sample.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**62), default=100_000, show_default=True, help="Seed of the first sample."
+)
 @click.option(
     "--features",
     help="digits-classifier, emoji-classifier, inception, or package.module:function; a shipped model's own by default.",

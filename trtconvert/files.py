@@ -159,6 +159,15 @@ def require_writable(target: Path, instead: str = _INSTEAD) -> None:
             pass
 
 
+def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
+    """
+    Raises:
+        UserError: no file can be written into a folder, which is made when the first one is.
+    """
+    with _explained(folder, instead), _partial_folder(folder / "file"):
+        pass
+
+
 def _refuse_folder(target: Path) -> None:
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))

@@ -139,12 +139,12 @@ def _merged(recipe: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any])
 
 def _key(pipe: Any, name: str, sections: Mapping[str, Any]) -> str:
     """Of the weights' numbers, the pipeline's class and what is asked for. Weights are read where they lie, one at a time."""
-    import torch
+    from trtconvert.weights.tensor_files import raw_bytes
 
     digest = hashlib.sha256(
         json.dumps([__version__, type(pipe).__name__, sections], sort_keys=True, default=str).encode()
     )
     for key, x in getattr(pipe, name).state_dict().items():
         digest.update(f"{key} {x.dtype} {tuple(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(raw_bytes(x))
     return digest.hexdigest()[:24]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 from PIL import Image
-from support import refusal, run
+from support import WEIGHTS, refusal, run
 
 from trtconvert.errors import UserError
+from trtconvert.models.digits import digits_model
 from trtconvert.modiff import Calibration
-from trtconvert.modiff.study import METHODS, Variant, parse_variants
+from trtconvert.modiff.modulated import Modulated
+from trtconvert.modiff.rounding import AdaRound
+from trtconvert.modiff.study import METHODS, Row, Study, Variant, markdown, parse_variants, typed_call
 
 FEW = ("--steps", "3", "--batch", "10", "--calibration-samples", "4", "--rounding-iterations", "0")
 
@@ -61,7 +66,8 @@ def test_samples_by_a_calibration_of_a_file(work, tmp_path):
     assert outcome.exit_code == 0, outcome.output
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["000000.png", "000001.png"]
     assert Image.open(tmp_path / "drawn" / "000000.png").size == (8, 8)
-    refusal(run(*arguments, "--act-bits", "6"), "the calibration is for another activation_bits")
+    refusal(run(*arguments, "--act-bits", "6"), "the calibration is for other bits", "leave --act-bits out")
+    assert run(*arguments).exit_code == 0, "as the message says: the file has the bits"
 
 
 def test_times_of_a_step(work):
@@ -69,9 +75,142 @@ def test_times_of_a_step(work):
     what = [row["what"] for row in rows_of(outcome)]
     assert any("FP32" in name for name in what) and any("MoDiff" in name for name in what)
     assert any("simulated" in name for name in what)
+    # A trajectory of one step has none that follows another: more are taken.
+    one = run(
+        "modiff", "bench", "digits-dit", *FEW, "--steps", "1", "--batch", "2", "--work", work, "--runs", "1", "--json"
+    )
+    assert len(rows_of(one)) == len(what)
 
 
 def test_a_model_of_one_s_own_needs_judges(tmp_path):
     recipe = tmp_path / "own.yaml"
     recipe.write_text("model:\n  source: trtconvert.models.ddpm:ddpm_model\n  weights: none.safetensors\n")
     refusal(run("modiff", "evaluate", recipe), "need features and images to be judged by", "--features inception")
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [
+        ("emoji-dti", "did you mean 'emoji-dit'"),
+        ("sdxl", "trtconvert init sdxl"),
+        ("none.yaml", "relative to the current folder"),
+    ],
+)
+def test_a_model_that_is_not_there(model, remedy):
+    refusal(run("modiff", "bench", model), f"there is no model '{model}'", remedy)
+
+
+def test_places_that_cannot_be_written_are_told_before_anything_else(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for command in ("calibrate", "sample", "evaluate", "bench"):
+        refusal(run("modiff", command, "digits-dit", *FEW, "--work", file), f"cannot write {file}", "with --work")
+    refusal(run("modiff", "sample", "digits-dit", *FEW, "-o", file), f"cannot write {file}", "with -o")
+    # Whose name is taken, but in which nobody can make a file.
+    refusal(run("modiff", "sample", "digits-dit", *FEW, "-o", "/proc"), "cannot write /proc", "with -o")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told_before_references_are_read(tmp_path):
+    outcome = run(
+        "modiff", "evaluate", "digits-dit", *FEW, "--device", "cuda", "--work", tmp_path, "-o", tmp_path / "a.md"
+    )
+    refusal(outcome, "there is no GPU to run the model on")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_features_that_are_not_there(tmp_path):
+    arguments = ("--work", tmp_path, "-o", tmp_path / "a.md", "--features-weights", tmp_path / "none")
+    refusal(run("modiff", "evaluate", "digits-dit", *FEW, *arguments), "There are no weights at")
+
+
+def test_seeds_that_no_integer_holds(tmp_path):
+    for command in (("modiff", "sample", "digits-dit"), ("modiff", "evaluate", "digits-dit"), ("evaluate", tmp_path)):
+        outcome = run(*command, "--seed", str(2**63))
+        assert outcome.exit_code == 2 and "is not in the range" in outcome.output
+
+
+def test_recipes_of_models_that_ship_have_their_judges(work, tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"model: {{source: digits-dit, weights: {WEIGHTS}}}\n")
+    arguments = [*FEW, "--work", work, "-n", "10", "--method", "full", "--json", "-o", tmp_path / "a.md"]
+    (row,) = rows_of(run("modiff", "evaluate", recipe, *arguments, "--dtype", "bfloat16"))
+    assert row["accuracy"] is not None and row["variant"]["weight_bits"] == 16
+    # Classes of another classifier are not those that the model was asked for.
+    other = tmp_path / "features.py"
+    other.write_text(
+        "from trtconvert.evaluate.features import Features\n"
+        "def see(images):\n    return Features(images.flatten(1), images.flatten(1))\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        (row,) = rows_of(run("modiff", "evaluate", recipe, *arguments, "--features", "features:see"))
+    assert row["accuracy"] is None and row["inception_score"] is not None
+
+
+@pytest.fixture(scope="module")
+def study(work):
+    return Study(digits_model(WEIGHTS), "cpu", torch.float32, 2, "ddim", 4, 1, AdaRound(iterations=0), work / "study")
+
+
+def test_calibrations_are_kept_by_everything_that_decides_them(study):
+    variant = Variant("qdiff", 8, 6)
+    path = study.calibration_path(variant)
+    assert path == study.calibration_path(Variant("qdiff-modiff", 8, 6)), "one for both"
+    changed = {
+        "steps": 3, "solver": "heun", "batch": 5, "calibration_samples": 2, "device": "cuda", "rounding": AdaRound(iterations=9),
+    }  # fmt: skip
+    others = {dataclasses.replace(study, **{name: value}).calibration_path(variant) for name, value in changed.items()}
+    assert len(others | {path}) == len(changed) + 1
+    assert path == dataclasses.replace(study, dtype=torch.float16).calibration_path(variant)
+
+
+def test_one_sample_calibrates_and_a_damaged_calibration_is_made_anew(study):
+    variant = Variant("lcq", 8, 8)
+    found = study.calibration(variant)
+    path = study.calibration_path(variant)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    assert study.calibration(variant).digest == found.digest
+    assert path.read_bytes() == whole
+
+
+def test_samples_do_not_depend_on_what_was_drawn_before(study):
+    """Caches begin anew with each batch, also the last, which is smaller."""
+    prepared = study.prepared(Variant("lcq-modiff", 8, 4))
+    together = study.draw(prepared, range(6))
+    assert torch.equal(together[4:], study.draw(prepared, range(4, 6)))
+    assert torch.equal(together[:4], study.draw(prepared, range(4)))
+
+
+def test_all_floating_point_inputs_but_timesteps_take_the_type(study):
+    x, timestep, label = torch.zeros(1, 1, 8, 8), torch.tensor([999.0]), torch.tensor([1])
+    named = {"label": label, "text": torch.zeros(1, 2)}
+    (x, timestep), named = typed_call(study.model, torch.float16, (x, timestep), named)
+    assert x.dtype == named["text"].dtype == torch.float16
+    assert timestep.dtype == torch.float32 and named["label"].dtype == torch.int64
+
+
+def test_tables_say_which_samples_are_not_finite():
+    whole = Row(Variant("full", 16, 16), 0, None, 1.0, 2.0, 3.0, 0.5, None)
+    broken = Row(Variant("qdiff", 8, 4), 10, None, None, None, None, None, None)
+    assert "NaN" not in markdown([whole]) and "| 16/16 |" in markdown([whole])
+    assert "10 of qdiff 8/4" in markdown([whole, broken])
+
+
+def test_a_variant_of_nan_leaves_the_other_rows(work, tmp_path, monkeypatch):
+    draw = Study.draw
+    broken = [True]
+
+    def drawn(self, model, seeds):
+        images = draw(self, model, seeds)
+        return images * torch.nan if isinstance(model.denoiser, Modulated) in broken else images
+
+    monkeypatch.setattr(Study, "draw", drawn)
+    arguments = [*FEW, "-n", "10", "--bits", "8/8", "--method", "lcq", "--json", "-o", tmp_path / "a.md"]
+    full, lcq = rows_of(run("modiff", "evaluate", "digits-dit", *arguments, "--work", tmp_path / "one"))
+    assert full["nonfinite"] == 0 and full["fid"] is not None
+    assert lcq["nonfinite"] == 10 and lcq["fid"] is lcq["psnr"] is None
+    broken.append(False)
+    outcome = run("modiff", "evaluate", "digits-dit", *arguments, "--work", tmp_path / "two", "--dtype", "float16")
+    assert outcome.exit_code == 2 and "in full precision" in outcome.output and "--dtype bfloat16" in outcome.output

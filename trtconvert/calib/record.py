@@ -21,6 +21,7 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.progress import Bar
 from trtconvert.recipe import CalibrationSection
+from trtconvert.weights.tensor_files import raw_bytes
 
 PREVIOUS = "prev_"
 """What the names of the step before begin with."""
@@ -77,7 +78,7 @@ class RowWriter:
     def write(self, name: str, row: int, value: Tensor) -> None:
         """One row of one tensor."""
         self._file.seek(self._data + self._start[name] + row * self._row_bytes[name])
-        self._file.write(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        self._file.write(raw_bytes(value))
 
 
 class _Recorder:

@@ -281,6 +281,11 @@ def judges(source: str, features: str | None, reference: str | None) -> tuple[st
     return features or own[0], reference or own[1]
 
 
+def asks_for_classes(source: str, extractor: Extractor) -> bool:
+    """Whether an extractor's logits are of the classes that a model draws: the shipped ones do so by turns with the seeds."""
+    return _OWN.get(source, ("", ""))[0] == extractor.name
+
+
 def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: Request) -> tuple[Denoiser, str]:
     """What runs INT8, and in words.
 
@@ -567,8 +572,7 @@ def _compare(
     reference: ReferenceSet,
     sets: dict[str, ShardSet],
 ) -> Evaluation:
-    # The shipped models draw their classes by turns with the seeds.
-    asked = _OWN.get(manifest.recipe.model.source, ("", ""))[0] == extractor.name
+    asked = asks_for_classes(manifest.recipe.model.source, extractor)
 
     def accuracy_from(seed: int) -> Callable[[FeatureSet], float | None]:
         def accuracy(got: FeatureSet) -> float | None:

@@ -95,7 +95,10 @@ def load_extractor(name: str, weights: Path | None = None) -> Extractor:
     """
     if name in SHIPPED_CLASSIFIERS:
         path = weights or classifier_weights(name)
-        return Extractor(name, sha256(path), {"digits-classifier": _digits, "emoji-classifier": _emoji}[name](path))
+        extract = {"digits-classifier": _digits, "emoji-classifier": _emoji}[name](
+            path
+        )  # says what is wrong with the file
+        return Extractor(name, sha256(path), extract)
     if name == "inception":
         return _inception(weights)
     if ":" in name:

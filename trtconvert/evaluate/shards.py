@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -68,7 +69,10 @@ class ShardSet:
         for index in self.share(ranks):
             path = self.path(index)
             if not _is_whole(path):
-                tensors = {name: x.contiguous() for name, x in make(self.ranges[index]).items()}
+                # Copies: features may be views of one another, which files of tensors do not take.
+                tensors = {
+                    name: x.clone(memory_format=torch.contiguous_format) for name, x in make(self.ranges[index]).items()
+                }
                 with whole_file(path) as partial:
                     partial.write_bytes(save(tensors))
             done()

@@ -57,6 +57,20 @@ class _Moved:
         return self._denoiser(*there, **{name: x.to(self._device) for name, x in named.items()}).to(home)
 
 
+def require_device(name: str) -> None:
+    """
+    Raises:
+        BackendUnavailable: torch sees no such device.
+    """
+    if name != "cpu" and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "there is no GPU to run the model on",
+            expected="an NVIDIA GPU, and a torch that sees it",
+            got="none",
+            remedy="leave --device cuda out, or install a torch with CUDA",
+        )
+
+
 def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
     """The model with its denoiser on a device, whatever device its sampler works on. Moves the denoiser itself.
 
@@ -65,15 +79,9 @@ def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
     Raises:
         BackendUnavailable: torch sees no such device.
     """
+    require_device(name)
     if name == "cpu":
         return model
-    if not torch.cuda.is_available():
-        raise BackendUnavailable(
-            "there is no GPU to run the model on",
-            expected="an NVIDIA GPU, and a torch that sees it",
-            got="none",
-            remedy="leave --device cuda out, or install a torch with CUDA",
-        )
     device = torch.device("cuda", torch.cuda.current_device())
 
     def sample(denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:

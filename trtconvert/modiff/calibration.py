@@ -22,6 +22,7 @@ from trtconvert.modiff.layers import ModulatedLayer, dynamic_table
 from trtconvert.modiff.reference import COLUMNS
 from trtconvert.modiff.settings import Settings
 from trtconvert.weights.finite import is_finite
+from trtconvert.weights.tensor_files import raw_bytes
 
 FORMAT = "trtconvert-modiff-1"
 AT_RUN_TIME = ("modulation", "scales", "granularity", "cache_dtype", "min_rows", "shared_outputs", "check_timesteps")
@@ -157,9 +158,9 @@ def digest(model: nn.Module) -> str:
     """SHA-256 of a model's weights, rounded to FP16, so that FP32 and FP16 of one model have one."""
     found = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
-        value = x.detach().to("cpu", torch.float16 if x.is_floating_point() else x.dtype).contiguous()
+        value = x.detach().to("cpu", torch.float16 if x.is_floating_point() else x.dtype)
         found.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
-        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(raw_bytes(value))
     return found.hexdigest()
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from trtconvert.diffusion_model import DiffusionModel
     from trtconvert.modiff.study import Study, Variant
     from trtconvert.progress import Output
+    from trtconvert.recipe import Recipe
 
 _METHODS = ("full", "naive", "lcq", "lcq-modiff", "qdiff", "qdiff-modiff")
 Command = Callable[..., None]
@@ -69,6 +69,15 @@ _weight_bits = click.option("--weight-bits", type=click.Choice(["8", "4"]), defa
 _activation_bits = click.option("--act-bits", type=click.IntRange(3, 8), default=8, show_default=True)
 
 
+_ANOTHER = "give another folder with -o"
+
+
+def _seed(first: int) -> Callable[[Command], Command]:
+    # As large as numbers of samples added to it keep to 64 bits.
+    limits = click.IntRange(0, 2**62)
+    return click.option("--seed", type=limits, default=first, show_default=True, help="Seed of the first sample.")
+
+
 def commands(speaking: Callable[[Command], Command]) -> click.Group:
     """The group.
 
@@ -100,10 +109,12 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
         require_writable(output, "give another file with -o")
         study = _study(model, **options)
+        from trtconvert.modiff.study import told
+
         variant = _variant("qdiff-modiff", weight_bits, act_bits)
         report = out.reporter()
         with report.live(), report.stage("calibrate") as bar:
-            found = study.calibration(variant, lambda detail, done, of: bar.share(detail, done / max(1, of)))
+            found = study.calibration(variant, told(bar))
         found.save(output)
         out.result(
             {"output": output, "layers": len(found.layers), "rounding": found.rounding},
@@ -112,20 +123,20 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
     @modiff.command()
     @_options
-    @_weight_bits
-    @_activation_bits
+    @click.option("--weight-bits", type=click.Choice(["8", "4"]), help="8 by default, or those of --calibration.")
+    @click.option("--act-bits", type=click.IntRange(3, 8), help="8 by default, or those of --calibration.")
     @click.option("--modulate/--no-modulate", default=True, show_default=True, help="MoDiff, or every step by itself.")
     @click.option(
         "--calibration", type=click.Path(path_type=Path), help="Of `trtconvert modiff calibrate`; made by default."
     )
     @click.option("-n", "--samples", type=click.IntRange(1), default=16, show_default=True)
-    @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first sample.")
+    @_seed(0)
     @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("samples"), show_default=True)
     @speaking
     def sample(
         model: str,
-        weight_bits: str,
-        act_bits: int,
+        weight_bits: str | None,
+        act_bits: int | None,
         modulate: bool,
         calibration: Path | None,
         samples: int,
@@ -135,28 +146,36 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
         **options: Any,
     ) -> None:
         """Draw samples as PNG images into a folder."""
+        from trtconvert.files import require_writable_folder, whole_file
+
+        require_writable_folder(output, _ANOTHER)
         from trtconvert.evaluate.grid import picture
         from trtconvert.modiff.calibration import Calibration
+        from trtconvert.modiff.study import told
 
-        study = _study(model, **options)
-        variant = _variant("qdiff-modiff" if modulate else "qdiff", weight_bits, act_bits)
         given = Calibration.load(calibration) if calibration is not None else None
-        _require_folder(output)
+        if given is not None:
+            weight_bits = _bits_of("--weight-bits", weight_bits, given.settings.weight_bits)
+            act_bits = int(_bits_of("--act-bits", act_bits, given.settings.activation_bits))
+        study = _study(model, **options)
+        variant = _variant("qdiff-modiff" if modulate else "qdiff", weight_bits or "8", act_bits or 8)
         report = out.reporter()
         with report.live():
             with report.stage("calibrate") as bar:
-                given = given or study.calibration(
-                    variant, lambda detail, done, of: bar.share(detail, done / max(1, of))
-                )
+                given = given or study.calibration(variant, told(bar))
             prepared = study.prepared(variant, given)
             with report.stage("sample") as bar:
                 bar.total(samples)
                 for start in range(0, samples, study.batch):
                     seeds = range(seed + start, seed + min(start + study.batch, samples))
                     for at, image in zip(seeds, study.draw(prepared, seeds), strict=True):
-                        picture(image).save(output / f"{at:06d}.png")
+                        with whole_file(output / f"{at:06d}.png", _ANOTHER) as partial:
+                            picture(image).save(partial)
                         bar.step()
-        out.result({"output": output, "samples": samples}, f"{samples} samples written to {output}")
+        out.result(
+            {"output": output, "samples": samples},
+            f"{samples} {'sample' if samples == 1 else 'samples'} written to {output}",
+        )
 
     @modiff.command()
     @_options
@@ -170,9 +189,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
     )
     @click.option("--bits", multiple=True, default=("8/8", "8/6", "8/4", "4/8"), show_default=True)
     @click.option("-n", "--samples", type=click.IntRange(10), default=50_000, show_default=True)
-    @click.option(
-        "--seed", type=click.IntRange(0), default=100_000, show_default=True, help="Seed of the first sample."
-    )
+    @_seed(100_000)
     @click.option("--features", help="digits-classifier, emoji-classifier, inception, or package.module:function.")
     @click.option("--features-weights", type=click.Path(path_type=Path), help="Weights of the feature extractor.")
     @click.option("--reference", help="digits, emoji (both held out), or a folder of images.")
@@ -195,7 +212,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
         Goes on where it was when it was killed.
         """
-        from trtconvert.evaluate.evaluation import judges
+        from trtconvert.evaluate.evaluation import asks_for_classes, judges
         from trtconvert.evaluate.features import load_extractor
         from trtconvert.evaluate.reference_set import load_reference
         from trtconvert.files import require_writable, whole_file
@@ -203,12 +220,14 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
         require_writable(output, "give another file with -o")
         variants = studies.parse_variants(methods, bits)
-        features, reference = judges(model, features, reference)
+        recipe = _recipe(model)
+        features, reference = judges(recipe.model.source, features, reference)
         extractor = load_extractor(features, features_weights)
-        study = _study(model, **options)
+        study = _study(recipe, **options)
         shape = study.model.sample(study.model.denoiser, [seed], steps=1, solver="ddim").shape[1:]
         images = load_reference(reference, shape)
-        rows = studies.evaluate(study, variants, samples, seed, extractor, images, out.reporter())
+        classes = asks_for_classes(recipe.model.source, extractor)
+        rows = studies.evaluate(study, variants, samples, seed, extractor, images, out.reporter(), classes=classes)
         table = studies.markdown(rows)
         with whole_file(output, "give another file with -o") as partial:
             partial.write_text(f"{table}\n")
@@ -239,7 +258,7 @@ def _variant(method: Any, weight_bits: str, act_bits: int) -> Variant:
 
 
 def _study(
-    model: str,
+    model: str | Recipe,
     *,
     device: Any,
     dtype: str,
@@ -250,14 +269,27 @@ def _study(
     rounding_iterations: int,
     work: Path | None,
 ) -> Study:
+    """
+    Raises:
+        UserError, BackendUnavailable: the work folder, the device or the model cannot be used.
+    """
+    from trtconvert.cache import default_folder
+    from trtconvert.files import require_writable_folder
+
+    work = work or default_folder() / "modiff"
+    require_writable_folder(work, "give another folder with --work")
+    recipe = _recipe(model) if isinstance(model, str) else model
+
     import torch
 
-    from trtconvert.cache import default_folder
+    from trtconvert import models
+    from trtconvert.models.denoiser import require_device
     from trtconvert.modiff.rounding import AdaRound
     from trtconvert.modiff.study import Study
 
+    require_device(device)
     return Study(
-        _model(model),
+        models.load(recipe.model, recipe.loras),
         device,
         getattr(torch, dtype),
         steps,
@@ -265,27 +297,44 @@ def _study(
         batch,
         calibration_samples,
         AdaRound(iterations=rounding_iterations),
-        work or default_folder() / "modiff",
+        work,
     )
 
 
-def _model(name: str) -> DiffusionModel:
-    from trtconvert import models
+def _recipe(model: str) -> Recipe:
+    """
+    Raises:
+        UserError: the name is neither that of a model that ships nor of a recipe.
+    """
     from trtconvert.recipe import load_recipe
     from trtconvert.shipped import shipped_models, shipped_recipe
 
-    path = shipped_recipe(name) if name in shipped_models() else Path(name)
-    recipe = load_recipe(path)
-    return models.load(recipe.model, recipe.loras)
-
-
-def _require_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    shipped = shipped_models()
+    if model in shipped:
+        return load_recipe(shipped_recipe(model))
+    if not Path(model).exists():
         raise UserError(
-            f"cannot write samples to {folder}",
-            expected="a folder that can be written",
-            got=error.strerror or str(error),
-            remedy="give another with -o",
-        ) from error
+            f"there is no model '{model}'",
+            expected=f"{', '.join(shipped)}, or a recipe, a YAML file",
+            got="no such file",
+            remedy=f"write its recipe with `trtconvert init {model}`, and give that"
+            if shipped_recipe(model).is_file()  # of a published model, whose weights do not ship
+            else did_you_mean(model, shipped, "check the path; it is relative to the current folder"),
+        )
+    return load_recipe(Path(model))
+
+
+def _bits_of(option: str, asked: Any, calibrated: int) -> str:
+    """Those of a calibration.
+
+    Raises:
+        UserError: others are asked for.
+    """
+    if asked is not None and int(asked) != calibrated:
+        raise UserError(
+            "the calibration is for other bits",
+            expected=f"{option} {calibrated}, as it was calibrated with",
+            got=f"{option} {asked}",
+            remedy=f"leave {option} out, or calibrate with it: trtconvert modiff calibrate {option} {asked}",
+        )
+    return str(calibrated)

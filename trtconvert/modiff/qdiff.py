@@ -35,6 +35,7 @@ from trtconvert.modiff.settings import Settings
 from trtconvert.modiff.splits import find_widths
 from trtconvert.modiff.weights import Grid, round_to_nearest, search_grid
 from trtconvert.weights.finite import is_finite
+from trtconvert.weights.tensor_files import raw_bytes
 
 _PER_CALL = 1024  # numbers that are kept of a layer's input in a call
 _IDENTITY = "calibration.json"
@@ -411,10 +412,9 @@ def _identity(
     for path in paths:
         for call in path:
             for x in pytree.tree_leaves((call.args, call.kwargs)):
-                value = x.detach().cpu().contiguous() if isinstance(x, Tensor) else None
-                inputs.update(repr(x if value is None else (value.shape, value.dtype)).encode())
-                if value is not None:
-                    inputs.update(value.reshape(-1).view(torch.uint8).numpy().data)
+                inputs.update(repr((x.shape, x.dtype) if isinstance(x, Tensor) else x).encode())
+                if isinstance(x, Tensor):
+                    inputs.update(raw_bytes(x))
         inputs.update(b"\n")
     said = {
         "model": digest(model), "settings": asdict(settings), "rounding": asdict(rounding), "trajectories": inputs.hexdigest(),

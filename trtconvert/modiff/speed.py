@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser
+from trtconvert.modiff.calibration import Calibration
 from trtconvert.modiff.modulated import Modulated
-from trtconvert.modiff.study import METHODS, Study, Variant
-from trtconvert.progress import Reporter
+from trtconvert.modiff.study import METHODS, Study, Variant, told, typed_call
+from trtconvert.progress import Bar, Reporter
 
 Row = dict[str, Any]
 
@@ -31,32 +32,43 @@ def step_times(study: Study, variant: Variant, runs: int, report: Reporter) -> l
         calls.append((inputs, named))
         return study.model.denoiser(*inputs, **named)
 
-    study.model.sample(seen, range(study.batch), steps=min(4, study.steps), solver="ddim")
+    # The first step of modulated layers makes their caches, so that a step to be timed follows another.
+    study.model.sample(seen, range(study.batch), steps=max(2, min(4, study.steps)), solver=study.solver)
     kept = [_on(study, call) for call in calls]
     half = torch.bfloat16 if study.dtype == torch.bfloat16 else torch.float16
+    with report.live():
+        with report.stage("calibrate") as bar:
+            calibration = study.calibration(variant, told(bar))
+        with report.stage("bench") as bar:
+            return _rows(study, variant, calibration, kept, half, runs, bar)
+
+
+@torch.no_grad()
+def _rows(
+    study: Study, variant: Variant, calibration: Calibration, kept: list[Any], half: torch.dtype, runs: int, bar: Bar
+) -> list[Row]:
     rows: list[Row] = []
-    with report.live(), report.stage("bench") as bar, torch.no_grad():
-        for name, dtype in (("FP32", torch.float32), (str(half).removeprefix("torch."), half)):
-            plain = copy.deepcopy(study.model.denoiser).to(study.device, dtype)
-            inputs = _typed(kept, dtype)
-            rows.append(_row(f"{name}, eager", plain, inputs, runs, study))
-            if study.device == "cuda":
-                rows.append(_row(f"{name}, torch.compile", torch.compile(plain), inputs, runs, study))
-            bar.share(name, len(rows) / 10)
-            del plain
-        for modulation, method in ((False, "qdiff"), (True, "qdiff-modiff")):
-            asked = dataclasses.replace(variant, method=method)
-            modulated = dataclasses.replace(study, dtype=half).prepared(asked).denoiser
-            assert isinstance(modulated, Modulated)
-            inputs = _typed(kept, half)
-            for simulated in (True, False) if not modulation else (False,):
-                modulated.simulate(simulated)
-                what = "simulated" if simulated else "integers"
-                rows.append(_row(f"{METHODS[asked.method]} {asked.bits}, {what}", modulated, inputs, runs, study))
-                if study.device == "cuda" and not simulated:
-                    name = f"{METHODS[asked.method]} {asked.bits}, {what}, torch.compile"
-                    rows.append(_row(name, torch.compile(modulated), inputs, runs, study, modulated))
-                bar.share(what, len(rows) / 10)
+    for name, dtype in (("FP32", torch.float32), (str(half).removeprefix("torch."), half)):
+        plain = copy.deepcopy(study.model.denoiser).to(study.device, dtype)
+        inputs = [typed_call(study.model, dtype, *call) for call in kept]
+        rows.append(_row(f"{name}, eager", plain, inputs, runs, study))
+        if study.device == "cuda":
+            rows.append(_row(f"{name}, torch.compile", torch.compile(plain), inputs, runs, study))
+        bar.share(name, len(rows) / 10)
+        del plain
+    for modulation, method in ((False, "qdiff"), (True, "qdiff-modiff")):
+        asked = dataclasses.replace(variant, method=method)
+        modulated = dataclasses.replace(study, dtype=half).prepared(asked, calibration).denoiser
+        assert isinstance(modulated, Modulated)
+        inputs = [typed_call(study.model, half, *call) for call in kept]
+        for simulated in (True, False) if not modulation else (False,):
+            modulated.simulate(simulated)
+            what = "simulated" if simulated else "integers"
+            rows.append(_row(f"{METHODS[asked.method]} {asked.bits}, {what}", modulated, inputs, runs, study))
+            if study.device == "cuda" and not simulated:
+                name = f"{METHODS[asked.method]} {asked.bits}, {what}, torch.compile"
+                rows.append(_row(name, torch.compile(modulated), inputs, runs, study, modulated))
+            bar.share(what, len(rows) / 10)
     return rows
 
 
@@ -80,11 +92,6 @@ def markdown(study: Study, rows: list[Row]) -> str:
 def _on(study: Study, call: Any) -> Any:
     inputs, named = call
     return tuple(x.to(study.device) for x in inputs), {name: x.to(study.device) for name, x in named.items()}
-
-
-def _typed(calls: list[Any], dtype: torch.dtype) -> list[Any]:
-    """The calls with what is denoised in another type."""
-    return [((inputs[0].to(dtype), *inputs[1:]), named) for inputs, named in calls]
 
 
 def _row(

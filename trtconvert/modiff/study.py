@@ -6,6 +6,7 @@ features with a set of images. Work is kept in shards, so that a killed command 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trtconvert.cache import code_identity
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
@@ -26,6 +28,7 @@ from trtconvert.evaluate.evaluation import SHARD, feature_set, features_of, qual
 from trtconvert.evaluate.features import Extractor
 from trtconvert.evaluate.reference_set import ReferenceSet
 from trtconvert.evaluate.shards import ShardSet
+from trtconvert.files import sha256
 from trtconvert.models.denoiser import on_device
 from trtconvert.modiff.calibration import Calibration, digest
 from trtconvert.modiff.modulated import Modulated, modulate
@@ -56,7 +59,7 @@ class Variant:
     """A method at some bits.
 
     Attributes:
-        method: see `METHODS`. weight_bits, activation_bits: of everything but "full".
+        method: see `METHODS`. weight_bits, activation_bits: of integers, or of the floating-point numbers of "full".
     """
 
     method: Method
@@ -65,7 +68,12 @@ class Variant:
 
     @property
     def bits(self) -> str:
-        return "32/32" if self.method == "full" else f"{self.weight_bits}/{self.activation_bits}"
+        return f"{self.weight_bits}/{self.activation_bits}"
+
+    @property
+    def name(self) -> str:
+        """Of its stage."""
+        return f"{self.method} {self.bits}"
 
     @property
     def modulation(self) -> bool:
@@ -85,7 +93,7 @@ class Variant:
 
 
 def parse_variants(methods: Sequence[Method], bits: Sequence[str]) -> list[Variant]:
-    """All methods at all bits, full precision once.
+    """All methods at all bits, each once, and full precision once.
 
     Args:
         bits: such as "8/6", of weights and of activations.
@@ -106,7 +114,7 @@ def parse_variants(methods: Sequence[Method], bits: Sequence[str]) -> list[Varia
         for variant in found:
             variant.settings()
         variants += found
-    return variants
+    return list(dict.fromkeys(variants))
 
 
 @dataclass(frozen=True)
@@ -130,27 +138,22 @@ class Study:
     rounding: AdaRound
     work: Path
 
+    @property
+    def full(self) -> Variant:
+        """Full precision, in the type of everything but what is quantised."""
+        bits = 8 * self.dtype.itemsize
+        return Variant("full", bits, bits)
+
     def calibration(self, variant: Variant, progress: Callable[[str, int, int], None] | None = None) -> Calibration:
-        """Of a variant, from the work folder where it is done.
+        """Of a variant, from the work folder where it is done; a damaged file there is made anew.
 
         Raises:
             UserError: see `trtconvert.modiff.calibrate`.
         """
-        settings = dataclasses.replace(variant.settings(), modulation=True)
-        rounding = self.rounding if variant.method.startswith("qdiff") else AdaRound(iterations=0)
-        reads = {
-            "model": digest(self.model.denoiser),
-            "settings": dataclasses.asdict(settings),
-            "rounding": dataclasses.asdict(rounding),
-            "steps": self.steps,
-            "solver": self.solver,
-            "samples": self.calibration_samples,
-        }
-        key = hashlib.sha256(json.dumps(reads, sort_keys=True).encode()).hexdigest()[:16]
-        path = self.work / f"calibration-{key}.safetensors"
+        path = self.calibration_path(variant)
         if path.is_file():
-            return Calibration.load(path)
-        self.work.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(UserError):
+                return Calibration.load(path)
         moved = on_device(dataclasses.replace(self.model, denoiser=copy.deepcopy(self.model.denoiser)), self.device)
         seeds = range(CALIBRATION_SEEDS, CALIBRATION_SEEDS + self.calibration_samples)
         paths = [
@@ -163,29 +166,52 @@ class Study:
         found = calibrate(
             moved.denoiser,
             paths,
-            settings,
-            rounding=rounding,
+            self._calibrated(variant),
+            rounding=self._rounding(variant),
             timestep_input=self.model.timestep_input,
             timestep_max=self.model.timestep_max,
-            work=self.work / f"calibration-{key}",
+            work=path.with_suffix(""),
             on_progress=progress,
         )
         found.save(path)
         return found
 
+    def calibration_path(self, variant: Variant) -> Path:
+        """Where a variant's calibration is kept: its name is of everything that decides it."""
+        reads = {
+            "code": code_identity(),
+            "model": digest(self.model.denoiser),
+            "settings": dataclasses.asdict(self._calibrated(variant)),
+            "rounding": dataclasses.asdict(self._rounding(variant)),
+            "steps": self.steps,
+            "solver": self.solver,
+            "samples": self.calibration_samples,
+            "batch": self.batch,
+            "device": self.device,
+        }
+        key = hashlib.sha256(json.dumps(reads, sort_keys=True).encode()).hexdigest()[:16]
+        return self.work / f"calibration-{key}.safetensors"
+
+    def _calibrated(self, variant: Variant) -> Settings:
+        """One calibration is for a variant with and without modulation."""
+        return dataclasses.replace(variant.settings(), modulation=True)
+
+    def _rounding(self, variant: Variant) -> AdaRound:
+        return self.rounding if variant.method.startswith("qdiff") else AdaRound(iterations=0)
+
     def prepared(self, variant: Variant, calibration: Calibration | None = None) -> DiffusionModel:
         """The model of a variant on the device; its denoiser is a `Modulated` but in full precision.
 
         Args:
-            calibration: of the variant; by default see `calibration`.
+            calibration: whose settings count, but for the variant's modulation; by default see `calibration`.
         Raises:
-            UserError: see `trtconvert.modiff.calibrate`; or the calibration is of another model or other bits.
+            UserError: see `trtconvert.modiff.calibrate`; or the calibration is of another model.
         """
         denoiser = copy.deepcopy(self.model.denoiser)
         if variant.method == "full":
             return on_device(dataclasses.replace(self.model, denoiser=denoiser.to(self.dtype)), self.device)
         calibration = calibration or self.calibration(variant)
-        settings = dataclasses.replace(variant.settings(), bins=calibration.settings.bins)
+        settings = dataclasses.replace(calibration.settings, modulation=variant.modulation)
         moved = on_device(dataclasses.replace(self.model, denoiser=denoiser), self.device)
         modulated = modulate(moved.denoiser, settings, calibration=calibration).to(self.dtype)
         return dataclasses.replace(moved, denoiser=modulated)
@@ -196,31 +222,48 @@ class Study:
         for part in _batches(seeds, self.batch):
             if isinstance(model.denoiser, Modulated):
                 model.denoiser.reset_cache()
-            images.append(model.sample(self._typed(model.denoiser), part, steps=self.steps, solver=self.solver))
+            images.append(model.sample(self._typed(model), part, steps=self.steps, solver=self.solver))
         return torch.cat(images).cpu()
 
-    def _typed(self, denoiser: Denoiser) -> Denoiser:
+    def _typed(self, model: DiffusionModel) -> Denoiser:
         """Takes what samplers give, FP32, and gives it back, whatever the model computes in."""
 
         def typed(*inputs: Tensor, **named: Tensor) -> Tensor:
-            x, *rest = inputs
-            return denoiser(x.to(self.dtype), *rest, **named).float()
+            inputs, named = typed_call(model, self.dtype, inputs, named)
+            return model.denoiser(*inputs, **named).float()
 
         return typed
 
 
+def typed_call(
+    model: DiffusionModel, dtype: torch.dtype, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """A denoiser's call with its floating-point numbers in another type, but for timesteps, which 16 bits do not tell apart."""
+
+    def typed(name: str, x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
+
+    names = [spec.name for spec in model.inputs]
+    return (
+        tuple(typed(name, x) for name, x in zip(names, inputs, strict=False)),
+        {name: typed(name, x) for name, x in named.items()},
+    )
+
+
 @dataclass(frozen=True)
 class Row:
-    """A variant's figures. None: not to be had from the features.
+    """A variant's figures. None: not to be had from the features, or from so few finite samples.
 
     Attributes:
-        variant: that was drawn. psnr: dB against full precision, over all pixels. fid, sfid, inception_score, accuracy: see
-            `SetQuality`; fid_full: distance to the samples of full precision.
+        variant: that was drawn. nonfinite: samples with NaN or Inf, which no figure contains.
+        psnr: dB against full precision, over all pixels. fid, sfid, inception_score, accuracy: see `SetQuality`;
+            fid_full: distance to the samples of full precision.
     """
 
     variant: Variant
+    nonfinite: int
     psnr: float | None
-    fid: float
+    fid: float | None
     sfid: float | None
     inception_score: float | None
     accuracy: float | None
@@ -235,13 +278,17 @@ def evaluate(
     extractor: Extractor,
     reference: ReferenceSet,
     report: Reporter,
+    *,
+    classes: bool = False,
 ) -> list[Row]:
     """Draws what is missing in the work folder, and compares. Full precision is always drawn.
 
     Args:
         samples: of each variant; sample i has the seed `seed + i`.
+        classes: whether the extractor's logits are of the classes that the model draws, see `asks_for_classes`.
     Raises:
-        UserError: a variant cannot be calibrated, or the extractor or reference set cannot be used.
+        UserError: a variant cannot be calibrated, the extractor or reference set cannot be used, or samples of full precision
+            are not finite.
     """
     metrics.check_packages()
     ranks = Ranks()
@@ -255,7 +302,7 @@ def evaluate(
         "device": study.device,
         "dtype": str(study.dtype),
     }
-    full = Variant("full")
+    full = study.full
     sets: dict[Variant, ShardSet] = {}
     with report.live():
         images_seen = ShardSet.at(
@@ -266,34 +313,36 @@ def evaluate(
             SHARD,
         )
         _make(images_seen, lambda held: features_of(extractor, reference.read(held)), ranks, report, "reference")
-        for variant in [full, *(variant for variant in variants if variant != full)]:
-            name = f"{variant.method} {variant.bits}"
+        for variant in [full, *(variant for variant in variants if variant.method != "full")]:
             reads = common | {"variant": dataclasses.asdict(variant), "calibration": "none"}
+            calibration: Calibration | None = None
             if variant != full:
-                with report.stage(f"calibrate {name}") as bar:
-                    calibration = study.calibration(variant, _told(bar))
-                reads["calibration"] = dataclasses.asdict(study.rounding) | {
-                    "samples": study.calibration_samples,
-                    "settings": dataclasses.asdict(calibration.settings),
-                }
+                with report.stage(f"calibrate {variant.name}") as bar:
+                    calibration = study.calibration(variant, told(bar))
+                reads["calibration"] = sha256(study.calibration_path(variant))
             shards = sets[variant] = ShardSet.at(
                 study.work, f"{variant.method}-{variant.bits.replace('/', '-')}", reads, samples, SHARD
             )
             held_model: list[DiffusionModel] = []
 
             def make(
-                held: range, variant: Variant = variant, held_model: list[DiffusionModel] = held_model
+                held: range,
+                variant: Variant = variant,
+                calibration: Calibration | None = calibration,
+                held_model: list[DiffusionModel] = held_model,
             ) -> dict[str, Tensor]:
                 if not held_model:  # not made where all is done
-                    held_model.append(study.prepared(variant))
+                    held_model.append(study.prepared(variant, calibration))
                 images = study.draw(held_model[0], range(seed + held.start, seed + held.stop))
                 finite = images.flatten(1).isfinite().all(1)
                 images = images.nan_to_num(0, 1, 0)
                 return features_of(extractor, images) | {"finite": finite, "images": images.half()}
 
-            _make(shards, make, ranks, report, name)
+            _make(shards, make, ranks, report, variant.name)
+            if variant == full:
+                _require_finite(shards, study)
         with report.stage("statistics"):
-            return _rows(sets, images_seen, seed, full)
+            return _rows(sets, images_seen, seed, full, classes)
 
 
 def _make(
@@ -304,31 +353,54 @@ def _make(
         shards.make(make, ranks, bar.step)
 
 
-def _told(bar: Bar) -> Callable[[str, int, int], None]:
-    def told(detail: str, done: int, of: int) -> None:
-        bar.share(detail, done / max(1, of))
-
-    return told
+def told(bar: Bar) -> Callable[[str, int, int], None]:
+    """What a calibration tells, on a bar."""
+    return lambda detail, done, of: bar.share(detail, done / max(1, of))
 
 
-def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, full: Variant) -> list[Row]:
+def _finite(shards: ShardSet) -> Tensor:
+    return torch.cat([shard["finite"] for shard in shards.stream()])
+
+
+def _require_finite(full: ShardSet, study: Study) -> None:
+    """
+    Raises:
+        UserError: too few samples of full precision are finite to compare with.
+    """
+    finite = _finite(full)
+    if int(finite.sum()) <= metrics.NEIGHBOURS:
+        is_narrow = study.dtype == torch.float16
+        raise UserError(
+            "the model gives NaN or Inf in full precision",
+            expected=f"more than {metrics.NEIGHBOURS} finite samples to compare with",
+            got=f"{int(finite.sum())} of {len(finite)} in {str(study.dtype).removeprefix('torch.')}",
+            remedy="give --dtype bfloat16 or float32"
+            if is_narrow
+            else "check the model's weights, --steps and --solver",
+        )
+
+
+def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, full: Variant, asked: bool) -> list[Row]:
     target = feature_set(images_seen, "")
     exact = feature_set(sets[full], "")
     rows = []
     for variant, shards in sets.items():
+        finite = _finite(shards)
+        nonfinite = int((~finite).sum())
+        if len(finite) - nonfinite <= metrics.NEIGHBOURS:
+            rows.append(Row(variant, nonfinite, None, None, None, None, None, None))
+            continue
         got = feature_set(shards, "")
         classes = None if got.logits is None else got.logits.shape[1]
         found = quality(
             got,
             target,
-            # The shipped models draw their classes by turns with the seeds; other classifiers know nothing of the samples.
             lambda got, classes=classes: (
                 None
-                if got.logits is None or classes is None
+                if not asked or got.logits is None or classes is None
                 else float((got.logits.argmax(1) == (seed + got.indices) % classes).double().mean())
             ),
         )
-        assert found.fid is not None
         error, count = 0.0, 0
         for one, other in zip(shards.stream(), sets[full].stream(), strict=True):
             both = one["finite"] & other["finite"]
@@ -337,7 +409,8 @@ def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, fu
         rows.append(
             Row(
                 variant,
-                None if variant == full else float(metrics.decibels(torch.tensor(error / max(1, count)))),
+                nonfinite,
+                None if variant == full or not count else float(metrics.decibels(torch.tensor(error / count))),
                 found.fid,
                 found.sfid,
                 found.inception_score,
@@ -362,6 +435,9 @@ def markdown(rows: Sequence[Row]) -> str:
         name = f"{METHODS[row.variant.method]} | {row.variant.bits}"
         figures = [shown(row.psnr, 1), *map(shown, (row.fid, row.sfid, row.inception_score))]
         lines.append(f"| {name} | {' | '.join(figures)} | {shown(row.accuracy, 3)} | {shown(row.fid_full)} |")
+    broken = [f"{row.nonfinite} of {row.variant.name}" for row in rows if row.nonfinite]
+    if broken:
+        lines += ["", f"Samples with NaN or Inf, which are in no figure: {', '.join(broken)}."]
     return "\n".join(lines)
 
 

@@ -185,7 +185,7 @@ class TensorWriter:
         file = self._odd if waits else self._file
         start = self._odd.tell()
         for part in x.reshape(-1).split(_CHUNK) if nbytes else ():
-            data = part.to(dtype).view(torch.uint8).numpy().data
+            data = raw_bytes(part.to(dtype))
             summed = zlib.crc32(data, summed)
             file.write(data)
         self._sums[name] = summed
@@ -247,3 +247,11 @@ def _parts(file: Any, nbytes: int) -> Iterator[bytes]:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+def raw_bytes(x: Tensor) -> memoryview:
+    """A tensor's numbers as they lie in a file: row by row, in the order of bytes of this machine."""
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 1:  # any stride is contiguous then, of expanded tensors and of parts, and views take 1 alone
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().data
