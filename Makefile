@@ -20,8 +20,10 @@ $(STAMP): $(COMPILED)
 demo: $(STAMP)
 	$(BIN)/trtconvert build recipes/digits-dit.yaml -o out/digits-dit
 
+# Tests keep one core busy; a file's stay together, as they share what they build. Where there is a GPU they want it alone.
+PARALLEL := $(if $(shell command -v nvidia-smi),,-n auto --maxprocesses=4 --dist=loadfile)
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 # What is slow and seldom breaks, and thousands of damaged recipes, bundles, manifests, calibrations and plans, where `make test` takes
 # some hundreds.
