@@ -18,6 +18,7 @@ import argparse
 import copy
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
+from trtconvert.errors import UserError
 from trtconvert.evaluate.emoji import CATEGORY_OF, EmojiClassifier, EmojiData, category_accuracy, emoji_data
 from trtconvert.evaluate.grid import save_sheet
 from trtconvert.models import ddpm_unet, emoji_dit
@@ -303,4 +305,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
