@@ -251,7 +251,7 @@ def test_the_reference_is_the_folder_and_all_below_it(reference):
 # Kills and ranks
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
     whole = finish(start(*tiny, "--work", tmp_path / "whole", "-o", tmp_path / "whole.json"))
     assert whole.exit_code == 0, whole.output

@@ -35,7 +35,7 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 
-NAMES = ["stable_diffusion_xl", "stable_diffusion_3", "ltx", "wan"]
+NAMES = ["stable_diffusion_xl", "stable_diffusion_3", "ltx", pytest.param("wan", marks=pytest.mark.soak)]
 """CLIP, T5, UMT5, results that are looked into in part, settings read off a VAE, and videos; Flux is below."""
 
 

@@ -41,7 +41,12 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 QUICK = ("stable_diffusion_xl", "flux")
 
 
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PIPELINES]
+# A minute of one and seldom of use: its U-Net is Stable Diffusion's, with layers over frames.
+SOAKED = ("animatediff",)
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.soak if name in SOAKED else pytest.mark.slow)
+    for name in PIPELINES
+]
 
 
 @dataclass(frozen=True)
