@@ -14,12 +14,11 @@ from trtconvert.models.digits_dit import (
     BETA_SCHEDULE,
     CLASSES,
     IMAGE_SHAPE,
-    NULL_LABEL,
     PREDICTION,
     TIMESTEPS,
     load_digits_dit,
 )
-from trtconvert.models.samplers import initial_noise, sample
+from trtconvert.models.samplers import class_labels, initial_noise, sample
 
 _SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
 
@@ -50,10 +49,7 @@ def digit_labels(captions: Sequence[str]) -> dict[str, Tensor]:
     Raises:
         ValueError: another caption.
     """
-    known = {str(digit): digit for digit in range(CLASSES)} | {"": NULL_LABEL}
-    if any(caption not in known for caption in captions):
-        raise ValueError(f"a digit from 0 to {CLASSES - 1}")
-    return {"label": torch.tensor([known[caption] for caption in captions])}
+    return class_labels(captions, [str(digit) for digit in range(CLASSES)], f"a digit from 0 to {CLASSES - 1}")
 
 
 def digits_model(weights: Path) -> DiffusionModel:

@@ -20,7 +20,7 @@ from trtconvert.models.emoji_dit import (
     TIMESTEPS,
     load_emoji_dit,
 )
-from trtconvert.models.samplers import initial_noise, sample
+from trtconvert.models.samplers import class_labels, initial_noise, sample
 
 SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
 
@@ -64,10 +64,7 @@ def emoji_labels(captions: Sequence[str]) -> dict[str, Tensor]:
     Raises:
         ValueError: another caption.
     """
-    known = {name: label for label, name in enumerate(CLASSES)} | {"": NULL_LABEL}
-    if any(caption not in known for caption in captions):
-        raise ValueError(f"a subgroup of Unicode's emoji: {', '.join(CLASSES)}")
-    return {"label": torch.tensor([known[caption] for caption in captions])}
+    return class_labels(captions, CLASSES, f"a subgroup of Unicode's emoji: {', '.join(CLASSES)}")
 
 
 def emoji_model(weights: Path) -> DiffusionModel:

@@ -55,6 +55,20 @@ def initial_noise(indices: Sequence[int], shape: Sequence[int], seed: int = 0) -
     return torch.stack([one(index) for index in indices])
 
 
+def class_labels(captions: Sequence[str], classes: Sequence[str], expected: str) -> dict[str, Tensor]:
+    """A model's condition of captions that name its classes; an empty caption is the label after the last, which stands for none.
+
+    Args:
+        expected: what captions are, in words.
+    Raises:
+        ValueError: another caption.
+    """
+    known = {name: label for label, name in enumerate((*classes, ""))}
+    if any(caption not in known for caption in captions):
+        raise ValueError(expected)
+    return {"label": torch.tensor([known[caption] for caption in captions])}
+
+
 def solver_sigmas(schedule: NoiseSchedule, solver: str, steps: int) -> Tensor:
     """The noise levels that a solver visits, from high to low, the final 0 left out.
 

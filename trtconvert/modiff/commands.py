@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtconvert.errors import UserError, did_you_mean
+from trtconvert.modiff.methods import METHODS
 
 if TYPE_CHECKING:
     from trtconvert.modiff.study import Study, Variant
     from trtconvert.progress import Output
     from trtconvert.recipe import Recipe
 
-_METHODS = ("full", "naive", "lcq", "lcq-modiff", "qdiff", "qdiff-modiff")
 Command = Callable[..., None]
 
 
@@ -65,7 +65,7 @@ def _options(command: Command) -> Command:
     return command
 
 
-_weight_bits = click.option("--weight-bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
+_weight_bits = click.option("--weight-bits", type=click.Choice([8, 4]), default=8, show_default=True)
 _activation_bits = click.option("--act-bits", type=click.IntRange(3, 8), default=8, show_default=True)
 
 
@@ -100,7 +100,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
         "-o", "--output", type=click.Path(path_type=Path), default=Path("modiff.safetensors"), show_default=True
     )
     @speaking
-    def calibrate(model: str, weight_bits: str, act_bits: int, output: Path, out: Output, **options: Any) -> None:
+    def calibrate(model: str, weight_bits: int, act_bits: int, output: Path, out: Output, **options: Any) -> None:
         """Round MODEL's weights and find the scales of its activations and of their changes.
 
         `trtconvert.modiff.Calibration.load` reads the file.
@@ -123,7 +123,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
     @modiff.command()
     @_options
-    @click.option("--weight-bits", type=click.Choice(["8", "4"]), help="8 by default, or those of --calibration.")
+    @click.option("--weight-bits", type=click.Choice([8, 4]), help="8 by default, or those of --calibration.")
     @click.option("--act-bits", type=click.IntRange(3, 8), help="8 by default, or those of --calibration.")
     @click.option("--modulate/--no-modulate", default=True, show_default=True, help="MoDiff, or every step by itself.")
     @click.option(
@@ -135,7 +135,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
     @speaking
     def sample(
         model: str,
-        weight_bits: str | None,
+        weight_bits: int | None,
         act_bits: int | None,
         modulate: bool,
         calibration: Path | None,
@@ -156,9 +156,9 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
         given = Calibration.load(calibration) if calibration is not None else None
         if given is not None:
             weight_bits = _bits_of("--weight-bits", weight_bits, given.settings.weight_bits)
-            act_bits = int(_bits_of("--act-bits", act_bits, given.settings.activation_bits))
+            act_bits = _bits_of("--act-bits", act_bits, given.settings.activation_bits)
         study = _study(model, **options)
-        variant = _variant("qdiff-modiff" if modulate else "qdiff", weight_bits or "8", act_bits or 8)
+        variant = _variant("qdiff-modiff" if modulate else "qdiff", weight_bits or 8, act_bits or 8)
         report = out.reporter()
         with report.live():
             with report.stage("calibrate") as bar:
@@ -183,7 +183,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
         "--method",
         "methods",
         multiple=True,
-        type=click.Choice(_METHODS),
+        type=click.Choice(list(METHODS)),
         default=("full", "naive", "lcq", "qdiff", "qdiff-modiff"),
         show_default=True,
     )
@@ -239,7 +239,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
     @_activation_bits
     @click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Of each, the median counts.")
     @speaking
-    def bench(model: str, weight_bits: str, act_bits: int, runs: int, out: Output, **options: Any) -> None:
+    def bench(model: str, weight_bits: int, act_bits: int, runs: int, out: Output, **options: Any) -> None:
         """Time a step of MODEL at --batch: FP32, 16 bits, simulated, and in integers without and with MoDiff."""
         from trtconvert.modiff import speed
 
@@ -251,10 +251,10 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
     return modiff
 
 
-def _variant(method: Any, weight_bits: str, act_bits: int) -> Variant:
+def _variant(method: Any, weight_bits: int, act_bits: int) -> Variant:
     from trtconvert.modiff.study import Variant
 
-    return Variant(method, int(weight_bits), act_bits)
+    return Variant(method, weight_bits, act_bits)
 
 
 def _study(
@@ -324,17 +324,17 @@ def _recipe(model: str) -> Recipe:
     return load_recipe(Path(model))
 
 
-def _bits_of(option: str, asked: Any, calibrated: int) -> str:
+def _bits_of(option: str, asked: int | None, calibrated: int) -> int:
     """Those of a calibration.
 
     Raises:
         UserError: others are asked for.
     """
-    if asked is not None and int(asked) != calibrated:
+    if asked not in (None, calibrated):
         raise UserError(
             "the calibration is for other bits",
             expected=f"{option} {calibrated}, as it was calibrated with",
             got=f"{option} {asked}",
             remedy=f"leave {option} out, or calibrate with it: trtconvert modiff calibrate {option} {asked}",
         )
-    return str(calibrated)
+    return calibrated

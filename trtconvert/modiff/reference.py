@@ -81,15 +81,19 @@ def quantiser(low: Tensor, high: Tensor, bits: int, symmetric: bool, begins: boo
     Returns:
         […, 6] FP32. Zero is always a code.
     """
-    least, most = code_range(bits, symmetric)
+    least, most, begin = (torch.full_like(low, float(value)) for value in (*code_range(bits, symmetric), begins))
+    return _reaching(low, high, least, most, begin, symmetric)
+
+
+def _reaching(low: Tensor, high: Tensor, least: Tensor, most: Tensor, begins: Tensor, symmetric: bool) -> Tensor:
+    """Quantisers [..., 6] whose codes `least` to `most` reach from `low` to `high`; all of one shape."""
     if symmetric:
         scale, zero = torch.maximum(high, -low) / most, torch.zeros_like(low)
     else:
         scale = (high - low) / (most - least)
-        zero = (least - low / scale.clamp_min(TINY_SCALE)).round().clamp(least, most)
+        zero = torch.clamp((least - low / scale.clamp_min(TINY_SCALE)).round(), least, most)
     scale = scale.clamp_min(TINY_SCALE)
-    rest = [torch.full_like(scale, value) for value in (least, most)]
-    return torch.stack([scale, *rest, zero, torch.full_like(scale, float(begins)), scale], -1)
+    return torch.stack([scale, least, most, zero, begins, scale], -1)
 
 
 def measured(
@@ -123,14 +127,7 @@ def of_bounds(bounds: Tensor, rows: Tensor, together: bool, symmetric: bool) -> 
         for mask in (begins, ~begins):
             low = torch.where(mask, low.masked_fill(~mask, 0).amin(1, keepdim=True), low)
             high = torch.where(mask, high.masked_fill(~mask, 0).amax(1, keepdim=True), high)
-    least, most = rows[..., LOW], rows[..., HIGH]
-    if symmetric:
-        scale, zero = torch.maximum(high, -low) / most, torch.zeros_like(low)
-    else:
-        scale = (high - low) / (most - least)
-        zero = torch.clamp((least - low / scale.clamp_min(TINY_SCALE)).round(), least, most)
-    scale = scale.clamp_min(TINY_SCALE)
-    return torch.stack([scale, least, most, zero, rows[..., BEGINS], scale], -1)
+    return _reaching(low, high, rows[..., LOW], rows[..., HIGH], rows[..., BEGINS], symmetric)
 
 
 def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.modiff.calibration import Calibration
+from trtconvert.modiff.methods import METHODS
 from trtconvert.modiff.modulated import Modulated
-from trtconvert.modiff.study import METHODS, Study, Variant, told, typed_call
+from trtconvert.modiff.study import Study, Variant, told, typed_call
 from trtconvert.progress import Bar, Reporter
 
 Row = dict[str, Any]
@@ -56,12 +57,12 @@ def _rows(
             rows.append(_row(f"{name}, torch.compile", torch.compile(plain), inputs, runs, study))
         bar.share(name, len(rows) / 10)
         del plain
-    for modulation, method in ((False, "qdiff"), (True, "qdiff-modiff")):
+    for method, ways in (("qdiff", (True, False)), ("qdiff-modiff", (False,))):
         asked = dataclasses.replace(variant, method=method)
         modulated = dataclasses.replace(study, dtype=half).prepared(asked, calibration).denoiser
         assert isinstance(modulated, Modulated)
         inputs = [typed_call(study.model, half, *call) for call in kept]
-        for simulated in (True, False) if not modulation else (False,):
+        for simulated in ways:
             modulated.simulate(simulated)
             what = "simulated" if simulated else "integers"
             rows.append(_row(f"{METHODS[asked.method]} {asked.bits}, {what}", modulated, inputs, runs, study))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,24 +32,12 @@ from trtconvert.evaluate.shards import ShardSet
 from trtconvert.files import sha256
 from trtconvert.models.denoiser import on_device
 from trtconvert.modiff.calibration import Calibration, digest
+from trtconvert.modiff.methods import METHODS, Method
 from trtconvert.modiff.modulated import Modulated, modulate
 from trtconvert.modiff.qdiff import calibrate, record
 from trtconvert.modiff.rounding import AdaRound
 from trtconvert.modiff.settings import Settings
 from trtconvert.progress import Bar, Reporter
-
-Method = Literal["full", "naive", "lcq", "lcq-modiff", "qdiff", "qdiff-modiff"]
-METHODS: dict[Method, str] = {
-    "full": "full precision",
-    "naive": "one scale for all timesteps",
-    "lcq": "LCQ-like: calibrated layer by layer",
-    "lcq-modiff": "LCQ-like + MoDiff",
-    "qdiff": "Q-Diff",
-    "qdiff-modiff": "Q-Diff + MoDiff",
-}
-"""What a model is compared as, and its name in tables. All but the first have scales of least squared error, of weights for each
-output channel, of activations for the tensor; `lcq` and `naive` round weights to the nearest, Q-Diff by AdaRound; `naive` has one
-scale of activations for all timesteps, the others one for each bin."""
 
 CALIBRATION_SEEDS = 1 << 20
 """First seed of the trajectories that calibrations see, far from those of samples."""
@@ -138,6 +127,11 @@ class Study:
     rounding: AdaRound
     work: Path
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the model, which variants are copies of."""
+        return digest(self.model.denoiser)
+
     @property
     def full(self) -> Variant:
         """Full precision, in the type of everything but what is quantised."""
@@ -180,7 +174,7 @@ class Study:
         """Where a variant's calibration is kept: its name is of everything that decides it."""
         reads = {
             "code": code_identity(),
-            "model": digest(self.model.denoiser),
+            "model": self.digest,
             "settings": dataclasses.asdict(self._calibrated(variant)),
             "rounding": dataclasses.asdict(self._rounding(variant)),
             "steps": self.steps,
@@ -293,7 +287,7 @@ def evaluate(
     metrics.check_packages()
     ranks = Ranks()
     common = {
-        "model": digest(study.model.denoiser),
+        "model": study.digest,
         "features": extractor.identity,
         "steps": study.steps,
         "solver": study.solver,
