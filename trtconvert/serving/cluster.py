@@ -112,7 +112,7 @@ class Cluster:
         self.failure: TrtconvertError | None = None
         self._bundle, self._name, self._placement, self._say = bundle, name, placement, say
         self._handle: Any = None
-        self._stopping = threading.Event()
+        self._stopping, self._telling = threading.Event(), threading.Lock()
         _connect(placement.address)
         self._gpus = _gpus(placement)
 
@@ -137,8 +137,12 @@ class Cluster:
             raise ReplicaLost(first_line(error)) from error
 
     def stop(self) -> None:
-        """Take the replicas down, and the cluster where it is the server's own. Waits for a limited time."""
-        self._stopping.set()
+        """Take the replicas down, and the cluster where it is the server's own. Waits for a limited time.
+
+        Nothing is told from here on of replicas that come or go.
+        """
+        with self._telling:
+            self._stopping.set()
         thread = threading.Thread(target=self._leave, daemon=True)
         thread.start()
         thread.join(_STOP_SECONDS)
@@ -223,14 +227,19 @@ class Cluster:
             told += 1
             if told % _LOOK_TIMES_TO_TELL == 0 and self.failure is None:
                 waits = ", ".join(f"{count} {state.lower()}" for state, count in states.items()) or "none yet"
-                self._say(
+                self._tell(
                     f"waiting for replicas, at most {self._placement.patience:.0f} s: {waits}. {_first(message)}".rstrip()
                 )
 
     def _tell_running(self, running: int, why: str) -> None:
         if running != self.running and self.offer is not None:
-            self._say(f"{running} of the replicas run, {self.running} before" + (f"; {why}" if why else ""))
+            self._tell(f"{running} of the replicas run, {self.running} before" + (f"; {why}" if why else ""))
         self.running = running
+
+    def _tell(self, line: str) -> None:
+        with self._telling:
+            if not self._stopping.is_set():
+                self._say(line)
 
 
 def _first(message: str) -> str:

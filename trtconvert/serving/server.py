@@ -62,9 +62,14 @@ def serve(bundle: Path, options: Options, placement: Placement, say: Callable[[s
 
         cluster = Cluster(bundle, f"trtconvert-{options.limits.model}", placement, say)
         try:
-            return asyncio.run(_served(cluster, listener, options, say))
+            unfinished = asyncio.run(_served(cluster, listener, options, say))
         finally:
             cluster.stop()
+    if unfinished:
+        say(f"ended; {unfinished} requests were answered that their images are not drawn (503)")
+        return 1
+    say("ended; every request was answered")
+    return 0
 
 
 def require_packages() -> None:
@@ -114,6 +119,7 @@ def _no_address(host: str, port: int, error: Exception) -> UserError:
 
 
 async def _served(cluster: Cluster, listener: socket.socket, options: Options, say: Callable[[str], None]) -> int:
+    """Answer requests until a signal comes. Returns: requests that were cut short."""
     import uvicorn
 
     from trtconvert.serving.dispatch import Dispatcher
@@ -169,7 +175,7 @@ async def _served(cluster: Cluster, listener: socket.socket, options: Options, s
 
 
 async def _drained(front: Front, seconds: float, signals: list[signal.Signals], say: Callable[[str], None]) -> int:
-    """Take no more requests, and finish what there is. Returns: the exit code."""
+    """Take no more requests, and finish what there is. Returns: requests that were cut short."""
     front.draining = True
     if front.active:
         say(
@@ -185,7 +191,4 @@ async def _drained(front: Front, seconds: float, signals: list[signal.Signals], 
             async with asyncio.timeout(_CUT_SECONDS):
                 while front.active:
                     await asyncio.sleep(_LOOK_SECONDS / 2)
-        say(f"ended; {unfinished} requests were answered that their images are not drawn (503)")
-        return 1
-    say("ended; every request was answered")
-    return 0
+    return unfinished
