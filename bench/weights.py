@@ -1,12 +1,16 @@
 """Conversion of weights to INT8: `trtconvert quantize` in a process of its own, against reading the same file from the disk.
 
-python bench/weights.py [--gigabytes 2] [--folder /tmp]
+python bench/weights.py [--gigabytes 2] [--rounds 5] [--folder /tmp]
+
+Reading and conversion take turns, each from a file that is not in memory; the median of the turns' ratios is told.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,22 +75,28 @@ def run(*arguments: str) -> tuple[float, float, int, int]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--gigabytes", type=float, default=2.0)
+    arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         model, output = Path(name, "model.safetensors"), Path(name, "int8")
         write_model(model, max(1, round(given.gigabytes * 1e9 / (2 * SIZE * SIZE))))
         size = model.stat().st_size
-        reading = read_seconds(model)
-        forget(model)
-        seconds, processors, imports, memory = run("quantize", str(model), "-o", str(output))
-        written = sum(path.stat().st_size for path in output.iterdir())
-        print(f"{size / 1e9:.2f} GB in tensors of {2 * SIZE**2 / 1e6:.0f} MB")
-        print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
-        print(f"read from the disk  {size / reading / 1e6:8.0f} MB/s")
-        print(
-            f"quantize            {size / seconds / 1e6:8.0f} MB/s, {size / processors / 1e6:.0f} per second of a processor"
-        )
+        print(f"{size / 1e9:.2f} GB in tensors of {2 * SIZE**2 / 1e6:.0f} MB; {os.cpu_count()} processors")
+        ratios, memory, imports, written = [], 0, 0, 0
+        for _ in range(given.rounds):
+            shutil.rmtree(output, ignore_errors=True)
+            reading = read_seconds(model)
+            forget(model)
+            seconds, processors, imports, most = run("quantize", str(model), "-o", str(output))
+            memory, ratios = max(memory, most), [*ratios, reading / seconds]
+            written = sum(path.stat().st_size for path in output.iterdir())
+            print(
+                f"read {size / reading / 1e6:6.0f} MB/s, quantize {size / seconds / 1e6:6.0f} MB/s, "
+                f"{size / processors / 1e6:.0f} per second of a processor: {ratios[-1]:.2f} of the disk; "
+                f"load {os.getloadavg()[0]:.1f}"
+            )
+        print(f"median              {statistics.median(ratios):8.2f} of the disk's read speed")
         print(f"memory              {memory / 1e6:8.0f} MB at most, {imports / 1e6:.0f} of which its imports take")
         print(f"files               {1 - written / size:8.1%} smaller")
 

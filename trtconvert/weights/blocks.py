@@ -13,13 +13,16 @@ All functions go through a matrix by tiles of whole blocks, so that they need li
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +71,17 @@ class Measured:
 _threads = 1  # that go through tiles
 _MOST_THREADS = 4  # each keeps some tens of megabytes
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_KEPT_BYTES = 2**26
+
+
+def _keep_memory() -> None:
+    """Let malloc keep what tiles give back. By default it returns megabytes to the system, which hands them out again filled
+    with zeros, page by page: that took longer than all arithmetic on a tile."""
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that it takes
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
 
 @contextmanager
 def threads_by_tile() -> Iterator[None]:
@@ -75,6 +89,7 @@ def threads_by_tile() -> Iterator[None]:
     millisecond: torch's own threads, which meet after each, were six times as slow as one beside other programs
     (`bench/weights.py`)."""
     global _threads
+    _keep_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     _threads = min(before, _MOST_THREADS)
@@ -147,8 +162,9 @@ def _measured(tile: Tensor, histogram: bool) -> _Tile:
     powers = magnitude.div_(peaks.clamp_min(TINY_SCALE)[:, None, :, None]).square_()
     sums = powers.sum((1, 3))
     real = _padded(torch.ones(1, 1).expand(tile.shape)).sum((1, 3)) if tile.numel() < powers.numel() else BLOCK**2
-    beyond = powers > (OUTLIER**2 * sums / real)[:, None, :, None]
-    outliers = beyond.sum(-1, dtype=torch.int32).sum(1)  # thirty times as fast as both at once
+    # Counted in FP32, which holds a block's counts: booleans, and sums of both dimensions at once, take far longer.
+    beyond = powers.gt_((OUTLIER**2 * sums / real)[:, None, :, None])
+    outliers = beyond.sum(-1).sum(1).long()
     return _Tile(peaks, rows, 0, octaves, outliers, sums.double() * peaks.double().square())
 
 
@@ -177,7 +193,7 @@ def quantise(matrix: Tensor, scale: Tensor) -> tuple[Tensor, float]:
     Returns:
         INT8 [N, K], and its relative error, see `relative_error`.
     """
-    stored = torch.empty(matrix.shape, dtype=torch.int8)
+    stored = torch.from_numpy(np.empty(matrix.shape, np.int8))  # in large pages, where torch's own is in small ones
     return stored, _go_through(matrix, scale, stored)
 
 

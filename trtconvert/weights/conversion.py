@@ -7,11 +7,15 @@ A shard is what a kill costs at most: the next run with the same source and requ
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ SHARD_BYTES = 4 * 10**9
 """Of a file at most, counted as if nothing became INT8, unless one tensor is larger."""
 
 _INSTEAD = "give another place with -o"
+_AHEAD_ELEMENTS = 2**25  # of a tensor that is read while the one before it is converted
 _RECORD_BYTES = 300  # of a tensor's record in JSON, beside its name
 _NOT_COPIED = {".git", ".cache"}
 
@@ -249,13 +254,14 @@ def _write(shard: _Shard, path: Path, conversion: Conversion, bar: Bar) -> dict[
     partial = path.with_name(path.name + ".partial")
     try:
         with TensorWriter(partial, names, room) as writer:
-            for tensor in shard.tensors:
+            for tensor in _read_ahead(shard.tensors):
                 made = conversion.convert(tensor)
                 for name, x, dtype in made.tensors:
                     writer.add(name, x, dtype)
                 if made.record is not None:
                     records[tensor.name] = made.record
                 bar.step()
+                made = None  # before the next one is there
             said = {}
             if conversion.granularity is not None:
                 said[METADATA] = Records(granularity=conversion.granularity, tensors=records).model_dump_json()
@@ -264,6 +270,23 @@ def _write(shard: _Shard, path: Path, conversion: Conversion, bar: Bar) -> dict[
     finally:
         partial.unlink(missing_ok=True)
     return records
+
+
+def _read_ahead(tensors: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
+    """The tensors, of which the next is read from the disk as soon as one has been, unless it is large."""
+    ahead: dict[int, Future[Tensor]] = {}
+
+    def read(index: int) -> Tensor:
+        place = ahead.pop(index, None)
+        x = place.result() if place else tensors[index].read()
+        following = index + 1
+        if following < len(tensors) and math.prod(tensors[following].shape) <= _AHEAD_ELEMENTS:
+            ahead[following] = pool.submit(tensors[following].read)
+        return x
+
+    with ThreadPoolExecutor(1, "read-ahead") as pool:
+        for index, tensor in enumerate(tensors):
+            yield dataclasses.replace(tensor, read=functools.partial(read, index))
 
 
 def _write_indexes(shards: Sequence[_Shard], folder: Path) -> int:

@@ -13,11 +13,13 @@ import math
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +46,7 @@ TYPES: dict[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 _CHUNK = 2**22  # bytes that are copied or checked at once, and elements that are brought to another type
+_SETTLED = 2**25  # bytes that are brought to the disk and compared together, at least
 _SPOOLED = 2**24  # bytes of tensors of odd sizes that wait in memory; more wait on the disk
 
 
@@ -121,15 +124,15 @@ def read_entry(path: Path, entry: Entry) -> Tensor:
     """
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    content = torch.empty(entry.nbytes, dtype=torch.uint8)
+    content = np.empty(entry.nbytes, np.uint8)  # which asks for large pages: torch's memory takes twice as long to fill
     try:
         with open_regular(path) as file:
             file.seek(entry.start)
-            if file.readinto(content.numpy().data) != entry.nbytes:
+            if file.readinto(content.data) != entry.nbytes:
                 raise ValueError(f"a file that has become shorter while it was read, at {entry.name}")
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error
-    return content.view(entry.dtype).reshape(entry.shape)
+    return torch.from_numpy(content).view(entry.dtype).reshape(entry.shape)
 
 
 def checksum(path: Path, entry: Entry) -> int:
@@ -147,7 +150,7 @@ def checksum(path: Path, entry: Entry) -> int:
 
 
 class TensorWriter:
-    """Writes a safetensors file, a tensor after the other, and reads it back in the end.
+    """Writes a safetensors file, a tensor after the other, and compares it with what the disk has.
 
     The header, which comes first in the file, is known last: room is left for it, and filled up with spaces as the format allows.
     Readers need tensors at multiples of their elements' size, and the format has no gaps: those whose bytes are no multiple
@@ -170,11 +173,16 @@ class TensorWriter:
         self._waiting: list[Entry] = []
         self._sums: dict[str, int] = {}
         self._end = 0
+        self._unsettled: list[Entry] = []  # at their places in the file
+        self._settler = ThreadPoolExecutor(1, "settler")
+        self._settling: Future[None] | None = None
+        self._wrong: list[str] = []
 
     def __enter__(self) -> TensorWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._settler.shutdown()
         self._odd.close()
         self._file.close()
 
@@ -193,10 +201,35 @@ class TensorWriter:
             self._waiting.append(Entry(name, dtype, tuple(x.shape), start, start + nbytes))
         else:
             self._place(name, dtype, tuple(x.shape), nbytes)
+            self._settle_behind()
 
     def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> None:
+        begin = 8 + self._room
         self._places[name] = Entry(name, dtype, shape, self._end, self._end + nbytes)
+        self._unsettled.append(Entry(name, dtype, shape, begin + self._end, begin + self._end + nbytes))
         self._end += nbytes
+
+    def _settle_behind(self) -> None:
+        """Let another thread bring to the disk what was added since, once there is enough of it and the last such is done."""
+        if self._unsettled[-1].end - self._unsettled[0].start < _SETTLED:
+            return
+        if self._settling is not None:
+            if not self._settling.done():
+                return
+            self._settling.result()
+        self._file.flush()
+        entries, self._unsettled = self._unsettled, []
+        self._settling = self._settler.submit(self._settle, entries)
+
+    def _settle(self, entries: Sequence[Entry]) -> None:
+        handle = self._file.fileno()
+        os.fdatasync(handle)
+        # What is read next comes from the disk.
+        os.posix_fadvise(handle, entries[0].start, entries[-1].end - entries[0].start, os.POSIX_FADV_DONTNEED)
+        self._compare(entries)
+
+    def _compare(self, entries: Iterable[Entry]) -> None:
+        self._wrong += [entry.name for entry in entries if checksum(self._path, entry) != self._sums[entry.name]]
 
     def close(self, metadata: Mapping[str, str]) -> None:
         """Write what is left, and compare what the disk has with what was added.
@@ -216,22 +249,27 @@ class TensorWriter:
         }
         text = _json({"__metadata__": dict(metadata)} | header)
         assert len(text) <= self._room, "the header is longer than what was left for it"
+        if self._settling is not None:
+            self._settling.result()
         self._file.seek(0)
         self._file.write(self._room.to_bytes(8, "little") + text.ljust(self._room))
         self._file.flush()
         os.fsync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is read next comes from the disk
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._file.close()
         self._verify()
 
     def _verify(self) -> None:
         entries, _ = read_entries(self._path)
-        wrong = [entry.name for entry in entries if checksum(self._path, entry) != self._sums[entry.name]]
-        if wrong or len(entries) != len(self._sums):
+        left = {entry.name for entry in self._unsettled}
+        self._compare(entry for entry in entries if entry.name in left)
+        if self._wrong or len(entries) != len(self._sums):
             raise TrtconvertError(
                 f"{self._path.name} was not written as it was meant",
                 expected="on the disk what was computed",
-                got=f"other bytes of {wrong[0]}" if wrong else f"{len(entries)} tensors of {len(self._sums)}",
+                got=f"other bytes of {self._wrong[0]}"
+                if self._wrong
+                else f"{len(entries)} tensors of {len(self._sums)}",
                 remedy="check the disk and the memory of this machine, and run the command again",
             )
 
