@@ -32,6 +32,7 @@ LAYERS: tuple[set[str], ...] = (
         "errors",
         "fake_tensors",
         "files",
+        "guidance",
         "images",
         "interception",
         "library",

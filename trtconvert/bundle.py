@@ -294,6 +294,24 @@ class DiffusersRecord(_Record):
     padded_by: str = ""
 
 
+class GuidanceRecord(_Record):
+    """Classifier-free guidance that a denoiser applies inside: its output is u + scale · (c − u), in FP32, of the predictions u
+    and c with both halves of the conditions.
+
+    Attributes:
+        scale: input of the scale of each sample, FP32; 1 is the conditional prediction alone.
+        negative: by each input that is a condition, the input that has what guidance leads away from.
+    """
+
+    scale: _Name
+    negative: dict[str, _Name]
+
+    @property
+    def added(self) -> frozenset[str]:
+        """The inputs that the denoiser has beside its own."""
+        return frozenset({self.scale, *self.negative.values()})
+
+
 class ComponentRecord(_Record):
     """One model of the bundle.
 
@@ -311,6 +329,7 @@ class ComponentRecord(_Record):
         diffusers: how pipelines call it, where it comes from one.
         caches: what layers that quantise changes (MoDiff) keep from step to step: further inputs of the ONNX model and of the
             engines, and, with `NEXT` behind their names, further outputs of the same shapes. The runtime holds them.
+        guidance: of a denoiser that applies it inside; its batch is that of samples then.
     """
 
     onnx: _Inside
@@ -327,6 +346,7 @@ class ComponentRecord(_Record):
     engines: list[EngineRecord]
     diffusers: DiffusersRecord | None = None
     caches: list[TensorRecord] = Field(default_factory=list)
+    guidance: GuidanceRecord | None = None
 
     @property
     def all_inputs(self) -> list[TensorRecord]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trtconvert.attention.sites import Site
-from trtconvert.bundle import DiffusersRecord
+from trtconvert.bundle import DiffusersRecord, GuidanceRecord
+from trtconvert.guidance import guidance_of
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -148,6 +149,8 @@ class DiffusionModel:
         steps: symbolic dimension: the step from its opt in which it may vary, where that is not 1.
         left_sites: attention that is no call of `scaled_dot_product_attention` and stays as it is, listed with the reason.
         notices: what the recipe's author should know of it before anything is made of it.
+        guidance: that it applies inside, see `with_guidance`; what is denoised, the timestep and the batch
+            are then of samples, and the denoiser is called with twice as many rows.
     """
 
     name: str
@@ -168,11 +171,17 @@ class DiffusionModel:
     steps: Mapping[str, int] = field(default_factory=dict)
     left_sites: tuple[Site, ...] = ()
     notices: tuple[str, ...] = ()
+    guidance: GuidanceRecord | None = None
 
     def __post_init__(self) -> None:
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)
         if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, _WholeTimesteps):
             object.__setattr__(self, "sample", _WholeTimesteps(self.sample, place, self.timestep_input))
+
+    @property
+    def always_float32(self) -> frozenset[str]:
+        """Inputs that are FP32 whatever the type of the engine: the timestep, and the scale of guidance."""
+        return frozenset({self.timestep_input} | ({self.guidance.scale} if self.guidance else set()))
 
     @property
     def timesteps_fall(self) -> bool:
@@ -226,6 +235,27 @@ class DiffusionModel:
         return inputs
 
 
+def with_guidance(
+    model: DiffusionModel, record: GuidanceRecord, dims: Mapping[str, tuple[int, int, int]]
+) -> DiffusionModel:
+    """A model as it is exported with guidance inside. Its denoiser is the model's own, which is called with twice the batch.
+
+    Args:
+        dims: symbolic dimension: (min, opt, max), with the batch that of samples.
+    """
+    specs = {spec.name: spec for spec in model.inputs}
+    twins = [replace(specs[name], name=twin) for name, twin in record.negative.items()]
+    scale = InputSpec(record.scale, "float32", model.inputs[0].shape[:1])
+    passed = {twin: model.as_passed[name] for name, twin in record.negative.items() if name in model.as_passed}
+    return replace(
+        model,
+        inputs=(*model.inputs, *twins, scale),
+        dims=dims,
+        as_passed={**model.as_passed, **passed, record.scale: torch.tensor([2.0, 1.0, 3.0])},
+        guidance=record,
+    )
+
+
 @dataclass(frozen=True)
 class _WholeTimesteps:
     """A sampler whose denoisers are given whole timesteps, for those that look them up in a table.
@@ -246,6 +276,7 @@ class _WholeTimesteps:
                 inputs = (*inputs[: self.place], inputs[self.place].round().long(), *inputs[self.place + 1 :])
             return denoiser(*inputs, **by_name)
 
+        whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # what samplers look at
         return self.sampler(whole, seeds, **named)
 
 

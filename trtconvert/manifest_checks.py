@@ -75,6 +75,7 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
     if unknown := sorted(given - sized):
         yield f"outputs: the dimension {unknown[0]}, which no input has"
     yield from _of_caches(component)
+    yield from _of_guidance(component)
     names = {tensor.name for tensor in component.inputs}
     if component.timestep_input and component.timestep_input not in names:
         yield f"timestep_input: {component.timestep_input}, which is no input"
@@ -109,6 +110,25 @@ def _of_caches(component: ComponentRecord) -> Iterator[str]:
             yield f"caches: the type {cache.dtype!r} of {cache.name}"
         if cache.shape[:1] != batch or not all(isinstance(size, int) for size in cache.shape[1:]):
             yield f"caches: the shape {cache.shape} of {cache.name}, whose first dimension alone is that of the samples"
+
+
+def _of_guidance(component: ComponentRecord) -> Iterator[str]:
+    guidance = component.guidance
+    if guidance is None:
+        return
+    if not component.is_denoiser:
+        yield "guidance: without a timestep"
+    inputs = {tensor.name: tensor for tensor in component.inputs}
+    scale = inputs.get(guidance.scale)
+    if scale is None or (scale.dtype, scale.shape) != ("float32", component.inputs[0].shape[:1]):
+        yield f"guidance.scale: {guidance.scale}, which is no input with a float32 number for each sample"
+    if not guidance.negative:
+        yield "guidance.negative: none, where guidance needs conditions"
+    for name, twin in guidance.negative.items():
+        if name not in inputs or twin not in inputs or name == twin or {name, twin} & {component.timestep_input}:
+            yield f"guidance.negative.{name}: {twin}, where two inputs are expected"
+        elif (inputs[name].dtype, inputs[name].shape) != (inputs[twin].dtype, inputs[twin].shape):
+            yield f"guidance.negative.{name}: {twin}, which has another type or shape"
 
 
 def _symbol(dim: str) -> str:
@@ -157,7 +177,8 @@ def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
         yield f"diffusers.parameters: {bad[0]!r} is no name"
     taken: set[str] = set()
     yield from _of_nodes("diffusers.arguments", record.arguments, taken)
-    if taken != {tensor.name for tensor in component.inputs}:
+    of_guidance = component.guidance.added if component.guidance else frozenset[str]()
+    if taken != {tensor.name for tensor in component.inputs} - of_guidance:
         yield "diffusers.arguments: other tensors than inputs has"
     given: set[str] = set()
     yield from _of_nodes("diffusers.results", record.results, given)

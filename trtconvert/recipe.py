@@ -425,6 +425,12 @@ class EngineSection(_Section):
     weight_streaming: bool = Field(
         default=False, description="tensorrt: weights may stay in host memory and travel while the engine runs."
     )
+    guidance: Literal["separate", "fused"] = Field(
+        default="separate",
+        description="Classifier-free guidance. `separate`: the sampler or pipeline calls the denoiser with both halves, and adds "
+        "them up. `fused`: the denoiser takes samples once, the conditions of both halves, and a scale for each sample, "
+        "`guidance_scale`; it gives one prediction. The batch in shapes and profiles is then the number of samples.",
+    )
     channels_last: bool = Field(
         default=True,
         description="tensorrt: group norms of U-Nets, and what turns images into tokens and back, are plugins that keep channels "
@@ -540,6 +546,8 @@ class Recipe(_Section):
              "false with layers.modiff: layers of refittable engines compute in 16 bits"),
             (engine.layers == "exact", ("engine", "layers"), engine.layers,
              "auto or native with layers.modiff: 16-bit layers have no caches"),
+            (engine.guidance == "fused", ("engine", "guidance"), engine.guidance,
+             "separate with layers.modiff: caches have a row for each row of the denoiser, and both halves are two of them"),
         )  # fmt: skip
         for wrong, place, got, expected in problems:
             if wrong:

@@ -14,6 +14,7 @@ from trtconvert.bundle import (
     ComponentRecord,
     Dims,
     EngineRecord,
+    GuidanceRecord,
     LayerRecord,
     QualityRecord,
     SiteRecord,
@@ -170,7 +171,7 @@ def calibrate_stage(
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
         _refuse_unfit_steps(recipe, source)
-        profiles = _profiles(recipe, source)
+        profiles = _profiles(recipe, _as_exported(recipe, source))
         if recipe.layers.modiff:
             from trtconvert.export.changes import require_fixed_sizes
 
@@ -214,7 +215,7 @@ def plan_stage(
     if searched is not None:
         reads |= {"search": searched.key, "point": section.point}
     elif attention.scaling == "auto":
-        reads["kernel_cost"] = kernel_cost_hash(section)
+        reads |= {"kernel_cost": kernel_cost_hash(section)} | _guidance(recipe)
 
     def make(folder: Path, bar: Bar) -> None:
         if searched is not None:
@@ -229,7 +230,8 @@ def plan_stage(
 
             source, sites = model(), [site for site in _sites(calibration) if not site.obstacle]
             bins = recipe.calibration.bins
-            scalings = site_scalings(attention, section, sites, _opt_batch(source, source.dims))
+            form = _as_exported(recipe, source)
+            scalings = site_scalings(attention, section, sites, _opt_rows(form, form.dims))
             plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
             modes = {site: row.tolist() for site, row in plan.items()}
             layers = {
@@ -251,7 +253,7 @@ def search_stage(
         "layers": recipe.layers.model_dump(mode="json"),
         "plan": search_reads(recipe.plan),
         "shapes": _ranges(recipe),
-    }
+    } | _guidance(recipe)
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibration import Calibration
@@ -261,7 +263,8 @@ def search_stage(
         source, bins = model(), recipe.calibration.bins
         sites = [site for site in _sites(calibration) if not site.obstacle]
         made = Calibration.load(calibration.folder / CALIBRATION)
-        batch = _opt_batch(source, _profiles(recipe, source)[0])
+        form = _as_exported(recipe, source)
+        batch = _opt_rows(form, _profiles(recipe, form)[0])
         scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
         (folder / SCALINGS).write_text(json.dumps(scalings, indent=1))
         budget = load_budget(recipe.plan)
@@ -294,7 +297,7 @@ def export_stage(
         "dtype": recipe.model.dtype,
         "shapes": _ranges(recipe),
         "modiff": recipe.layers.modiff,
-    }
+    } | _guidance(recipe)
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
@@ -303,7 +306,7 @@ def export_stage(
         from trtconvert.export.changes import caches_of
         from trtconvert.export.trace import SiteOptions, trace
 
-        source = model()
+        source = _as_exported(recipe, model())
         profiles = _profiles(recipe, source)
         dims = covering(profiles)
         options = SiteOptions(source.timestep_max, _scalings(plan), recipe.attention.smooth_k)
@@ -324,7 +327,7 @@ def export_stage(
             timestep_max=source.timestep_max,
             dims=dims,
             steps=dict(source.steps),
-            input_ranges=_input_ranges(calibration),
+            input_ranges=_input_ranges(calibration, source.guidance),
             profiles=profiles,
             sites=_site_records(calibration, plan),
             layers=_layer_records(calibration, plan, layers),
@@ -334,6 +337,7 @@ def export_stage(
                 TensorRecord(name=cache.name, dtype=cache.dtype, shape=list(cache.shape))
                 for cache in caches_of(source, layers, dims, dtype)
             ],
+            guidance=source.guidance,
         )
         (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
 
@@ -359,7 +363,7 @@ def engine_stages(
     """
     from trtconvert.engine import tensorrt, tensorrt_rtx
 
-    chosen = options.model_dump(mode="json", exclude={"backend", "targets"})
+    chosen = options.model_dump(mode="json", exclude={"backend", "targets", "guidance"})  # which the ONNX has inside
     reads = {"onnx": exported.key, "engine": chosen, "library": backend.detail}
     if backend.name == "tensorrt":  # what is measured and built depends on the GPU and on the kernels in the plugin
         reads |= {"gpu": tensorrt.device_name(), "plugin": sha256(library) if (library := library_path()) else None}
@@ -421,6 +425,7 @@ def verify_stage(
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.float32 import in_float32
         from trtconvert.export.trace import in_type
+        from trtconvert.guidance import GuidedDenoiser
         from trtconvert.models.denoiser import intercepted
         from trtconvert.runtime.batches import AnyBatch
         from trtconvert.runtime.session import OnnxRuntimeComponent
@@ -437,9 +442,11 @@ def verify_stage(
         bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
 
         # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
-        inputs = source.example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
+        inputs = _as_exported(recipe, source).example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
         typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
         reference = in_type(intercepted(source, sites.handler(), layers.handler() if tables else None), dtype)
+        if component.guidance is not None:
+            reference = GuidedDenoiser(reference, source.timestep_input, component.guidance)
         wide = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
         with torch.no_grad():
             # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
@@ -569,19 +576,37 @@ def _scalings(plan: Stage) -> dict[str, str]:
     return json.loads((plan.folder / PLAN).read_text())["scalings"]
 
 
-def _input_ranges(calibration: Stage) -> dict[str, list[float]]:
-    """Largest magnitudes of the denoiser's inputs, by timestep bin."""
+def _guidance(recipe: Recipe) -> dict[str, str]:
+    """What a stage's key reads of guidance, where the denoiser applies it."""
+    return {"guidance": recipe.engine.guidance} if recipe.engine.guidance == "fused" else {}
+
+
+def _as_exported(recipe: Recipe, model: DiffusionModel) -> DiffusionModel:
+    """The model with the inputs and dimensions that it is exported with.
+
+    Raises:
+        UserError: see `fused_form`.
+    """
+    from trtconvert.models.guidance import fused_form
+
+    return fused_form(model) if recipe.engine.guidance == "fused" else model
+
+
+def _input_ranges(calibration: Stage, guidance: GuidanceRecord | None) -> dict[str, list[float]]:
+    """Largest magnitudes of the denoiser's inputs, by timestep bin; the calibration saw both halves of guidance together."""
     from trtconvert.calib.calibration import Calibration
 
-    return {name: x.tolist() for name, x in Calibration.load(calibration.folder / CALIBRATION).inputs.items()}
+    ranges = {name: x.tolist() for name, x in Calibration.load(calibration.folder / CALIBRATION).inputs.items()}
+    twins = guidance.negative if guidance is not None else {}
+    return ranges | {twin: ranges[name] for name, twin in twins.items() if name in ranges}
 
 
-def _opt_batch(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> int:
-    """Samples of a call at the opt sizes."""
+def _opt_rows(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> int:
+    """Rows of a call at the opt sizes: samples, twice where guidance is inside."""
     from trtconvert.runtime.signature import shape_of
 
     opt = {name: size for name, (_, size, _) in dims.items()}
-    return shape_of(model.inputs[0].shape, opt)[0]
+    return shape_of(model.inputs[0].shape, opt)[0] * (1 if model.guidance is None else 2)
 
 
 def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
@@ -734,7 +759,7 @@ def narrowed(
 
 
 def _engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:
-    return recipe.model.dtype if dtype == "float32" and name != model.timestep_input else dtype
+    return recipe.model.dtype if dtype == "float32" and name not in model.always_float32 else dtype
 
 
 def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:

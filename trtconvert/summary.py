@@ -86,6 +86,9 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         _row(table, name, signature)
         sizes = {dim: in_steps(low, high, component.steps.get(dim)) for dim, (low, _, high) in component.dims.items()}
         _row(table, "", ", ".join(f"{dim} {described}" for dim, described in sizes.items()))
+        if component.guidance is not None:
+            twins = ", ".join(component.guidance.negative.values())
+            _row(table, "guidance", f"inside, by {component.guidance.scale} of each sample; leads away from {twins}")
         if component.is_denoiser:
             _row(table, "attention sites", _sites(component))
             for group in left_groups(component.sites):

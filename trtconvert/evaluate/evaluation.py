@@ -36,6 +36,7 @@ from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
 from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import sha256
+from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import intercepted, on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
@@ -360,10 +361,11 @@ def _batch(request: Request, manifest: Manifest, source: DiffusionModel | None) 
 
 
 def _largest_batch(manifest: Manifest) -> int:
-    """Of the denoiser's first input; guidance doubles the batch, so half of what fits is taken."""
+    """Of the denoiser's first input; guidance doubles the batch, so half of what fits is taken, but where it is inside."""
     component = manifest.components["denoiser"]
     batch = component.inputs[0].shape[0]
-    return max(1, (component.dims[batch][2] if isinstance(batch, str) else batch) // 2)
+    rows = component.dims[batch][2] if isinstance(batch, str) else batch
+    return rows if component.guidance is not None else max(1, rows // 2)
 
 
 def _hash_of(path: Path | None) -> str:
@@ -379,7 +381,7 @@ class _FiniteWatch:
     """A denoiser that remembers for which samples of its batch it ever gave a NaN or Inf."""
 
     def __init__(self, denoiser: Denoiser, samples: int) -> None:
-        self._denoiser = denoiser
+        self._denoiser, self.guidance = denoiser, guidance_of(denoiser)
         self.finite = torch.ones(samples, dtype=torch.bool)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.fake_tensors import without_tracebacks
+from trtconvert.guidance import guided_prediction
 from trtconvert.interception import InterceptedDenoiser, Interception, samples_of
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
@@ -82,7 +83,7 @@ def trace(
     Args:
         tables: per attention site to convert, layers: per layer; others stay what they are in the model.
         dims: symbolic dimension: (min, opt, max). Dimensions with min < max are dynamic.
-        dtype: type of weights and floating-point inputs; the timestep stays FP32.
+        dtype: type of weights and floating-point inputs; the timestep and the scale of guidance stay FP32.
     Raises:
         UserError: the model cannot be exported, a site was lost on the way, or a table cannot be used.
     """
@@ -95,7 +96,7 @@ def trace(
     traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
-        name: x.to(dtype) if x.is_floating_point() and name != model.timestep_input else x
+        name: x.to(dtype) if x.is_floating_point() and name not in model.always_float32 else x
         for name, x in model.example(0, sizes).items()
     }
     inputs |= {
@@ -370,10 +371,15 @@ class _TracedDenoiser(nn.Module):
                 LayerEmitter(self, layers, model_tensors(model.denoiser), options.timestep_max, self._changes)
             )
         self._names = [spec.name for spec in model.inputs]
-        self._timestep_input = model.timestep_input
-        self.intercepted = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks)
+        self._timestep_input, self._guidance = model.timestep_input, model.guidance
+        own = [name for name in self._names if model.guidance is None or name not in model.guidance.added]
+        self.intercepted = InterceptedDenoiser(denoiser, own, model.timestep_input, hooks)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self._guidance is not None:
+            return guided_prediction(
+                self.intercepted, dict(zip(self._names, inputs, strict=True)), self._timestep_input, self._guidance
+            )
         if self._changes is None:
             return self.intercepted(*inputs)
         own = dict(zip(self._names, inputs, strict=False))

@@ -16,6 +16,7 @@ from torch import Tensor
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
+from trtconvert.guidance import FusedGuidance, guidance_of
 from trtconvert.models.pipelines import PROMPTS, PipelineCaller
 from trtconvert.models.probes import first_inputs
 
@@ -115,6 +116,10 @@ class _Conditioned:
     denoiser: Denoiser
     conditions: Mapping[str, Tensor]
     own: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def guidance(self) -> FusedGuidance | None:
+        return guidance_of(self.denoiser)
 
     def __call__(self, **named: Tensor) -> Tensor:
         name, x = next(iter(self.conditions.items()))

@@ -16,6 +16,7 @@ from trtconvert.attention.schedules import scheduler_sigmas
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec, resized
 from trtconvert.errors import UserError
+from trtconvert.guidance import FusedGuidance, guidance_of
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
 from trtconvert.models.captions import Captions
@@ -318,6 +319,10 @@ class _Counted:
     denoiser: Denoiser
     calls: int = 0
     part_of: _Counted | None = None
+
+    @property
+    def guidance(self) -> FusedGuidance | None:
+        return guidance_of(self.denoiser)
 
     def __call__(self, **named: Tensor) -> Tensor:
         (self.part_of or self).calls += 1

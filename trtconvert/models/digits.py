@@ -14,6 +14,7 @@ from trtconvert.models.digits_dit import (
     BETA_SCHEDULE,
     CLASSES,
     IMAGE_SHAPE,
+    NULL_LABEL,
     PREDICTION,
     TIMESTEPS,
     load_digits_dit,
@@ -31,7 +32,8 @@ def draw_digits(
     solver: str,
     conditions: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The model's `Sampler`: seed i draws the digit i mod 10, unless conditions say otherwise."""
+    """The model's `Sampler`: seed i draws the digit i mod 10, unless conditions say otherwise. Without guidance."""
+    conditions = conditions or {"label": torch.tensor([seed % CLASSES for seed in seeds])}
     return sample(
         denoiser,
         initial_noise(seeds, IMAGE_SHAPE),
@@ -39,7 +41,8 @@ def draw_digits(
         prediction=PREDICTION,
         solver=solver,
         steps=steps,
-        conditions=conditions or {"label": torch.tensor([seed % CLASSES for seed in seeds])},
+        conditions=conditions,
+        null_conditions={"label": torch.full_like(conditions["label"], NULL_LABEL)},
     )
 
 

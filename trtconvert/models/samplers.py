@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import SIGMA_MAX, SIGMA_MIN, NoiseSchedule, karras_sigmas
 from trtconvert.errors import UserError
+from trtconvert.guidance import guidance_of
 from trtconvert.runtime.trajectory import begin
 
 Denoiser = Callable[..., Tensor]
@@ -134,16 +135,18 @@ def sample(
     """Images from noise.
 
     Args:
-        denoiser: see `Denoiser`. It is called `steps` times, 2·steps - 1 times by "heun".
+        denoiser: see `Denoiser`. It is called `steps` times, 2·steps - 1 times by "heun". One that applies guidance inside is
+            given both halves of the conditions and the scale, and gives one prediction.
         noise: [B, C, H, W] standard normal, see `initial_noise`. Its type and device are those of the denoiser's input; the
             state between calls is float64.
         schedule: the noise that the denoiser was trained with.
         prediction: what it predicts, one of `PREDICTIONS`.
         solver: "ddim", "euler" or "heun", see `solver_sigmas`.
         conditions: passed to the denoiser by name, each [B, …].
-        null_conditions: the same names for no condition; needed when `guidance` is not 1.
+        null_conditions: the same names for no condition; needed when `guidance` is not 1, or the denoiser applies it.
         guidance: w in p(∅) + w·(p(c) - p(∅)), classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598, with
-            diffusers' weight: 1 is no guidance). Both predictions come from one call with a batch of 2·B.
+            diffusers' weight: 1 is no guidance). Both predictions come from one call with a batch of 2·B, or their sum
+            from the denoiser.
         on_call: sees every call of the denoiser, in order.
     Returns:
         [B, C, H, W] FP32 in [0, 1], for models of images in [-1, 1].
@@ -155,9 +158,10 @@ def sample(
             got=repr(prediction),
             remedy="take the prediction_type that the model was trained with",
         )
-    guided = guidance != 1
+    fused = guidance_of(denoiser)
+    guided = guidance != 1 and fused is None
     conditions = dict(conditions or {})
-    if guided:
+    if guided or fused is not None:
         null_conditions = dict(null_conditions or {})
         if not conditions or null_conditions.keys() != conditions.keys():
             raise UserError(
@@ -166,7 +170,11 @@ def sample(
                 got=str(sorted(null_conditions)),
                 remedy="pass the model's empty condition, or guidance=1",
             )
-        conditions = {name: torch.cat([null_conditions[name], conditions[name]]) for name in conditions}
+        if fused is not None:
+            scales = torch.full((len(noise),), float(guidance), dtype=torch.float32, device=noise.device)
+            conditions = fused.inputs(null_conditions, conditions, scales)
+        else:
+            conditions = {name: torch.cat([null_conditions[name], conditions[name]]) for name in conditions}
     begin(denoiser)
     calls = 0
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.guidance import guidance_of
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
+from trtconvert.runtime.halves import Halves
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.loras import Loras
 from trtconvert.runtime.signature import shape_of
@@ -165,7 +167,8 @@ def _parameter(name: str) -> inspect.Parameter:
 
 class DiffusersDenoiser(_DropIn):
     """A pipeline's `unet` or `transformer`: forward with the model's parameters; the output has the type and the device of what
-    is denoised.
+    is denoised. Where the denoiser applies guidance inside, nothing is computed before the pipeline adds up both halves, see
+    `trtconvert.runtime.halves`.
 
     Args:
         denoiser: takes named tensors and gives the prediction.
@@ -241,6 +244,8 @@ class _Denoising:
         self._denoiser, self._record, self._timestep = denoiser, record, timestep_input
         self._of_samples = frozenset(of_samples) - {timestep_input}
         self._output = _output_class(record)
+        guidance = guidance_of(denoiser)
+        self._halves = None if guidance is None else Halves(denoiser, timestep_input, guidance, record.model)
         self.parameters = _Parameters(record)
         self.context: str | None = None
         self._contexts: dict[str, Callable[..., Tensor]] = {}
@@ -287,7 +292,10 @@ class _Denoising:
         for name in self._of_samples & named.keys():  # which torch's operators would repeat
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
-        output = self._in_context()(**_whole_numbers(named)).to(sample)
+        if self._halves is not None:
+            output = self._halves.prediction(_whole_numbers(named), sample)
+        else:
+            output = self._in_context()(**_whole_numbers(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)
 
 

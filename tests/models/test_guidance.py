@@ -1,0 +1,301 @@
+"""Classifier-free guidance inside a denoiser: which models can, and that samples are what both halves give."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import refusal, run, tiny_recipe
+from tolerances import FLIPPED_CALL, SAME_ARITHMETIC, WHOLE_DENOISER
+from torch import Tensor
+
+from trtconvert import models, runtime
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.errors import UserError
+from trtconvert.evaluate.verify import relative_error
+from trtconvert.guidance import FusedGuidance, GuidedDenoiser
+from trtconvert.models.digits import _SCHEDULE
+from trtconvert.models.guidance import fused_form
+from trtconvert.models.samplers import initial_noise, sample
+from trtconvert.recipe import ModelSection
+
+pytest.importorskip("diffusers", reason="needs diffusers")
+import further_pipelines
+import tiny_pipelines
+
+from trtconvert.models.diffusers import PipelineSampler, diffusers_model, load_pipeline
+
+SEEDS = [3, 4]
+
+
+class Engine:
+    """A model in torch with guidance inside, and what it was called with: scales, and rows."""
+
+    def __init__(self, form: DiffusionModel) -> None:
+        assert form.guidance is not None
+        self._denoiser = GuidedDenoiser(form.denoiser, form.timestep_input, form.guidance)
+        self.guidance = FusedGuidance(form.guidance, form.output.shape)
+        self._names = [spec.name for spec in form.inputs]
+        self.scales: list[list[float]] = []
+        self.rows: list[int] = []
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        given = dict(zip(self._names, inputs, strict=False)) | named
+        self.scales.append(given[self.guidance.record.scale].tolist())
+        self.rows.append(len(given[self._names[0]]))
+        with torch.no_grad():
+            return self._denoiser(**{name: given[name] for name in self._names})
+
+
+@functools.cache
+def pipeline_of(name: str, folder: Path) -> Path:
+    make = (
+        tiny_pipelines.PIPELINES[name][0]
+        if name in tiny_pipelines.PIPELINES
+        else further_pipelines.CONVERTIBLE[name].make
+    )
+    make().save_pretrained(folder / name)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Makes a pipeline's denoiser a model."""
+    folder = tmp_path_factory.mktemp("pipelines")
+
+    def made(name: str, **call: Any) -> DiffusionModel:
+        known = tiny_pipelines.PIPELINES.get(name)
+        options = dict(known[1] if known else further_pipelines.CONVERTIBLE[name].options)
+        options["call"] = options.get("call", {}) | call
+        return diffusers_model(pipeline_of(name, folder), **options)
+
+    return made
+
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("stable_diffusion", 1),
+        ("stable_diffusion_3", 1),
+        ("pixart", 1),  # its output has the channels of a variance
+        ("cogvideox", 1),  # its scale changes from step to step
+        ("hunyuan_dit", 1),  # it takes the variance off before it adds up
+        ("wan", 2),  # a call for each half
+        ("chroma", 2),
+    ],
+)
+def test_pipelines_draw_the_same_with_one_prediction(model_of, name, calls):
+    """The pipeline finds the sum itself, with its own scale, whichever half comes first."""
+    model = model_of(name, **({"use_dynamic_cfg": True} if name == "cogvideox" else {}))
+    engine, plain = Engine(fused_form(model)), list[int]()
+
+    def unfused(**named: Tensor) -> Tensor:
+        plain.append(len(next(iter(named.values()))))
+        with torch.no_grad():
+            return model.denoiser(**named)
+
+    expected = model.sample(unfused, SEEDS, steps=4, solver="ddim")
+    assert relative_error(model.sample(engine, SEEDS, steps=4, solver="ddim"), expected) < SAME_ARITHMETIC
+    assert len(engine.rows) * calls == len(plain)
+    assert set(engine.rows) == {len(SEEDS)} and set(plain) == {2 * len(SEEDS) // calls}
+    assert len({tuple(scales) for scales in engine.scales}) == (4 if name == "cogvideox" else 1)
+
+
+def with_pipeline(model: DiffusionModel, engine: Any, **arguments: Any) -> Tensor:
+    """What the model's pipeline draws with a denoiser, called with further arguments."""
+    sampler = model.sample
+    assert isinstance(sampler, PipelineSampler)
+    before = dict(sampler.caller.arguments)
+    sampler.caller.arguments |= arguments
+    try:
+        return sampler(engine, SEEDS, steps=4, solver="ddim")
+    finally:
+        sampler.caller.arguments = before
+
+
+@pytest.mark.parametrize("arguments", [{"guidance_rescale": 0.7}, {"guidance_scale": 1.0}])
+def test_pipelines_that_use_a_half_by_itself_draw_the_same(model_of, arguments):
+    """It costs calls, which is told, and nothing else."""
+    model = model_of("stable_diffusion")
+    engine = Engine(fused_form(model))
+    expected = with_pipeline(model, model.denoiser, **arguments)
+    with pytest.warns(
+        RuntimeWarning, match="otherwise than in the sum of guidance.*remedy: .*engine.guidance: separate"
+    ):
+        drawn = with_pipeline(model, engine, **arguments)
+    assert relative_error(drawn, expected) < SAME_ARITHMETIC
+    if "guidance_scale" in arguments:  # rows without guidance are samples
+        assert engine.rows == [len(SEEDS)] * 4 and engine.scales == [[1.0] * len(SEEDS)] * 4
+
+
+def test_a_scale_that_changes_during_a_call_is_followed(model_of):
+    model = model_of("stable_diffusion")
+    engine = Engine(fused_form(model))
+
+    def halve(pipe: Any, step: int, timestep: Any, state: dict[str, Any]) -> dict[str, Any]:
+        pipe._guidance_scale = 16.0 / 2 ** (step + 1)
+        return state
+
+    options = {"guidance_scale": 16.0, "callback_on_step_end": halve}
+    expected = with_pipeline(model, model.denoiser, **options)
+    drawn = with_pipeline(model, engine, **options)
+    assert relative_error(drawn, expected) < SAME_ARITHMETIC
+    assert engine.scales == [[scale] * len(SEEDS) for scale in (16.0, 8.0, 4.0, 2.0)]
+
+
+@pytest.mark.parametrize("source", ["digits-dit", "emoji-dit"])
+def test_own_samplers_hand_over_the_scale(source, digits):
+    weights = Path(__file__).parents[2] / "recipes" / f"{source}.safetensors"
+    model = digits if source == "digits-dit" else models.load(ModelSection(source=source, weights=weights))
+    form = fused_form(model)
+    engine = Engine(form)
+    expected = model.sample(model.denoiser, SEEDS, steps=1, solver="ddim")
+    drawn = model.sample(engine, SEEDS, steps=1, solver="ddim")
+    assert relative_error(drawn, expected) < SAME_ARITHMETIC
+    assert engine.scales == [[1.0 if source == "digits-dit" else 2.0] * 2]
+    assert form.dims["batch"] == (1, model.dims["batch"][1] // 2, model.dims["batch"][2] // 2)
+
+
+# Bundles --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fused_build(digits_build, tmp_path_factory) -> Path:
+    """The shipped model, calibrated and planned as `digits_build`, with guidance inside."""
+    folder = tmp_path_factory.mktemp("fused")
+    recipe = json.loads(digits_build.recipe.read_text())
+    recipe["engine"] |= {"guidance": "fused"}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    outcome = run("build", folder / "recipe.yaml", "-o", folder / "bundle", "--cache", digits_build.cache)
+    assert outcome.exit_code == 0, outcome.output
+    return folder / "bundle"
+
+
+def test_a_bundle_gives_the_sum_with_a_scale_for_each_sample(digits_build, fused_build):
+    separate, fused = (runtime.load(folder, backend="onnxruntime") for folder in (digits_build.bundle, fused_build))
+    before, after = (bundle.manifest.components["denoiser"] for bundle in (separate, fused))
+    assert [site.model_dump() for site in after.sites] == [site.model_dump() for site in before.sites]
+    assert after.input_ranges == before.input_ranges and after.dims == before.dims
+
+    x, timestep = initial_noise(range(3), (1, 8, 8)), torch.tensor([900.0, 500.0, 20.0])
+    label, negative, scale = torch.tensor([1, 2, 3]), torch.tensor([10, 10, 7]), torch.tensor([1.0, 3.0, 0.0])
+    both = separate["denoiser"](torch.cat([x, x]), torch.cat([timestep] * 2), torch.cat([negative, label]))
+    found = fused["denoiser"](x, timestep, label=label, negative_label=negative, guidance_scale=scale)
+    expected = both[:3] + scale.view(-1, 1, 1, 1) * (both[3:] - both[:3])
+    assert relative_error(found, expected) < WHOLE_DENOISER
+    assert relative_error(found[0], both[3]) < WHOLE_DENOISER  # 1 is the conditional prediction alone
+    with pytest.raises(UserError, match=r"other inputs than it has.*\n.*negative_label, guidance_scale"):
+        fused["denoiser"](x, timestep, label)
+
+
+def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
+    def drawn(folder: Path) -> Tensor:
+        denoiser = runtime.load(folder, backend="onnxruntime")["denoiser"]
+        labels = torch.tensor([1, 2])
+        return sample(
+            denoiser, initial_noise(SEEDS, (1, 8, 8)), _SCHEDULE, prediction="v_prediction", steps=4, guidance=3.0,
+            conditions={"label": labels}, null_conditions={"label": torch.full_like(labels, 10)},
+        )  # fmt: skip
+
+    # Of four steps, each of which may round otherwise.
+    assert relative_error(drawn(fused_build), drawn(digits_build.bundle)) < FLIPPED_CALL
+
+
+def test_commands_tell_of_guidance_and_draw(fused_build, tmp_path):
+    assert "inside, by guidance_scale" in " ".join(run("inspect", fused_build).output.split())
+    outcome = run("run", fused_build, "-o", tmp_path / "grid.png", "--samples", 3, "--steps", 2)
+    assert outcome.exit_code == 0, outcome.output
+
+
+def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path):
+    """PixArt on ONNX Runtime: the drop-in draws what the bundle with both halves draws."""
+    import converted_pipelines as converted
+
+    def drawn(guidance: str) -> tuple[Tensor, tuple[int, int, int]]:
+        engine = {"backend": "onnxruntime", "guidance": guidance}
+        bundle = runtime.load(converted.convert(tmp_path, "pixart", {}, engine=engine))
+        pipe = load_pipeline(tmp_path / "pipeline")
+        pipe.transformer = bundle.as_diffusers()
+        return converted.draw(pipe, "pixart"), bundle.manifest.components["denoiser"].dims["batch"]
+
+    (expected, rows), (found, samples) = drawn("separate"), drawn("fused")
+    assert (rows, samples) == ((1, 2, 4), (1, 1, 2))
+    assert relative_error(found, expected) < WHOLE_DENOISER
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "told"),
+    [
+        ("flux", {}, "an input of the denoiser"),
+        ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as guidance_rescale"),
+        ("stable_diffusion", {"guidance_scale": 1.0}, "draws without guidance"),
+        ("dit", {}, "variances of a half"),
+        ("ddpm", {}, r"inputs sample \['batch', 3, 16, 16\], timestep \['batch'\]"),
+    ],
+)
+def test_pipelines_without_the_sum_alone_are_refused(model_of, name, call, told):
+    with pytest.raises(
+        UserError, match=rf"cannot apply guidance inside(.|\n)*{told}(.|\n)*set engine.guidance to separate"
+    ):
+        fused_form(model_of(name, **call))
+
+
+def with_own_halves(denoiser, seeds, *, steps, solver, conditions=None):
+    """A user's sampler that doubles the batch, and adds up by itself."""
+    x, label = initial_noise(seeds, (1, 8, 8)), torch.tensor([seed % 10 for seed in seeds])
+    negative, conditional = denoiser(
+        torch.cat([x, x]), torch.full((2 * len(x),), 900.0), label=torch.cat([torch.full_like(label, 10), label])
+    ).chunk(2)
+    return negative + 3 * (conditional - negative)
+
+
+def of_the_label_alone(denoiser, seeds, *, steps, solver, conditions=None):
+    """A user's sampler without what stands for no label."""
+    labels = {"label": torch.tensor([seed % 10 for seed in seeds])}
+    noise = initial_noise(seeds, (1, 8, 8))
+    return sample(denoiser, noise, _SCHEDULE, prediction="v_prediction", steps=steps, conditions=labels)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        (with_own_halves, "calls trtconvert.models.sample with conditions and null_conditions"),
+        (of_the_label_alone, "that knows the condition of no class"),
+    ],
+)
+def test_own_samplers_that_keep_the_sum_to_themselves_are_refused(digits, sampler, told):
+    with pytest.raises(
+        UserError, match=rf"cannot apply guidance inside(.|\n)*{told}(.|\n)*set engine.guidance to separate"
+    ):
+        fused_form(replace(digits, sample=sampler))
+
+
+def test_a_model_without_conditions_is_refused_before_anything_is_calibrated(tmp_path):
+    recipe = tiny_recipe(tmp_path, engine={"guidance": "fused"})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(
+        outcome, "cannot apply guidance inside", "a condition with an entry for each sample", "set engine.guidance to"
+    )
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_caches_of_changes_are_refused_beside_guidance_inside(tmp_path):
+    recipe = {
+        "model": {"source": "tiny_models:build"},
+        "layers": {"modes": "static", "modiff": True},
+        "engine": {"guidance": "fused"},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    outcome = run("build", tmp_path / "recipe.yaml", "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(outcome, "'engine.guidance' does not fit", "separate with layers.modiff")

@@ -1,0 +1,204 @@
+"""Whether a model's sampler applies classifier-free guidance in a way that its denoiser can do instead: the sampler runs for two
+steps with a stand-in that says it does, and what that is called with tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert.bundle import GuidanceRecord
+from trtconvert.diffusion_model import DiffusionModel, Sampler, with_guidance
+from trtconvert.errors import TrtconvertError, UserError
+from trtconvert.guidance import NEGATIVE, SCALE, FusedGuidance
+from trtconvert.models.own_sampler import SamplerError
+
+_STEPS = 3
+"""Of the sampler, two of which are looked at: what decodes the samples is not called."""
+
+_SEEDS = (0, 1)
+"""Of samples with different noise, so that rows of one are not taken for those of the other."""
+
+_REMEDY = "set engine.guidance to separate"
+
+_Dims = dict[str, tuple[int, int, int]]
+_FOUND: WeakKeyDictionary[nn.Module, tuple[ref[Sampler], GuidanceRecord, _Dims]] = WeakKeyDictionary()
+"""By the denoisers of models that were looked at, with their samplers."""
+
+
+def fused_form(model: DiffusionModel) -> DiffusionModel:
+    """The model as it is exported with guidance inside, see `with_guidance`.
+
+    Raises:
+        UserError: its sampler applies none, or does something else with the predictions of both halves.
+    """
+    found = _FOUND.get(model.denoiser)
+    if found is None or found[0]() is not model.sample:
+        record = _record(model)
+        rows = _rows(model)
+        _look(model, record)
+        found = _FOUND[model.denoiser] = ref(model.sample), record, _of_samples(model, rows)
+    _, record, dims = found
+    return with_guidance(model, record, dims)
+
+
+class _Seen(BaseException):
+    """The sampler has shown what it does. No `Exception`: nothing that samplers handle."""
+
+
+def _record(model: DiffusionModel) -> GuidanceRecord:
+    """Each input with an entry for each sample is a condition.
+
+    Raises:
+        UserError: there is none, or an input has the name of one that guidance adds.
+    """
+    batch, *_ = model.inputs[0].shape
+    of_samples = {batch} | {dim for dim in model.dims if dim.partition("_")[0] == "batch"}
+    others = [spec for spec in model.inputs[1:] if spec.name != model.timestep_input]
+    names = [spec.name for spec in others if spec.shape and isinstance(batch, str) and spec.shape[0] in of_samples]
+    record = GuidanceRecord(scale=SCALE, negative={name: NEGATIVE + name for name in names})
+    if not names:
+        raise _refusal(
+            model,
+            "a condition with an entry for each sample, and any number of samples",
+            f"inputs {', '.join(f'{spec.name} {list(spec.shape)}' for spec in model.inputs)}",
+        )
+    if taken := sorted(record.added & {spec.name for spec in model.inputs}):
+        raise _refusal(model, "a model without an input of that name", f"its own input '{taken[0]}'")
+    return record
+
+
+def _rows(model: DiffusionModel) -> int:
+    """Rows of the denoiser's first call for each sample."""
+    seen: list[int] = []
+
+    def denoiser(*inputs: Tensor, **named: Tensor) -> Tensor:
+        given = dict(zip((spec.name for spec in model.inputs), inputs, strict=False)) | named
+        seen.append(given[model.inputs[0].name].shape[0])
+        raise _Seen
+
+    with suppress(_Seen):
+        model.sample(denoiser, _SEEDS[:1], steps=_STEPS, solver="ddim")
+    rows = seen[0] if seen else 0
+    if rows not in (1, 2):
+        raise _refusal(model, "one or two rows for each sample in a call of the denoiser", str(rows))
+    return rows
+
+
+def _of_samples(model: DiffusionModel, rows: int) -> _Dims:
+    """The model's dimensions, those of rows as those of samples.
+
+    Args:
+        rows: of a pipeline's call for each sample; the smallest sizes are those of a call without guidance. What is no pipeline's
+            takes so many rows, two for each sample.
+    Raises:
+        UserError: it does not take two rows.
+    """
+    per_sample = rows if model.diffusers is not None else 2
+    batch = model.inputs[0].shape[0]
+    dims = dict(model.dims)
+    for dim, (low, opt, high) in model.dims.items():
+        if dim == batch or dim.partition("_")[0] == "batch":
+            if high < per_sample:
+                raise _refusal(model, f"a denoiser of {per_sample} rows or more", f"{dim} up to {high}")
+            low = low if model.diffusers is not None else -(-low // per_sample)
+            high //= per_sample
+            dims[dim] = (min(low, high), min(max(opt // per_sample, low), high), high)
+    return dims
+
+
+@dataclass
+class _StandIn:
+    """In the place of a denoiser that applies guidance inside: counts what it is called for.
+
+    Attributes:
+        guidance: of it; alone: calls for one half by itself; guided: other calls.
+    """
+
+    model: DiffusionModel
+    guidance: FusedGuidance
+    alone: int = 0
+    guided: int = 0
+    foreign: int = 0
+    _timesteps: frozenset[float] = frozenset()
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        given = dict(zip((spec.name for spec in self.model.inputs), inputs, strict=False)) | named
+        if not self.guidance.record.added <= given.keys():
+            self.foreign += 1
+            raise _Seen
+        if all(given[twin] is given[name] for name, twin in self.guidance.record.negative.items()):
+            self.alone += 1
+            raise _Seen
+        self._timesteps |= {float(given[self.model.timestep_input].flatten()[0])}
+        if len(self._timesteps) == _STEPS:
+            raise _Seen
+        self.guided += 1
+        first = given[self.model.inputs[0].name]
+        pairs = zip(self.guidance.output, first.shape, strict=True)
+        drawn = torch.Generator().manual_seed(self.guided)
+        return torch.randn([size if isinstance(size, int) else of for size, of in pairs], generator=drawn)
+
+
+def _look(model: DiffusionModel, record: GuidanceRecord) -> None:
+    """
+    Raises:
+        UserError: see `fused_form`.
+    """
+    stand_in = _StandIn(model, FusedGuidance(record, model.output.shape))
+    try:
+        model.sample(stand_in, _SEEDS, steps=_STEPS, solver="ddim")
+    except _Seen:
+        pass
+    except SamplerError:
+        raise
+    except TrtconvertError as error:
+        # A pipeline that reached its end may not be able to use what the stand-in gave; what it did until then was seen.
+        if not stand_in.guided:
+            got = error.got if isinstance(error, UserError) else str(error)
+            raise _refusal(
+                model, "a sampler with guidance, that knows the condition of no class or prompt", got
+            ) from error
+    if stand_in.foreign:
+        raise _refusal(
+            model,
+            "a sampler that calls trtconvert.models.sample with conditions and null_conditions",
+            "one that calls the denoiser by itself, with what it has without guidance",
+        )
+    if stand_in.guided and not stand_in.alone:
+        return
+    if stand_in.guided:
+        raise _refusal(
+            model,
+            "a sampler that uses nothing but the sum u + s · (c − u) of both predictions",
+            "one that also uses the prediction of one half, as guidance_rescale, norms of guided predictions and variances of a "
+            "half do",
+        )
+    raise _refusal(
+        model,
+        "a sampler that adds up predictions with two conditions of the same samples, as u + s · (c − u)",
+        _why_alone(model),
+    )
+
+
+def _why_alone(model: DiffusionModel) -> str:
+    config: Mapping[str, object] = model.diffusers.config if model.diffusers is not None else {}
+    if config.get("guidance_embeds") or config.get("guidance_embed"):
+        return "one that makes the scale of guidance an input of the denoiser, which is called once for each sample"
+    return (
+        "one that uses each prediction by itself: it draws without guidance, as at guidance_scale 1 in model.options.call, or "
+        "both halves differ in more than the conditions"
+    )
+
+
+def _refusal(model: DiffusionModel, expected: str, got: str) -> UserError:
+    return UserError(
+        f"the denoiser of {model.name} cannot apply guidance inside, as engine.guidance: fused asks",
+        expected=expected,
+        got=got,
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,413 @@
+"""What a pipeline gets from a denoiser that applies guidance inside, in the place of predictions of both halves.
+
+A pipeline calls its model with the conditions of both halves, in one call or in one for each, and adds up u + s · (c − u) itself.
+What it gets here are predictions that nothing has computed so far. The sum tells which half is which and what the scale is, at
+every step anew, and then the denoiser runs, once. Who does something else with a half gets what it asks for, at the price of a
+call for that half alone, with the scale 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from trtconvert.errors import UserError, warn
+from trtconvert.guidance import FusedGuidance
+from trtconvert.runtime.batches import AnyBatch
+
+_aten = torch.ops.aten
+
+
+class Halves:
+    """Calls of a denoiser that applies guidance inside, as a pipeline makes them.
+
+    Args:
+        denoiser: takes named tensors; timestep: which of them is the timestep; guidance: of it.
+        model: what the pipeline's own is called, for messages.
+    """
+
+    def __init__(self, denoiser: Callable[..., Tensor], timestep: str, guidance: FusedGuidance, model: str) -> None:
+        self._denoiser, self._timestep, self._guidance, self._model = denoiser, timestep, guidance, model
+        # Of any number of rows: a call without guidance may have more than the engine takes samples.
+        self._any = AnyBatch(denoiser) if hasattr(denoiser, "signature") else denoiser  # type: ignore[arg-type]
+        self._compared: set[tuple[Any, ...]] = set()
+        self._told = False
+
+    def prediction(self, named: Mapping[str, Tensor], sample: Tensor) -> Tensor:
+        """The prediction of all rows of a call.
+
+        Args:
+            named: the denoiser's own inputs, with a timestep for each row.
+            sample: what is denoised, as it was passed: the prediction has its type, and lies on its device.
+        """
+        first = next(x for name, x in named.items() if name != self._timestep)
+        pairs = zip(self._guidance.output, first.shape, strict=True)
+        shape = [size if isinstance(size, int) else given for size, given in pairs]
+        call = _Call(self, dict(named), first, sample.dtype)
+        return Prediction.of(_Half(call.rows(0, shape[0]), tuple(shape), sample.dtype))
+
+    def shared(self, name: str) -> bool:
+        """Whether an input is the same for both halves: it has no twin."""
+        return name not in self._guidance.record.negative
+
+    def run(self, negative: _Rows, conditional: _Rows, scale: Tensor) -> Tensor:
+        """The sum of guidance."""
+        return self._called(self._denoiser, negative, conditional, scale)
+
+    def run_alone(self, rows: _Rows) -> Tensor:
+        """The prediction of rows as they are."""
+        scale = torch.ones(rows.count, dtype=torch.float32, device=rows.first.device)
+        prediction = self._called(self._any, rows, rows, scale)
+        if not self._told:
+            self._told = True
+            warn(
+                f"the pipeline uses predictions of the converted {self._model} otherwise than in the sum of guidance, as without "
+                "guidance: each such call computes both halves; remedy: for pipelines that do so all the time, build with "
+                "engine.guidance: separate"
+            )
+        return prediction
+
+    def _called(self, denoiser: Callable[..., Tensor], negative: _Rows, conditional: _Rows, scale: Tensor) -> Tensor:
+        for rows in (negative, conditional):
+            rows.call.require_unchanged()
+        return denoiser(**self._guidance.inputs(negative.named, conditional.named, scale))
+
+    def belong_together(self, negative: _Rows, conditional: _Rows) -> bool:
+        """Whether rows are two halves of the same samples. Of halves of one call on a GPU this is looked at once for each shape:
+        looking waits for the device."""
+        pairs = [(name, x, conditional.named[name]) for name, x in negative.named.items()]
+        if any(x.shape != y.shape or x.dtype != y.dtype for _, x, y in pairs):
+            return False
+        common = [(x, y) for name, x, y in pairs if self.shared(name) and not _is_same(x, y)]
+        if not common:
+            return True
+        within = (negative.call is conditional.call, negative.start, conditional.start, negative.first.shape)
+        if within in self._compared:
+            return True
+        if negative.first.is_cuda and torch.cuda.is_current_stream_capturing():
+            return within[0]
+        same = all(torch.equal(x, y) for x, y in common)
+        if same and within[0] and negative.first.is_cuda:
+            self._compared.add(within)
+        return same
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the pipeline's.
+
+    Attributes:
+        named: its tensors; first: what is denoised; dtype: of the prediction.
+    """
+
+    halves: Halves
+    named: dict[str, Tensor]
+    first: Tensor
+    dtype: torch.dtype
+    _rows: dict[tuple[int, int], _Rows] = field(default_factory=dict)
+    _versions: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._versions = {name: x._version for name, x in self.named.items() if not x.is_inference()}
+
+    def require_unchanged(self) -> None:
+        """
+        Raises:
+            UserError: somebody has written into what the denoiser was given, and that it reads now.
+        """
+        if changed := [name for name, version in self._versions.items() if self.named[name]._version != version]:
+            raise UserError(
+                f"the pipeline wrote into '{changed[0]}' before it added up both halves of guidance",
+                expected="inputs that stay as they are until then",
+                got="others than in the call",
+                remedy="build with engine.guidance: separate",
+            )
+
+    def rows(self, start: int, stop: int) -> _Rows:
+        """The inputs of some rows, the same object for the same ones."""
+        if (start, stop) not in self._rows:
+            count = self.first.shape[0]
+
+            def taken(name: str, x: Tensor) -> Tensor:
+                own = name == self._timestep or x is self.first or not self.halves.shared(name)
+                if not own or (start, stop) == (0, count):
+                    return x
+                each = x.shape[0] // count  # inputs may have several rows for a sample, as for frames
+                return x[start * each : stop * each]
+
+            named = {name: taken(name, x) for name, x in self.named.items()}
+            first = next(x for name, x in named.items() if name != self._timestep)
+            self._rows[start, stop] = _Rows(self, start, named, first)
+        return self._rows[start, stop]
+
+    @property
+    def _timestep(self) -> str:
+        return self.halves._timestep
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Some rows of a call.
+
+    Attributes:
+        start: the first of them; named: their inputs; first: what is denoised.
+    """
+
+    call: _Call
+    start: int
+    named: dict[str, Tensor]
+    first: Tensor
+    _alone: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.first.shape[0]
+
+    def alone(self) -> Tensor:
+        """Their prediction as they are, computed once."""
+        if self._alone is None:
+            self._alone = self.call.halves.run_alone(self)
+        return self._alone
+
+
+Slices = tuple[tuple[int, int, int], ...]
+"""What is taken of a prediction: dimension, start and end, one after the other."""
+
+
+@dataclass(frozen=True)
+class _Half:
+    """The prediction of some rows, or a part of it.
+
+    Attributes:
+        shape, dtype: of it; slices: what it is of the whole prediction of its rows.
+    """
+
+    rows: _Rows
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slices: Slices = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.first.device
+
+    def value(self) -> Tensor:
+        return self.of(self.rows.alone())
+
+    def of(self, prediction: Tensor) -> Tensor:
+        """The part of a prediction of all that the rows give."""
+        for dim, start, end in self.slices:
+            prediction = prediction.narrow(dim, start, end - start)
+        return prediction.to(self.device, self.rows.call.dtype).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """What leads from one half to the other: factor · (c − u).
+
+    Attributes:
+        factor: a number, or one for each sample, [B, 1, …] or without dimensions.
+    """
+
+    negative: _Half
+    conditional: _Half
+    dtype: torch.dtype
+    factor: float | Tensor = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.negative.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.negative.device
+
+    def value(self) -> Tensor:
+        return (self.factor * (self.conditional.value() - self.negative.value())).to(self.dtype)
+
+    def added_to(self, half: _Half) -> Tensor | None:
+        """The sum with one of the two halves, which is that of guidance; None with something else."""
+        if half.rows is self.negative.rows and half.slices == self.negative.slices:
+            return self._guided(self.factor, half)
+        if half.rows is self.conditional.rows and half.slices == self.conditional.slices:
+            return self._guided(1 + self.factor, half)  # c + s · (c − u) = u + (1 + s) · (c − u)
+        return None
+
+    def _guided(self, scale: float | Tensor, half: _Half) -> Tensor:
+        negative, conditional = self.negative.rows, self.conditional.rows
+        device, count = negative.first.device, negative.count
+        if isinstance(scale, Tensor):
+            scales = scale.detach().to(device, torch.float32).reshape(-1).expand(count)
+        else:
+            scales = torch.full((count,), float(scale), dtype=torch.float32, device=device)
+        dtype = torch.promote_types(self.dtype, half.dtype)
+        return replace(half, dtype=dtype).of(negative.call.halves.run(negative, conditional, scales))
+
+
+class Prediction(Tensor):
+    """A prediction that nothing has computed so far."""
+
+    _part: _Half | _Shift
+
+    @classmethod
+    def of(cls, part: _Half | _Shift) -> Prediction:
+        made: Any = Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.device)
+        made._part = part
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """
+        Raises:
+            UserError: the operation writes into a prediction.
+        """
+        named = kwargs or {}
+        if (rule := _RULES.get(func)) is not None and (found := rule(*args, **named)) is not None:
+            return found
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Prediction):
+                raise UserError(
+                    "the pipeline writes into what its denoiser gave, before the sum of guidance",
+                    expected="a pipeline that adds up both halves, as negative + scale * (conditional - negative)",
+                    got=str(func),
+                    remedy="build with engine.guidance: separate",
+                )
+        args, named = tree_map_only(Prediction, lambda x: x._part.value(), (args, named))
+        return func(*args, **named)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}(shape {list(self.shape)}, not computed)"
+
+
+# Operations that leave predictions uncomputed. Each gives None where it cannot. ------------------------------------------
+
+
+def _narrowed(part: _Half, dim: int, start: int, end: int) -> Prediction | None:
+    dim = dim % len(part.shape)
+    shape = (*part.shape[:dim], end - start, *part.shape[dim + 1 :])
+    if dim:
+        return Prediction.of(replace(part, shape=shape, slices=(*part.slices, (dim, start, end))))
+    rows, first = part.rows, part.rows.start
+    return Prediction.of(replace(part, shape=shape, rows=rows.call.rows(first + start, first + end)))
+
+
+def _slice(
+    x: Prediction, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Prediction | None:
+    if step != 1 or not isinstance(x._part, _Half):
+        return None
+    low, high, _ = slice(start, end).indices(x._part.shape[dim])
+    return _narrowed(x._part, dim, low, high) if low < high else None
+
+
+def _split_sizes(x: Prediction, sizes: Sequence[int], dim: int = 0) -> list[Prediction | None] | None:
+    if not isinstance(x._part, _Half):
+        return None
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [_narrowed(x._part, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _split(x: Prediction, size: int, dim: int = 0) -> list[Prediction | None] | None:
+    whole = x._part.shape[dim]
+    return _split_sizes(x, [min(size, whole - start) for start in range(0, whole, size)], dim) if size > 0 else None
+
+
+def _to(x: Prediction, **named: Any) -> Prediction | None:
+    dtype = named.pop("dtype", None) or x.dtype
+    named.pop("non_blocking", None)
+    asked = {name: value for name, value in named.items() if value is not None}
+    if asked.pop("device", x.device) != x.device or asked or not dtype.is_floating_point:
+        return None
+    return Prediction.of(replace(x._part, dtype=dtype))
+
+
+def _same(x: Prediction) -> Prediction:
+    return Prediction.of(x._part)
+
+
+def _subtracted(x: Any, y: Any, *, alpha: float = 1) -> Prediction | None:
+    halves = [z._part for z in (x, y) if isinstance(z, Prediction) and isinstance(z._part, _Half)]
+    if len(halves) != 2 or alpha != 1:
+        return None
+    conditional, negative = halves
+    one, other = negative.rows, conditional.rows
+    fits = negative.slices == conditional.slices and negative.shape == conditional.shape
+    if (
+        not fits
+        or one is other
+        or one.call.halves is not other.call.halves
+        or not one.call.halves.belong_together(one, other)
+    ):
+        return None
+    return Prediction.of(_Shift(negative, conditional, torch.promote_types(negative.dtype, conditional.dtype)))
+
+
+def _multiplied(x: Any, y: Any) -> Prediction | None:
+    shift, factor = (x, y) if isinstance(x, Prediction) else (y, x)
+    if not isinstance(shift._part, _Shift) or isinstance(factor, Prediction):
+        return None
+    part = shift._part
+    if isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu":
+        factor = factor.item()
+    if isinstance(factor, Tensor):
+        if not _is_of_samples(factor, part.shape):
+            return None
+        dtype = torch.result_type(torch.empty(part.shape, dtype=part.dtype, device="meta"), factor)
+        return Prediction.of(replace(part, factor=part.factor * factor, dtype=dtype))
+    return Prediction.of(replace(part, factor=part.factor * factor)) if isinstance(factor, (int, float)) else None
+
+
+def _added(x: Any, y: Any, *, alpha: float = 1) -> Tensor | None:
+    if not (isinstance(x, Prediction) and isinstance(y, Prediction)):
+        return None
+    one, other = x._part, y._part
+    if isinstance(other, _Shift):
+        other = replace(other, factor=other.factor * alpha)
+    elif alpha != 1:
+        return None
+    half, shift = (one, other) if isinstance(one, _Half) else (other, one)
+    return shift.added_to(half) if isinstance(half, _Half) and isinstance(shift, _Shift) else None
+
+
+def _between(x: Any, y: Any, weight: Any) -> Tensor | None:
+    """x + weight · (y − x)."""
+    if not (isinstance(x, Prediction) and isinstance(y, Prediction)) or isinstance(weight, Prediction):
+        return None
+    shift = _subtracted(y, x)
+    shift = _multiplied(shift, weight) if shift is not None else None
+    return _added(x, shift) if shift is not None else None
+
+
+def _is_of_samples(factor: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a factor is one for all samples, or one for each."""
+    if factor.numel() == 1:
+        return factor.dim() <= len(shape)
+    return factor.dim() == len(shape) and factor.shape[0] == shape[0] and factor.numel() == shape[0]
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same numbers in memory."""
+    return x is y or (x.data_ptr() == y.data_ptr() and x.device == y.device and x.stride() == y.stride())
+
+
+_RULES: Mapping[Any, Callable[..., Any]] = {
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split_sizes,
+    _aten._to_copy.default: _to,
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.sub.Tensor: _subtracted,
+    _aten.mul.Tensor: _multiplied,
+    _aten.mul.Scalar: _multiplied,
+    _aten.add.Tensor: _added,
+    _aten.lerp.Scalar: _between,
+    _aten.lerp.Tensor: _between,
+}
