@@ -13,7 +13,7 @@ from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
 from tolerances import WHOLE_DENOISER
 
 from trtconvert import runtime
-from trtconvert.bundle import read_manifest
+from trtconvert.bundle import read_manifest, unquantised_file
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.plan import make_plan
 from trtconvert.engine import tensorrt_rtx
@@ -23,6 +23,7 @@ from trtconvert.export.nodes.layers import LAYER_METADATA
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import AttentionSection
+from trtconvert.weights.unquantised import Unquantised
 
 
 def built(folder, attention=("precision", "balanced"), **layers):
@@ -144,6 +145,23 @@ def test_a_calibration_that_is_taken_gives_the_bundle_that_it_came_from(tmp_path
     assert outcome.exit_code == 0, outcome.output
     files = [(tmp_path / of / "denoiser.onnx").read_bytes() for of in ("bundle", "taking/bundle")]
     assert files[0] == files[1]
+
+
+def test_a_refittable_bundle_keeps_what_layers_were_quantised_from(layered_build, tmp_path):
+    """And is the same otherwise."""
+    recipe = json.loads(layered_build.recipe.read_text())
+    recipe["engine"] |= {"refittable": True}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    outcome = run("build", tmp_path / "recipe.yaml", "-o", tmp_path / "bundle", "--cache", layered_build.cache)
+    assert outcome.exit_code == 0 and "that INT8 layers were quantised from" in outcome.output
+    onnx_file = tmp_path / "bundle" / "denoiser.onnx"
+    assert onnx_file.read_bytes() == (layered_build.bundle / "denoiser.onnx").read_bytes()
+    kept, weights = Unquantised(unquantised_file(onnx_file)), build().denoiser.state_dict()
+    assert kept.refs.keys() == set(CHOSEN)
+    assert kept.shapes.keys() == {f"{name}.{part}" for name in CHOSEN for part in ("weight", "bias")} & weights.keys()
+    assert all(torch.equal(kept[name].float(), weights[name]) for name in kept.shapes)
+    assert not unquantised_file(layered_build.bundle / "denoiser.onnx").exists()
+    assert runtime.load(tmp_path / "bundle")["denoiser"] is not None  # its files are the bundle's
 
 
 def test_layers_of_half_precision(tmp_path):

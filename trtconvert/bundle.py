@@ -33,6 +33,9 @@ TRANSPOSED = ".T"
 NAMESAKE = ":weight"
 """What follows that name where an input or an output of the model has it already: one graph has one value of a name."""
 
+UNQUANTISED = ".unquantised.safetensors"
+"""What follows the name of an ONNX model in that of the file with what its INT8 layers were quantised from."""
+
 NEXT = ".next"
 """What the name of a cache ends with as an output, see `ComponentRecord.caches`."""
 
@@ -73,6 +76,9 @@ _SiteMode = Annotated[int, Field(ge=0, lt=len(get_args(ModeName)))]
 
 _LayerMode = Annotated[int, Field(ge=1, le=len(get_args(LayerModeName)))]
 """`LayerMode`, which counts as recipes name them after 0 for layers that are left as they are, whose list is empty."""
+
+SparseShares = list[Annotated[float, Field(ge=0, lt=1)]]
+"""Of a site's attention that may be lost, per timestep bin; 0 in bins that have all its blocks."""
 
 _WEIGHT_ONLY = 1 + get_args(LayerModeName).index("weight_only")
 
@@ -165,6 +171,8 @@ class EngineRecord(_Record):
             one, "exact" in 16 bits with their INT8 weights; empty where there are none.
         layers_us: the same times of whole engines that were compared for it, by these names; the fastest was kept.
         refittable: weights can be replaced; weights: their shapes by name, of those with more than one dimension.
+        int8_constants: of a refittable engine, the constants that INT8 layers in plugins read, by name: the layer, and which of
+            its tables it is (see `LayerTables`).
         version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
         weight_streaming: weights may stay in host memory.
     """
@@ -186,6 +194,7 @@ class EngineRecord(_Record):
     layers_us: dict[Literal["native", "plugin", "exact"], _Positive] = Field(default_factory=dict)
     refittable: bool = False
     weights: dict[str, list[_Count]] = Field(default_factory=dict)
+    int8_constants: dict[str, tuple[_Name, Literal["weight", "weight_scale", "bias"]]] = Field(default_factory=dict)
     version_compatible: bool = False
     hardware_compatible: bool = False
     weight_streaming: bool = False
@@ -208,7 +217,12 @@ class EngineRecord(_Record):
 
 class SiteRecord(_Record):
     """One attention site. `modes` per timestep bin, from low noise up; empty when the site was left as it is, for `reason`.
-    `scaling` of its queries and keys; empty then, and in bundles of before, whose recipe says it for all."""
+    `scaling` of its queries and keys; empty then, and in bundles of before, whose recipe says it for all.
+
+    Attributes:
+        sparse: the share of its attention that may be lost in each bin, and density: the share of its blocks that is computed;
+            empty where it has no block mask. dense: why it has none, where the recipe asked for some.
+    """
 
     name: _Name
     heads: _Count
@@ -216,6 +230,9 @@ class SiteRecord(_Record):
     modes: list[_SiteMode]
     scaling: Literal["", "calibrated", "dynamic"] = ""
     reason: str = ""
+    sparse: SparseShares = Field(default_factory=list)
+    density: list[Annotated[float, Field(gt=0, le=1)]] = Field(default_factory=list)
+    dense: str = ""
 
     @property
     def in_int8(self) -> bool:
@@ -462,6 +479,11 @@ class Manifest(_Record):
         beside = name.startswith(tuple(component.onnx for component in self.components.values()))
         in_pipeline = bool(self.pipeline) and PurePosixPath(name).is_relative_to(self.pipeline)
         return beside or in_pipeline or name in self.files
+
+
+def unquantised_file(onnx: Path) -> Path:
+    """Where a bundle keeps what the INT8 layers of a model were quantised from, if it does (`trtconvert.weights.unquantised`)."""
+    return onnx.with_name(onnx.name + UNQUANTISED)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -325,6 +325,10 @@ def inspect(bundle: Path, out: Output) -> None:
     type=click.Path(path_type=Path),
     help="Of the model that BUNDLE was made from, where its sampler needs more than the denoiser.",
 )
+@click.option(
+    "--devices",
+    help="Several GPUs, as cuda:0,cuda:1, among which the samples of each call are shared out.",
+)
 @_speaking
 def run(
     bundle: Path,
@@ -335,6 +339,7 @@ def run(
     solver: str,
     seed: int,
     weights: Path | None,
+    devices: str | None,
     out: Output,
 ) -> None:
     """Sample images with BUNDLE on what this machine can run."""
@@ -352,7 +357,7 @@ def run(
             remedy="give another file with -o",
         )
     started = time.perf_counter()
-    loaded = runtime.load(bundle)
+    loaded = runtime.load(bundle, devices=None if devices is None else devices.split(","))
     place, folder = output.resolve(), loaded.folder.resolve()
     taken = {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}
     if place in taken or (place.is_relative_to(folder) and loaded.manifest.is_own(str(place.relative_to(folder)))):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
+from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
 
 Denoiser = Callable[..., Tensor]
@@ -278,6 +279,29 @@ class _WholeTimesteps:
 
         whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # what samplers look at
         return self.sampler(whole, seeds, **named)
+
+
+def require_one_size(
+    model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]], problem: str, otherwise: str
+) -> None:
+    """
+    Args:
+        dims: symbolic dimension: (min, opt, max), of an engine.
+        problem: what needs one size of everything but the batch; otherwise: how to do without it.
+    Raises:
+        UserError: a dimension other than that of the samples may vary.
+    """
+    batch = model.inputs[0].shape[0]
+    varying = {name: (low, high) for name, (low, _, high) in dims.items() if low < high and name != batch}
+    if varying:
+        name = next(iter(varying))
+        of_options = "model.options" if model.diffusers is not None else "engine.shapes"
+        raise UserError(
+            problem,
+            expected=f"one size of {', '.join(varying)}",
+            got=", ".join(f"{name} {low}..{high}" for name, (low, high) in varying.items()),
+            remedy=f"give each one size in {of_options}, such as {name}: {dims[name][1]}; or {otherwise}",
+        )
 
 
 def resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:

@@ -158,6 +158,10 @@ def _of_parts(component: ComponentRecord, bins: int) -> Iterator[str]:
     for index, site in enumerate(component.sites):
         if site.scaling and not site.modes:
             yield f"sites.{index}.scaling: {site.scaling}, of a site without modes"
+        if site.sparse and len(site.sparse) != len(site.modes):
+            yield f"sites.{index}.sparse: {len(site.sparse)}, where there are {len(site.modes)} modes"
+        if len(site.density) != len(site.sparse):
+            yield f"sites.{index}.density: {len(site.density)}, where sparse has {len(site.sparse)}"
     for index, layer in enumerate(component.layers):
         if bool(layer.kernel) != (layer.kind == "conv"):
             yield f"layers.{index}.kernel: {layer.kernel} of a layer of the kind {layer.kind}"

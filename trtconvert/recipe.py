@@ -63,6 +63,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
 """torch takes 64 bits, and samples count up from here."""
 Number = Annotated[float, Field(strict=True)]
 """Strict: true is no number, and as 1 it would open a gate."""
+Share = Annotated[Number, Field(gt=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -160,6 +161,13 @@ class AttentionSection(_Section):
     )
     smooth_k: bool = Field(
         default=True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
+    )
+    sparse: Literal["off", "auto"] | Share = Field(
+        default="off",
+        description="Leave out the blocks of 128 queries × 128 keys that hold almost no attention, as the calibration finds them "
+        "for each site, timestep bin and head. A number is the share of each query block's attention that may be lost, in all "
+        "bins: 0.01 for a hundredth. `auto`: the plan's search chooses one of plan.sparse_candidates, or none, per site and bin, "
+        "with the modes. For sites with 512 keys or more, and one size of everything but the batch.",
     )
 
 
@@ -329,6 +337,12 @@ class PlanSection(_Section):
         min_length=1,
         description="Modes of layers that the search may choose, beside their own type, where layers.modes is auto.",
     )
+    sparse_candidates: list[Share] = Field(
+        default=[0.01, 0.03, 0.1],
+        min_length=1,
+        max_length=8,
+        description="Shares of attention that the search may leave out, where attention.sparse is auto.",
+    )
     point: str | None = Field(
         default=None,
         description="Name of a plan that the search tried, as the bundle's frontier.json and report list them, to be built "
@@ -339,6 +353,13 @@ class PlanSection(_Section):
         default=20, description="Denoising steps; at least calibration.bins, so that every bin is seen."
     )
     seed: Seed = Field(default=500, description="First seed; apart from calibration's and verify's.")
+
+    @field_validator("sparse_candidates")
+    @classmethod
+    def _distinct(cls, shares: list[float]) -> list[float]:
+        if len(set(shares)) != len(shares):
+            raise ValueError("each share once")
+        return sorted(shares)
 
     @model_validator(mode="after")
     def _measurable(self) -> PlanSection:
@@ -415,7 +436,10 @@ class EngineSection(_Section):
     optimization_level: Annotated[int, Field(ge=0, le=5, strict=True)] = Field(
         default=3, description="tensorrt: how many kernels the builder tries, 0 to 5; more takes longer."
     )
-    refittable: bool = Field(default=False, description="tensorrt: weights of the engine can be replaced.")
+    refittable: bool = Field(
+        default=False,
+        description="tensorrt: weights of the engine can be replaced. The bundle then keeps what INT8 layers are quantised from.",
+    )
     version_compatible: bool = Field(
         default=False, description="tensorrt: later versions of it load the engine as well."
     )
@@ -448,6 +472,14 @@ class EngineSection(_Section):
     def _one_form_of_shapes(self) -> EngineSection:
         if self.shapes and self.profiles:
             raise ValueError("shapes or profiles, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _replaceable(self) -> EngineSection:
+        if self.refittable and self.layers == "native":
+            raise ValueError(
+                "layers: auto, plugin or exact with refittable: weights of TensorRT's own INT8 layers cannot be replaced"
+            )
         return self
 
     def ranges(self) -> list[dict[str, Range]]:
@@ -534,6 +566,33 @@ class Recipe(_Section):
         return self
 
     @model_validator(mode="after")
+    def _shares_are_chosen_or_stated(self) -> Recipe:
+        """Levels of block masks are the search's choice, as modes are, or stated beside stated modes."""
+        sparse, searched = self.attention.sparse, self.attention.modes == "auto"
+        expected = ""
+        if sparse == "auto" and not searched:
+            expected = (
+                "a share such as 0.01, or off, where attention.modes are stated: auto is for the search of modes: auto"
+            )
+        if not isinstance(sparse, str) and searched:
+            expected = f"auto with attention.modes: auto, and plan.sparse_candidates: [{sparse:g}]"
+        if expected:
+            raise PydanticCustomError(
+                "sparse",
+                "{expected}",
+                {"expected": expected, "place": ("attention", "sparse"), "got": sparse},
+            )
+        return self
+
+    @property
+    def sparse_shares(self) -> tuple[float, ...]:
+        """Shares of attention that may be left out, rising, of which masks are needed; none where attention stays dense."""
+        sparse = self.attention.sparse
+        if isinstance(sparse, str):
+            return tuple(self.plan.sparse_candidates) if sparse == "auto" else ()
+        return (sparse,)
+
+    @model_validator(mode="after")
     def _changes_can_be_seen(self) -> Recipe:
         """What changes from step to step needs steps in order, and layers that the engine computes in INT8."""
         if self.layers.modiff is False:
@@ -543,7 +602,7 @@ class Recipe(_Section):
             (calibration.from_ is None and calibration.steps < 2, ("calibration", "steps"), calibration.steps,
              "2 steps or more: layers.modiff is calibrated on changes from step to step"),
             (engine.refittable, ("engine", "refittable"), True,
-             "false with layers.modiff: layers of refittable engines compute in 16 bits"),
+             "false with layers.modiff: TensorRT's own INT8 layers compute changes, whose weights cannot be replaced"),
             (engine.layers == "exact", ("engine", "layers"), engine.layers,
              "auto or native with layers.modiff: 16-bit layers have no caches"),
             (engine.guidance == "fused", ("engine", "guidance"), engine.guidance,

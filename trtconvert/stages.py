@@ -32,6 +32,8 @@ from trtconvert.progress import Bar, Reporter
 from trtconvert.recipe import ComponentSection, EngineSection, Range, Recipe, computes
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from trtconvert.attention.reference import AttentionTables
     from trtconvert.attention.sites import Site
     from trtconvert.calib.component_layers import ComponentLayers
@@ -78,6 +80,7 @@ def component_stage(
     reads = {"weights": weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
     in_int8 = asked.get("layers") == "int8"
     if in_int8:
+        reads |= _kept_unquantised(recipe)
         reads["layers"] = recipe.layers.model_dump(
             mode="json", include={"kinds", "min_rows", "few_rows", "equalise", "offsets", "scales"}
         )
@@ -88,7 +91,7 @@ def component_stage(
         from trtconvert.calib.component_layers import component_layers
         from trtconvert.evaluate.verify import check_component
         from trtconvert.export import storage
-        from trtconvert.export.trace import trace_component
+        from trtconvert.export.trace import OF_COMPONENTS, trace_component
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
         components = model().components
@@ -109,6 +112,8 @@ def component_stage(
         _check_onnx(onnx_file, dtype)
         if found:
             _save_native(onnx_file, folder / NATIVE, dtype)
+            if recipe.engine.refittable:
+                _save_unquantised(source.module, found.converted, onnx_file, OF_COMPONENTS)
         component = ComponentRecord(
             onnx=onnx_file.name,
             inputs=[
@@ -165,7 +170,13 @@ def calibrate_stage(
     reads = calibration_reads(recipe, weights)
 
     def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.calib.calibrate import calibrate, modulated_sources, parts_to_convert, taken
+        from trtconvert.calib.calibrate import (
+            calibrate,
+            modulated_sources,
+            parts_to_convert,
+            refuse_without_blocks,
+            taken,
+        )
         from trtconvert.calib.dtype_checks import fitting
 
         source = model()
@@ -179,13 +190,19 @@ def calibrate_stage(
         if recipe.attention.modes == "auto":
             from trtconvert.calib.plan import kernel_cost
 
-            kernel_cost(recipe.plan, recipe.layers)
+            kernel_cost(recipe.plan, recipe.layers, masks=bool(recipe.sparse_shares))
+        elif recipe.sparse_shares:
+            from trtconvert.calib.cost import KernelCost
+
+            KernelCost.load(recipe.plan.kernel_cost, masks=True)
         with fitting(source, recipe.model.dtype):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
+        if recipe.sparse_shares:
+            refuse_without_blocks(source, parts.sites, covering(profiles))
         if recipe.calibration.from_ is not None:
             made = taken(
                 recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
-                modulated_sources(parts.layers, recipe.layers),
+                modulated_sources(parts.layers, recipe.layers), recipe.sparse_shares,
             )  # fmt: skip
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
@@ -193,7 +210,7 @@ def calibrate_stage(
             with one_at_a_time(work):
                 made = calibrate(
                     source, recipe.calibration, weights, parts.sites, work, bar, skip_bad=skip_bad,
-                    layers=parts.layers, of_layers=recipe.layers,
+                    layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
                 )  # fmt: skip
                 shutil.rmtree(work)
         made.save(folder / CALIBRATION)
@@ -214,7 +231,7 @@ def plan_stage(
     searched = search_stage(recipe, calibration, model, cache, report) if attention.modes == "auto" else None
     if searched is not None:
         reads |= {"search": searched.key, "point": section.point}
-    elif attention.scaling == "auto":
+    elif attention.scaling == "auto" or recipe.sparse_shares:
         reads |= {"kernel_cost": kernel_cost_hash(section)} | _guidance(recipe)
 
     def make(folder: Path, bar: Bar) -> None:
@@ -223,22 +240,29 @@ def plan_stage(
             point = frontier.choose(section.point)
             chosen = frontier.model_copy(update={"chosen": point.name})
             (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
-            modes, layers = point.modes, point.layers
+            modes, layers, sparse, dense = point.modes, point.layers, point.sparse, {}
             scalings = json.loads((searched.folder / SCALINGS).read_text())
         else:
-            from trtconvert.calib.plan import layer_modes, make_plan, site_scalings
+            from trtconvert.calib.calibration import Calibration
+            from trtconvert.calib.plan import layer_modes, make_plan, site_scalings, stated_blocks
 
             source, sites = model(), [site for site in _sites(calibration) if not site.obstacle]
             bins = recipe.calibration.bins
             form = _as_exported(recipe, source)
-            scalings = site_scalings(attention, section, sites, _opt_rows(form, form.dims))
+            batch = _opt_rows(form, form.dims)
+            scalings = site_scalings(attention, section, sites, batch)
             plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
             modes = {site: row.tolist() for site, row in plan.items()}
             layers = {
                 name: row.tolist()
                 for name, row in layer_modes(recipe.layers, _chosen_layers(calibration), bins).items()
             }
-        (folder / PLAN).write_text(json.dumps({"sites": modes, "layers": layers, "scalings": scalings}, indent=1))
+            sparse, dense = {}, {}
+            for share in recipe.sparse_shares:
+                blocks = Calibration.load(calibration.folder / CALIBRATION).blocks
+                sparse, dense = stated_blocks(share, section, sites, plan, blocks, batch)
+        made = {"sites": modes, "layers": layers, "scalings": scalings, "sparse": sparse, "dense": dense}
+        (folder / PLAN).write_text(json.dumps(made, indent=1))
 
     return _run("plan", reads, make, cache, report)
 
@@ -281,6 +305,7 @@ def search_stage(
             bins,
             batch,
             bar,
+            recipe.sparse_shares,
         )
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
 
@@ -297,7 +322,7 @@ def export_stage(
         "dtype": recipe.model.dtype,
         "shapes": _ranges(recipe),
         "modiff": recipe.layers.modiff,
-    } | _guidance(recipe)
+    } | _kept_unquantised(recipe) | _guidance(recipe)
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
@@ -312,10 +337,20 @@ def export_stage(
         options = SiteOptions(source.timestep_max, _scalings(plan), recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
         layers = _converted_layers(source, recipe, calibration, plan)
-        exported = trace(source, _tables(calibration, plan), options, layers=layers, dims=dims, dtype=dtype)
+        exported = trace(
+            source,
+            _tables(calibration, plan),
+            options,
+            layers=layers,
+            dims=dims,
+            dtype=dtype,
+            masks=_masks(calibration, plan),
+        )
         storage.save(exported, folder / ONNX)
         _check_onnx(folder / ONNX, recipe.model.dtype)
         _save_native(folder / ONNX, folder / NATIVE, recipe.model.dtype)
+        if recipe.engine.refittable and layers:
+            _save_unquantised(source.denoiser, layers, folder / ONNX)
         component = ComponentRecord(
             onnx=ONNX,
             inputs=[
@@ -329,7 +364,7 @@ def export_stage(
             steps=dict(source.steps),
             input_ranges=_input_ranges(calibration, source.guidance),
             profiles=profiles,
-            sites=_site_records(calibration, plan),
+            sites=_site_records(calibration, plan, bool(recipe.sparse_shares)),
             layers=_layer_records(calibration, plan, layers),
             engines=[],
             diffusers=source.diffusers,
@@ -433,7 +468,8 @@ def verify_stage(
         source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
         smooth_k = recipe.attention.smooth_k
-        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _scalings(plan), smooth_k)
+        masks = _masks(calibration, plan)
+        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _scalings(plan), smooth_k, masks=masks)
         converted = _converted_layers(source, recipe, calibration, plan)
         tables = {name: layer.tables for name, layer in converted.items()}
         of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
@@ -498,7 +534,7 @@ def verify_stage(
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        verify.check_gates(quality, modes["sites"], section, modes["layers"], _scalings(plan))
+        verify.check_gates(quality, modes["sites"], section, modes["layers"], _scalings(plan), masks)
         (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         shown = min(recipe.output.grid, section.samples)
         save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
@@ -533,6 +569,18 @@ def _save_native(onnx_file: Path, path: Path, dtype: str) -> None:
     lower_changes(native)
     storage.save(native, path)
     _check_onnx(path, dtype)
+
+
+def _kept_unquantised(recipe: Recipe) -> dict[str, Any]:
+    """What an export reads of the engine section, where it matters."""
+    return {"unquantised": True} if recipe.engine.refittable else {}
+
+
+def _save_unquantised(module: nn.Module, layers: Mapping[str, ConvertedLayer], onnx_file: Path, prefix: str = "") -> None:
+    """Keep what INT8 layers are quantised from, for LoRAs and new weights of refittable engines."""
+    from trtconvert.weights.unquantised import save_unquantised
+
+    save_unquantised(module, [layer.layer for layer in layers.values()], onnx_file, prefix)
 
 
 # What stages leave ----------------------------------------------------------------------------------------------------
@@ -618,6 +666,21 @@ def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
     return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
 
 
+def _masks(calibration: Stage, plan: Stage) -> dict[str, Tensor]:
+    """The block masks [T, H, Bq, Bk] of the sites that the plan gives some."""
+    from trtconvert.calib.calibration import Calibration
+
+    if not (rows := _sparse(plan)):
+        return {}
+    blocks = Calibration.load(calibration.folder / CALIBRATION).blocks
+    return {site: blocks[site].mask(row) for site, row in rows.items()}
+
+
+def _sparse(plan: Stage) -> dict[str, list[float]]:
+    """The share of its attention that each site with a block mask may lose, by timestep bin."""
+    return json.loads((plan.folder / PLAN).read_text())["sparse"]
+
+
 def _converted_layers(
     model: DiffusionModel, recipe: Recipe, calibration: Stage, plan: Stage
 ) -> dict[str, ConvertedLayer]:
@@ -688,8 +751,22 @@ def _layer_record(layer: Layer, modes: list[int], modulated: bool = False) -> La
     )
 
 
-def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:
-    modes, scalings = _plan(plan)["sites"], _scalings(plan)
+def _site_records(calibration: Stage, plan: Stage, sparse: bool) -> list[SiteRecord]:
+    """
+    Args:
+        sparse: whether the recipe asks for block masks.
+    """
+    from trtconvert.attention.blocks import obstacle_to_blocks
+
+    modes, scalings, shares = _plan(plan)["sites"], _scalings(plan), _sparse(plan)
+    densities = {site: mask.double().mean((1, 2, 3)).tolist() for site, mask in _masks(calibration, plan).items()}
+    reasons = json.loads((plan.folder / PLAN).read_text())["dense"]
+
+    def dense(site: Site) -> str:
+        if not sparse or site.obstacle or site.name in shares:
+            return ""
+        return obstacle_to_blocks(site) or reasons.get(site.name, "the plan leaves it so")
+
     return [
         SiteRecord(
             name=s.name,
@@ -698,6 +775,9 @@ def _site_records(calibration: Stage, plan: Stage) -> list[SiteRecord]:
             modes=modes.get(s.name, []),
             scaling=scalings.get(s.name, "") if s.name in modes else "",  # type: ignore[arg-type]  # the plan wrote it
             reason=s.obstacle,
+            sparse=shares.get(s.name, []),
+            density=densities.get(s.name, []),
+            dense=dense(s),
         )
         for s in _sites(calibration)
     ]

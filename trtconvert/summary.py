@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, Manifest, in_steps
-from trtconvert.evaluate.parts import layer_counts, left_by_plan, left_groups, mode_name, weight_bytes
+from trtconvert.bundle import MANIFEST, UNQUANTISED, ComponentRecord, Dims, EngineRecord, Manifest, in_steps
+from trtconvert.evaluate.parts import dense_groups, layer_counts, left_by_plan, left_groups, mode_name, weight_bytes
 from trtconvert.linear.modes import LayerMode
 from trtconvert.pipeline import Outcome
 from trtconvert.progress import Reporter, say
@@ -24,6 +24,9 @@ ATTENTION = {
     "plugin": "INT8, our plugin",
     "native": "native, the model's precision, not INT8",
 }
+
+SHOWN_MASKS = 8
+"""Sites whose block masks are described, those with the fewest blocks."""
 
 _BYTES = {"float16": 2, "float32": 4}
 """Of a number in a cache."""
@@ -99,6 +102,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             if scalings:
                 words = ", ".join(f"{name} at {count} sites" for name, count in sorted(scalings.items()))
                 _row(table, "scales of q and k", words)
+            for line in _masks(component):
+                _row(table, *line)
         for line in _layers(component):
             _row(table, *line)
     _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))
@@ -132,8 +137,11 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         for engine in component.engines:
             for line in _engine_lines(engine, component.dims):
                 _row(table, "", f"{engine.target}: {line}")
-        size = _size(sum(f.size for file, f in manifest.files.items() if file.startswith(component.onnx)))
-        _row(table, f"ONNX{of}", f"{size}, any ONNX Runtime, {_in_onnx(component)}")
+        sizes = {file: f.size for file, f in manifest.files.items() if file.startswith(component.onnx)}
+        kept = sizes.pop(component.onnx + UNQUANTISED, 0)
+        _row(table, f"ONNX{of}", f"{_size(sum(sizes.values()))}, any ONNX Runtime, {_in_onnx(component)}")
+        if kept:
+            _row(table, "", f"and {_size(kept)} that INT8 layers were quantised from, for LoRAs and new weights of engines")
 
 
 def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
@@ -201,6 +209,24 @@ def _sites(component: ComponentRecord) -> str:
     in_int8 = sum(site.in_int8 for site in component.sites)
     in_fp16 = sum(bool(site.modes) for site in component.sites) - in_int8
     return f"{len(component.sites)} found, {in_int8} in INT8" + (f", {in_fp16} in FP16 by the plan" if in_fp16 else "")
+
+
+def _masks(component: ComponentRecord) -> Iterator[tuple[str, str]]:
+    """Rows about block masks: label and text."""
+    masked = sorted((site for site in component.sites if site.sparse), key=lambda site: _mean(site.density))
+    if masked:
+        of_all = _mean([density for site in masked for density in site.density])
+        yield "block masks", f"{len(masked)} sites compute {of_all:.0%} of their blocks, low noise to high:"
+        for site in masked[:SHOWN_MASKS]:
+            yield "", f"{site.name}: {', '.join(f'{density:.0%}' for density in site.density)}"
+        if len(masked) > SHOWN_MASKS:
+            yield "", f"and {len(masked) - SHOWN_MASKS} more with less to leave out; {MANIFEST} has all"
+    for group in dense_groups(component.sites):
+        yield ("" if masked else "block masks"), f"none: {group}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:

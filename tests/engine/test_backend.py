@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx_ir as ir
 import pytest
+from pydantic import ValidationError
 from rtx_builds import Watch
 from timed_sites import case, refuse, timed_site
 
@@ -47,7 +48,9 @@ def builds(monkeypatch, digits_build):
         component = component.model_copy(update={"layers": [layer] if int8_layers else []})
         onnx, options = (
             digits_build.bundle / component.onnx,
-            EngineSection(**{"attention": attention, "layers": "native"} | fields),
+            EngineSection(
+                **{"attention": attention, "layers": "exact" if fields.get("refittable") else "native"} | fields
+            ),
         )
         return tensorrt.build_engine("denoiser", component, onnx, options, found.watch)
 
@@ -180,6 +183,40 @@ def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):
     record = builds.build(int8_layers=True, layers="auto").record
     assert (record.layers, record.layers_us) == ("native", {})
     assert any("layers stay native" in notice for notice in builds.watch.notices)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("file", "does not keep what they were quantised from"),
+        ("kernels", "the plugin library has kernels for sm_80"),
+        ("sizes", "none is of a type, and of a size"),
+        ("", ""),
+    ],
+)
+def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
+    builds, monkeypatch, tmp_path, lacking, said
+):
+    """Compared with 16-bit ones, as everywhere; of what they lack, the build tells."""
+    kept = tmp_path / "unquantised"
+    if lacking != "file":
+        kept.touch()
+    monkeypatch.setattr(tensorrt, "unquantised_file", lambda onnx: kept)
+    monkeypatch.setattr(lowering, "refittable_layers", lambda model, sizes: set() if lacking == "sizes" else {"a"})
+    if lacking == "kernels":
+        monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "kernels for sm_80")
+    times = iter([80.0, 85.0, 80.0, 90.0])
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
+    record = builds.build(int8_layers=True, layers="auto", refittable=True).record
+    assert record.layers == ("exact" if lacking else "plugin")
+    told = [notice for notice in builds.watch.notices if "layers run in 16 bits" in notice]
+    assert len(told) == bool(lacking) and all(said in notice for notice in told)
+    assert record.layers_us == ({} if lacking else {"plugin": 80.0, "exact": 90.0})
+
+
+def test_what_cannot_be_refitted_is_refused_before_it_is_calibrated():
+    with pytest.raises(ValidationError, match="layers: auto, plugin or exact with refittable"):
+        EngineSection(refittable=True, layers="native")
 
 
 @pytest.mark.parametrize("plain_us", [79.9, 80.0])

@@ -92,12 +92,15 @@ def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
     shapes = [AttentionShape(1, 4, n, n, 64) for n in (256, 4096)]
     done: list[int] = []
     of_layers = [(256, 512, 512), (4096, 2048, 2048)]
-    (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1), of_layers))
+    (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1), of_layers, shapes[1:]))
     in_modes = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
-    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes)
-    assert (
-        cost.gpu == torch.cuda.get_device_name() and len(done) == len(shapes) * len(measure.CALLS) + len(of_layers) * 3
-    )
+    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes, masks=True)
+    of_masks = len(Mode) * len(measure.DENSITIES)
+    calls = len(shapes) * len(measure.CALLS) + of_masks + len(of_layers) * 3
+    assert cost.gpu == torch.cuda.get_device_name() and len(done) == calls
+    for mode in Mode:
+        quarter, half, whole = (cost.masked_ratio(shapes[1], mode, density) for density in measure.DENSITIES)
+        assert 0.1 < quarter < half < whole < 3
     for mode in in_modes:
         small, large = (
             cost.layer_seconds(Layer("a", "linear", k, n, rows, "a", TensorRef("a", 0, (n, k), (k, 1))), 1, mode)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 import tiny_models
 import torch
+from gpu_engines import output_of_plan
 from onnx import ModelProto
 from rich.console import Console
 from support import handled, run, tiny_recipe
@@ -284,16 +285,7 @@ def output_of(trt, model):
     ]
     options = EngineSection(optimization_level=1)  # a U-Net has many layers, whose kernels would all be timed
     plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs, [{"batch": (1, 2, 4)}], options, Watch())
-    engine = loaded(trt, plan).engine
-    context = engine.create_execution_context()
-    for name, value in feed.items():
-        assert context.set_input_shape(name, tuple(value.shape))
-        assert context.set_tensor_address(name, value.data_ptr())
-    (name,) = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)} - feed.keys()
-    output = torch.full(tuple(context.get_tensor_shape(name)), torch.nan, dtype=torch.float16, device="cuda")
-    assert context.set_tensor_address(name, output.data_ptr())
-    assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
+    output = output_of_plan(trt, plan, feed)
     assert output.isfinite().all()
     return output
 

@@ -12,11 +12,14 @@ import pytest
 from converted_pipelines import component_records, recipe_of, save
 from onnx import numpy_helper
 
+from trtconvert.bundle import unquantised_file
 from trtconvert.engine import tensorrt
 from trtconvert.errors import GateError, UserError
 from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import EngineSection
+from trtconvert.runtime.loras import BuiltWeights
 from trtconvert.stages import ERROR, NATIVE
+from trtconvert.weights.unquantised import Unquantised
 
 pytest.importorskip("diffusers", reason="needs diffusers")
 pytest.importorskip("transformers", reason="needs transformers")
@@ -64,6 +67,24 @@ def test_engines_of_components_get_their_layers_between_q_and_dq(saved):
         stored = [x for x in model.graph.initializer if numpy_helper.to_array(x).dtype == np.int8 and len(x.dims) == 2]
         assert len(stored) == len(in_int8) and not model.functions
         assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == len(in_int8)
+
+
+def test_a_refittable_encoder_keeps_what_its_layers_were_quantised_from(saved):
+    """By the names of the encoder's own state dict, which LoRA files know."""
+    recipe = recipe_of(saved, "pixart", INT8, verify={"max_component_error": LIMIT}, engine={"refittable": True})
+    stage, record = component_records(saved, recipe)["text_encoder"]
+    kept = Unquantised(unquantised_file(stage.folder / record.onnx))
+    assert kept.refs.keys() == {layer.name for layer in record.layers if layer.in_int8}
+    found = built_weights(stage.folder / record.onnx)
+    names = {ref.name for of in kept.refs.values() for ref in of.values() if ref is not None}
+    assert all(name.startswith("encoder.block.") for name in names)
+    assert names <= found.shapes.keys() and {found.layers.origin(name) for name in names} == names
+
+
+def built_weights(onnx):
+    found = BuiltWeights(onnx, {})
+    assert found.layers is not None
+    return found
 
 
 def test_a_tighter_limit_leaves_the_layers_that_suffer_most(saved):

@@ -1,17 +1,31 @@
 """Fixtures that several tests of the runtime share, on `host_runtime`."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
-from host_runtime import LOG, TRT, HostEngine, HostRuntime, Machine
+from host_runtime import (
+    LOG,
+    REFIT_TYPES,
+    TRT,
+    HostEngine,
+    HostRefitter,
+    HostRuntime,
+    Machine,
+    engine_graph,
+    engine_weights,
+)
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
 from trtconvert.engine import builder, loading, tensorrt
+from trtconvert.export import storage
+from trtconvert.export.lowering import refitted_constants
 from trtconvert.runtime import graph as graphs
 from trtconvert.runtime.lane import Lane, Plan
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
+from trtconvert.weights.unquantised import save_unquantised
 
 
 @pytest.fixture
@@ -93,7 +107,7 @@ def component(cuda, machine, monkeypatch):
 
     def make(path, **options):
         path.write_bytes(b"plan")
-        fields = {name: options.pop(name) for name in ("refittable", "weights") if name in options}
+        fields = {name: options.pop(name) for name in ("refittable", "weights", "int8_constants") if name in options}
         scratch = Scratch(torch.device("cpu"))
         made = TensorRTComponent(
             path, record.model_copy(update=fields), component, device=torch.device("cpu", 0), scratch=scratch, **options
@@ -101,3 +115,32 @@ def component(cuda, machine, monkeypatch):
         return made, scratch
 
     return make
+
+
+@pytest.fixture
+def load(component, monkeypatch, tmp_path):
+    """Loads an "engine" with the weights of an ONNX model, as `engine_graph` lowers it; the host computes something else.
+
+    It takes options of a component, `layers` of an engine section, and what INT8 layers are quantised `of`: a module, and the
+    layers.
+    """
+    types = SimpleNamespace(**{name: f"torch.{of}" for name, of in REFIT_TYPES.items()})
+    places = SimpleNamespace(HOST="host", DEVICE="device")
+    trt = SimpleNamespace(
+        **vars(TRT), Refitter=HostRefitter, DataType=types, TensorLocation=places, Weights=lambda *of: of
+    )
+    monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
+    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
+
+    def loaded(model, *, layers="exact", of=None, **options):
+        storage.save(model, tmp_path / "x.onnx")
+        if of is not None:
+            save_unquantised(*of, tmp_path / "x.onnx")
+        lowered = engine_graph(storage.load(tmp_path / "x.onnx"), layers)
+        monkeypatch.setattr(HostRefitter, "engine", engine_weights(lowered))
+        shapes = {name: list(x.shape) for name, x in HostRefitter.engine.items() if x.dim() > 1}
+        options = {"refittable": True, "weights": shapes, "onnx": tmp_path / "x.onnx"} | options
+        constants = refitted_constants(lowered)
+        return component(tmp_path / "x.plan", int8_constants=constants, **options)[0]
+
+    return loaded

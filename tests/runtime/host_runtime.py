@@ -4,10 +4,15 @@ import ctypes
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from cuda.bindings import runtime as cudart
 
+from trtconvert.engine import tensorrt
+from trtconvert.export.lowering import expand_layers
+from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.recipe import EngineSection
 from trtconvert.runtime import graph as graphs
 
 
@@ -194,6 +199,69 @@ class HostLogger:
 
     class ILogger:
         ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
+
+
+class HostRefitter:
+    """TensorRT's Refitter, of an engine with all weights of an ONNX model.
+
+    Attributes:
+        engine: its weights by name; they are replaced when it refits. fused: names that go together.
+        given: names that the last one was given.
+    """
+
+    engine: ClassVar[dict[str, torch.Tensor]] = {}
+    works, given, fused = True, (), ()
+
+    def __init__(self, engine, log) -> None:
+        self.new = {}
+        HostRefitter.given = []
+
+    def get_all_weights(self):
+        return list(self.engine)
+
+    def get_weights_prototype(self, name):
+        return SimpleNamespace(dtype=str(self.engine[name].dtype), size=self.engine[name].numel())
+
+    def set_named_weights(self, name, weights, where="host"):
+        assert where == "host"  # there is no device
+        self.given.append(name)
+        self.new[name] = weights
+        return True
+
+    def get_missing_weights(self):
+        return [n for n in self.fused if n not in self.new and self.new.keys() & set(self.fused)]
+
+    def refit_cuda_engine(self):
+        for name, (dtype, address, size) in self.new.items():
+            old = self.engine[name]
+            assert dtype == str(old.dtype) and size == old.numel()
+            read = (ctypes.c_byte * old.nbytes).from_address(address)
+            self.engine[name] = torch.frombuffer(bytearray(read), dtype=old.dtype).reshape(old.shape)
+        return self.works
+
+
+REFIT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
+"""Of weights, as TensorRT calls them."""
+
+
+def engine_graph(model, layers):
+    """What a refittable engine is built from. Where it has INT8 layers, all attention is TensorRT's own."""
+    if layers == "exact":
+        expand_layers(model, exact=True)
+        return model
+    sites, dims = list(attention_nodes(model)), {"batch": (1, 4, 8)}
+    return tensorrt.lowered(model, sites, EngineSection(refittable=True, layers=layers), [dims])
+
+
+def engine_weights(lowered):
+    """The weights of an engine by name."""
+    types = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16, "INT32": torch.int32}
+    tensors = {name: value.const_value for name, value in lowered.graph.initializers.items()}
+    return {
+        name: torch.tensor(x.numpy().astype("int32" if x.dtype.name == "INT32" else "float32")).to(types[x.dtype.name])
+        for name, x in tensors.items()
+        if x.dtype.name in types
+    }
 
 
 TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))

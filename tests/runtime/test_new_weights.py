@@ -28,7 +28,7 @@ class Refitter:
     def get_weights_prototype(self, name):
         return SimpleNamespace(dtype="float", size=self.SIZES[name])
 
-    def set_named_weights(self, name, weights):
+    def set_named_weights(self, name, weights, where):
         self.given.append(name)
         return True
 
@@ -42,7 +42,10 @@ class Refitter:
 @pytest.fixture
 def refittable(component, monkeypatch, tmp_path):
     types = SimpleNamespace(FLOAT="float", HALF="half", BF16="bf16", INT64="int64", INT32="int32")
-    trt = SimpleNamespace(**vars(TRT), Refitter=Refitter, DataType=types, Weights=lambda *_: None)
+    places = SimpleNamespace(HOST="host", DEVICE="device")
+    trt = SimpleNamespace(
+        **vars(TRT), Refitter=Refitter, DataType=types, TensorLocation=places, Weights=lambda *_: None
+    )
     monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
     shapes = {"w": [4, 6], "turned.T": [6, 4], "x:weight": [4, 6], "x.T": [6, 4]}
     return component(tmp_path / "x.plan", refittable=True, weights=shapes)[0]

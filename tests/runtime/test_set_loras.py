@@ -1,9 +1,6 @@
 """LoRAs of loaded engines, tried on the host: which weights TensorRT is given, and what a model computes with them."""
 
-import ctypes
 import functools
-from types import SimpleNamespace
-from typing import ClassVar
 
 import onnx_ir as ir
 import pytest
@@ -11,85 +8,19 @@ import tiny_layers
 import tiny_loras
 import tiny_models
 import torch
-from host_runtime import TRT, computes
+from host_runtime import HostRefitter as Refitter
+from host_runtime import computes
 from layered_graphs import int8_model, run
 from safetensors.torch import save_file
 from tiny_loras import ALPHA, RANK
 
 from trtconvert.bundle import DiffusersRecord
-from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
-from trtconvert.export.lowering import expand_layers
 from trtconvert.runtime import loras as runtime_loras
 
 HALF = ALPHA / RANK
-TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
-
-
-class Refitter:
-    """TensorRT's, of an engine with all floating-point weights of an ONNX model.
-
-    Attributes:
-        engine: its weights by name; they are replaced when it refits. fused: names that go together.
-        given: names that the last one was given.
-    """
-
-    engine: ClassVar[dict[str, torch.Tensor]] = {}
-    works, given, fused = True, (), ()
-
-    def __init__(self, engine, log) -> None:
-        self.new = {}
-        Refitter.given = []
-
-    def get_all_weights(self):
-        return list(self.engine)
-
-    def get_weights_prototype(self, name):
-        return SimpleNamespace(dtype=str(self.engine[name].dtype), size=self.engine[name].numel())
-
-    def set_named_weights(self, name, weights):
-        self.given.append(name)
-        self.new[name] = weights
-        return True
-
-    def get_missing_weights(self):
-        return [n for n in self.fused if n not in self.new and self.new.keys() & set(self.fused)]
-
-    def refit_cuda_engine(self):
-        for name, (dtype, address, size) in self.new.items():
-            old = self.engine[name]
-            assert dtype == str(old.dtype) and size == old.numel()
-            read = (ctypes.c_byte * old.nbytes).from_address(address)
-            self.engine[name] = torch.frombuffer(bytearray(read), dtype=old.dtype).reshape(old.shape)
-        return self.works
-
-
-@pytest.fixture
-def load(component, monkeypatch, tmp_path):
-    """Loads an "engine" with the weights of an ONNX model, of which the host computes something else."""
-    names = {"FLOAT": "torch.float32", "HALF": "torch.float16", "BF16": "torch.bfloat16"}
-    types = SimpleNamespace(**names, INT64="torch.int64", INT32="torch.int32")
-    trt = SimpleNamespace(**vars(TRT), Refitter=Refitter, DataType=types, Weights=lambda *of: of)
-    monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
-
-    def loaded(model, **options):
-        storage.save(model, tmp_path / "x.onnx")
-        lowered = storage.load(tmp_path / "x.onnx")
-        expand_layers(lowered, exact=True)
-        initialisers = {name: value.const_value for name, value in lowered.graph.initializers.items()}
-        weights = {
-            name: torch.tensor(x.numpy().astype("float32")).to(TYPES[x.dtype.name])
-            for name, x in initialisers.items()
-            if x.dtype.name in TYPES
-        }
-        monkeypatch.setattr(Refitter, "engine", weights)
-        shapes = {name: list(x.shape) for name, x in weights.items() if x.dim() > 1}
-        options = {"refittable": True, "weights": shapes, "onnx": tmp_path / "x.onnx"} | options
-        return component(tmp_path / "x.plan", **options)[0]
-
-    return loaded
 
 
 def file_of(folder, module, names, name="a", layout=None):

@@ -3,7 +3,7 @@ which keys, and which blocks of them, that may be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -131,7 +131,8 @@ def block_mask_of_data(
     _check_lost(lost)
     seen: Tensor | None = None
     for q, k, _, _ in data:
-        found = _needed_blocks(q, k, lost, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        found = needed_blocks(q, k, [lost], scale)[:, 0].any(0, keepdim=True).cpu()
         if seen is not None and seen.shape != found.shape:
             raise UserError(
                 "one block mask cannot be found from such calls",
@@ -145,16 +146,28 @@ def block_mask_of_data(
     return seen
 
 
-def _needed_blocks(q: Tensor, k: Tensor, lost: float, scale: float) -> Tensor:
+def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: float) -> Tensor:
+    """The blocks that are left when of each block of queries the least blocks of keys are dropped that together get at most a
+    share of its attention. Attention is computed exactly, in FP32, a block of queries at a time.
+
+    Args:
+        q, k: [B, H, Nq, D], [B, Hkv, Nk, D]; shares: that may be lost, in [0, 1); softmax_scale: factor of the logits.
+    Returns:
+        [B, len(shares), H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on their device. No row is empty.
+    """
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(2, 3)
     rows = []
     for queries in q.float().split(BLOCK, 2):
-        weights = ((queries * scale) @ keys).softmax(-1).mean(2)  # [B, H, Nk]
+        weights = ((queries * softmax_scale) @ keys).softmax(-1).mean(2)  # [B, H, Nk]
         mass = pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
         least, order = mass.sort(-1)
-        dropped = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, order, least.cumsum(-1) <= lost)
-        rows.append(~dropped.all(0))
-    return torch.stack(rows, 1)[None].cpu()
+        lost = least.cumsum(-1)
+        # The largest always stays, whatever rounding made of a sum near one.
+        kept = torch.stack([lost > share for share in shares], 1).index_fill(
+            -1, torch.tensor([mass.shape[-1] - 1], device=q.device), True
+        )
+        rows.append(torch.zeros_like(kept).scatter(-1, order[:, None].expand_as(kept), kept))
+    return torch.stack(rows, 3)
 
 
 def _check_lost(lost: float) -> None:

@@ -6,6 +6,7 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trtconvert.attention.blocks import BlockObserver, SiteBlocks, obstacle_to_blocks
 from trtconvert.attention.ranges import RangeObserver, offsets
-from trtconvert.attention.sites import Site, find_sites, select_sites
+from trtconvert.attention.reference import BLOCK
+from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.cache import versions
 from trtconvert.calib.calibration import Calibration, scales
@@ -28,7 +31,7 @@ from trtconvert.calib.layer_observer import LayerObserver, LayerRows, changes_of
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
-from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
 from trtconvert.interception import Hooks
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
@@ -133,8 +136,9 @@ def calibrate(
     skip_bad: bool = False,
     layers: Sequence[Layer] = (),
     of_layers: LayersSection | None = None,
+    shares: Sequence[float] = (),
 ) -> Calibration:
-    """Scales of the given sites and layers.
+    """Scales of the given sites and layers, and the blocks that sites need.
 
     Args:
         weights: SHA-256 of the model, see `trtconvert.models.identity`.
@@ -144,6 +148,8 @@ def calibrate(
         ranks: processes that share the work; all call this alike.
         skip_bad: leave bad samples out and list them in the provenance.
         layers: to observe as well; of_layers: how their scales are made.
+        shares: of attention that may be lost, rising: the blocks that are needed are found for each, at the sites that may have
+            block masks, see `obstacle_to_blocks`.
     Returns:
         The calibration, the same on all ranks.
     Raises:
@@ -167,12 +173,20 @@ def calibrate(
         changes=modulated,
         falls=model.timesteps_fall,
     )
-    observed = intercepted(model, observer, layer_observer if layers else None)
+    sparse = [site for site in sites if shares and not obstacle_to_blocks(site)]
+    block_observer = BlockObserver(sparse, shares, model.timestep_max, section.bins)
+
+    def observe(call: SiteCall) -> Tensor:
+        output = observer(call)  # refuses NaN and Inf
+        block_observer.observe(call)
+        return output
+
+    observed = intercepted(model, observe if sparse else observer, layer_observer if layers else None)
     # What an earlier run left out is met again, and refused, by one that leaves nothing out.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
         _run(batch, observed)
-        shards.write(index, observer.finish(), bad.take(), layer_observer.finish())
+        shards.write(index, observer.finish(), bad.take(), layer_observer.finish(), block_observer.finish())
     ranks.collect(shards.folder, shards.names())
     if ranks.rank == 0 and not len(shards):
         raise nothing_observed(shards.skipped())
@@ -197,11 +211,55 @@ def calibrate(
         seen, inputs = _coverage(model, section, tables)
         provenance = _provenance(model, section, weights, shards)
         of_inputs = _layer_scales(model, layers, of_layers or LayersSection(), section, shards)
-        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes(), of_inputs, inputs.found())
+        blocks = {site.name: _blocks(shards, site, shares, section.bins) for site in sparse}
+        return Calibration(tables, provenance, seen.outliers(), seen.magnitudes(), of_inputs, inputs.found(), blocks)
 
     made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
     assert made_by_first is not None
     return made_by_first
+
+
+def refuse_without_blocks(
+    model: DiffusionModel, sites: Sequence[Site], dims: Mapping[str, tuple[int, int, int]]
+) -> None:
+    """
+    Args:
+        sites: that are converted; dims: symbolic dimension: (min, opt, max), of the engine.
+    Raises:
+        UserError: block masks cannot be had, as attention.sparse asks: sizes vary, or are not those of the calibration, or no
+            site may have one.
+    """
+    require_one_size(
+        model,
+        dims,
+        "attention.sparse needs one size of everything but the batch: block masks are for one number of tokens",
+        "set attention.sparse to off",
+    )
+    batch = model.inputs[0].shape[0]
+    for name, (_, size, _) in dims.items():
+        own = model.dims[name][1] if name in model.dims else size
+        if name != batch and size != own:
+            raise UserError(
+                "attention.sparse needs the size that the model is calibrated at: block masks are for one number of tokens",
+                expected=f"{name}: {own} in the engine section",
+                got=str(size),
+                remedy=f"set {name} to {own} in engine.shapes, take the model itself in the other size (of a pipeline: "
+                "model.options), or set attention.sparse to off",
+            )
+    reasons = {site.name: obstacle_to_blocks(site) for site in sites}
+    if all(reasons.values()):
+        name, reason = next(iter(reasons.items()))
+        raise UserError(
+            "no attention site can have a block mask, as attention.sparse asks",
+            expected="a site with enough keys, without a mask of its own, of one sequence a sample",
+            got=f"{len(reasons)} sites, of which {name}: {reason}",
+            remedy="set attention.sparse to off, or convert the model at a larger size",
+        )
+
+
+def _blocks(shards: Shards, site: Site, shares: Sequence[float], bins: int) -> SiteBlocks:
+    counts = (math.ceil(site.query_tokens / BLOCK), math.ceil(site.key_tokens / BLOCK))
+    return SiteBlocks.of(shards.blocks(site.name), shares, counts, bins)
 
 
 def _layer_scales(
@@ -335,11 +393,13 @@ def taken(
     sites: Sequence[Site],
     layers: Sequence[Layer] = (),
     modulated: Collection[str] = (),
+    shares: Sequence[float] = (),
 ) -> Calibration:
     """A calibration from a file, for the given sites and layers.
 
     Args:
         modulated: sources of layers whose changes from step to step are quantised.
+        shares: of attention that may be lost, of which block masks are needed.
 
     Raises:
         UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site or
@@ -398,6 +458,8 @@ def taken(
             got=f"offsets of {several(moved, 3)}",
             remedy="calibrate again with layers.modiff in the recipe, or set it to false",
         )
+    sparse = [site for site in sites if shares and not obstacle_to_blocks(site)]
+    _require_blocks(path, loaded, sparse, shares)
     return Calibration(
         {name: loaded.tables[name] for name in names},
         made,
@@ -405,4 +467,30 @@ def taken(
         {name: loaded.magnitudes[name] for name in names if name in loaded.magnitudes},
         {source: loaded.layers[source] for source in channels},
         loaded.inputs,
+        {site.name: loaded.blocks[site.name] for site in sparse},
     )
+
+
+def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shares: Sequence[float]) -> None:
+    """
+    Raises:
+        UserError: a calibration from a file lacks the blocks that sites need, or has them of other sizes.
+    """
+    for site in sites:
+        found = loaded.blocks.get(site.name)
+        held = found.shares if found is not None else []
+        if missing := [share for share in shares if share not in held]:
+            raise UserError(
+                f"{path} lacks the blocks that attention needs",
+                expected=f"those of {site.name} where a share of {', '.join(f'{share:g}' for share in missing)} may be lost",
+                got="shares of " + ", ".join(f"{share:g}" for share in held) if held else "none of that site",
+                remedy="calibrate again with attention.sparse in the recipe, or set it to off",
+            )
+        counts = [math.ceil(site.query_tokens / BLOCK), math.ceil(site.key_tokens / BLOCK)]
+        if found is not None and found.block_counts.tolist() != counts:
+            raise UserError(
+                f"{path} has the blocks of other sizes",
+                expected=f"{counts[0]} × {counts[1]} blocks of {site.name}, which has {site.query_tokens} queries",
+                got=" × ".join(map(str, found.block_counts.tolist())),
+                remedy="calibrate again at the size of the engine, or set attention.sparse to off",
+            )

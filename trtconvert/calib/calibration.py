@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.ranges import (
     Records,
     Rows,
@@ -37,6 +38,9 @@ OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
 INPUT_AMAX = "input_amax"
 """Name of what `InputRanges` gives of each input."""
 
+OF_BLOCKS = tuple(f.name for f in fields(SiteBlocks))
+"""Names of the tensors of `SiteBlocks`."""
+
 OF_LAYERS = tuple(f.name for f in fields(LayerScales))
 """Names of what `choose_scales` gives; those with a default are not there always."""
 _NEEDED = {f.name for f in fields(LayerScales) if f.default is MISSING}
@@ -53,6 +57,7 @@ class Calibration:
         outliers: share of elements that the scales clip; magnitudes: how large elements are relative to their ranges. Both as
             `CoverageObserver` gives them, of a part of the data, see `calibrate`.
         inputs: what `InputRanges` found of the denoiser's inputs in that part.
+        blocks: that sites need, of those that may have block masks, where the recipe asked for some.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
@@ -61,6 +66,7 @@ class Calibration:
     magnitudes: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     layers: Mapping[str, LayerScales] = field(default_factory=dict)
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    blocks: Mapping[str, SiteBlocks] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Tensor]) -> dict[str, AttentionTables]:
         """The op's tables for each site, given [T] modes for each."""
@@ -70,9 +76,10 @@ class Calibration:
         """One safetensors file with the provenance as JSON in its metadata."""
         of_inputs = {name: {INPUT_AMAX: amax} for name, amax in self.inputs.items()}
         of_layers = {name: scales.tensors() for name, scales in self.layers.items()}
+        of_blocks = {name: blocks.tensors() for name, blocks in self.blocks.items()}
         tensors = {
             f"{site}/{name}": t.contiguous()
-            for group in (self.tables, self.outliers, self.magnitudes, of_layers, of_inputs)
+            for group in (self.tables, self.outliers, self.magnitudes, of_layers, of_inputs, of_blocks)
             for site, named in group.items()
             for name, t in named.items()
         }
@@ -99,9 +106,12 @@ class Calibration:
         counts: dict[str, dict[str, Tensor]] = {}
         layers: dict[str, dict[str, Tensor]] = {}
         inputs: dict[str, dict[str, Tensor]] = {}
+        blocks: dict[str, dict[str, Tensor]] = {}
         groups = (
-            dict.fromkeys(OUTLIERS, shares) | dict.fromkeys(OCTAVE_COUNTS, counts) | dict.fromkeys(OF_LAYERS, layers)
-        ) | {INPUT_AMAX: inputs}
+            (dict.fromkeys(OUTLIERS, shares) | dict.fromkeys(OCTAVE_COUNTS, counts) | dict.fromkeys(OF_LAYERS, layers))
+            | dict.fromkeys(OF_BLOCKS, blocks)
+            | {INPUT_AMAX: inputs}
+        )
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
             groups.get(name, tables).setdefault(site, {})[name] = tensor
@@ -114,10 +124,15 @@ class Calibration:
             refuse_flaw(path, site, _flaw_of_coverage(tables[site], shares.get(site, {}), counts.get(site, {})))
         for source, of_input in scales.items():
             refuse_flaw(path, source, of_input.flaw(of_input.x_offset.numel(), bins), of_layer=True)
+        for site, named in blocks.items():
+            if named.keys() != set(OF_BLOCKS):
+                refuse_flaw(path, site, f"with {', '.join(named)}, where {', '.join(OF_BLOCKS)} are needed")
+            refuse_flaw(path, site, _flaw_of_blocks(SiteBlocks(**named), tables.get(site, {}), bins))
         ranges = {name: named[INPUT_AMAX] for name, named in inputs.items()}
         for name, amax in ranges.items():
             refuse_flaw(path, name, _flaw_of_range(amax, bins))
-        return Calibration(tables, provenance, shares, counts, scales, ranges)
+        needed = {site: SiteBlocks(**named) for site, named in blocks.items()}
+        return Calibration(tables, provenance, shares, counts, scales, ranges, needed)
 
 
 def modes_of_bundle(manifest: Manifest) -> dict[str, Tensor]:
@@ -144,7 +159,27 @@ def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
         )
     for name, site in sites.items():
         refuse_flaw(path, name, flaw(found.tables[name], bins, heads=site.heads, head_dim=site.head_dim))
+        if missing := sorted(set(site.sparse) - {0.0, *(found.blocks[name].shares if name in found.blocks else ())}):
+            refuse_flaw(
+                path, name, f"without the blocks at a share of {missing[0]:g}, which the bundle's plan leaves out"
+            )
     return replace(found, tables={name: found.tables[name] for name in sites})
+
+
+def masks_of_bundle(manifest: Manifest, calibration: Calibration) -> dict[str, Tensor]:
+    """The block masks [T, H, Bq, Bk] of the sites that have some."""
+    return {site.name: calibration.blocks[site.name].mask(site.sparse) for site in manifest.sites if site.sparse}
+
+
+def _flaw_of_blocks(blocks: SiteBlocks, tables: Mapping[str, Tensor], bins: int) -> str:
+    """What is wrong with the blocks of a site that has tables without a flaw; empty if nothing."""
+    if not tables:
+        return "with blocks, and no scales"
+    found = blocks.flaw(bins)
+    heads = tables["q_scale"].shape[1]
+    if not found and blocks.block_bits.shape[2] != heads:
+        return f"with blocks of {blocks.block_bits.shape[2]} heads, where scales have {heads}"
+    return found
 
 
 def _flaw_of_range(amax: Tensor, bins: int) -> str:

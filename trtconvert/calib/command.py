@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trtconvert import models
 from trtconvert.cache import Cache
-from trtconvert.calib.calibrate import calibrate, parts_to_convert
+from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import Ranks
 from trtconvert.calib.identity import calibration_reads, observations_folder
@@ -53,9 +53,13 @@ def calibrate_recipe(
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
             model = on_device(models.load(recipe.model, recipe.loras), device)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
+            if recipe.sparse_shares:
+                for ranges in recipe.engine.ranges():
+                    asked = {name: (size.min, size.opt, size.max) for name, size in ranges.items()}
+                    refuse_without_blocks(model, parts.sites, dict(model.dims) | asked)
             made = calibrate(
                 model, section, weights, parts.sites, work, bar, ranks, skip_bad=skip_bad, layers=parts.layers,
-                of_layers=recipe.layers,
+                of_layers=recipe.layers, shares=recipe.sparse_shares,
             )  # fmt: skip
             if partial is not None:
                 made.save(partial)

@@ -52,6 +52,9 @@ class AttentionShape:
 _Row = tuple[AttentionShape, Mode, float]
 """Shape, mode and seconds of a call."""
 
+_MaskedRow = tuple[AttentionShape, Mode, float, float]
+"""Shape, mode, share of blocks of a call with a block mask, and its time in terms of that without one."""
+
 
 class KernelCost:
     """Times of the measured GPU, interpolated over the amount of work at the nearest head size; of attention to prompts over
@@ -69,6 +72,10 @@ class KernelCost:
         for row in table["rows"]:
             rows = {"dynamic": self._rows, "calibrated": self._calibrated}[row.get("scaling", "dynamic")]
             rows.append((AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["seconds"])))
+        self._masked: list[_MaskedRow] = [
+            (AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["density"]), float(row["ratio"]))
+            for row in table.get("masked", ())
+        ]
         self._layers = [
             (2.0 * math.prod(row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
             for row in table.get("layers", ())
@@ -76,15 +83,20 @@ class KernelCost:
 
     @staticmethod
     def load(
-        path: Path | None = None, candidates: Collection[Mode] = (), layer_candidates: Collection[LayerMode] = ()
+        path: Path | None = None,
+        candidates: Collection[Mode] = (),
+        layer_candidates: Collection[LayerMode] = (),
+        *,
+        masks: bool = False,
     ) -> KernelCost:
         """Times that `trtconvert measure` wrote, or those that come with the program.
 
         Args:
             candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
             layer_candidates: likewise of layers, 16 bits among them.
+            masks: whether the plan may choose block masks, of which there must be times too.
         Raises:
-            UserError: not such a file, or one that lacks a mode at some head size, or of layers.
+            UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks.
         """
         path = path or KERNEL_COST
         try:
@@ -115,6 +127,14 @@ class KernelCost:
                 remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or state "
                 "layers.modes (off leaves layers in 16 bits)",
             )
+        if masks and not cost._masked:
+            raise UserError(
+                f"{path} cannot price the block masks of attention.sparse",
+                expected="times of attention with block masks",
+                got=f"none, measured {cost.date} on an {cost.gpu}",
+                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or set "
+                "attention.sparse to off",
+            )
         return cost
 
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
@@ -127,6 +147,8 @@ class KernelCost:
                 return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
         if any(not (0 < seconds < math.inf) for _, _, seconds in (*self._rows, *self._calibrated, *self._layers)):
             return "times that are not positive"
+        if any(not (0 < density <= 1 and 0 < ratio < math.inf) for *_, density, ratio in self._masked):
+            return "block masks whose density is not in (0, 1], or whose time is not positive"
         return ""
 
     def seconds(self, shape: AttentionShape, mode: Mode, scaling: str = "dynamic") -> float:
@@ -145,6 +167,31 @@ class KernelCost:
             if mode in modes and points and self.seconds(shape, mode) > SAME_TIME * _interpolated(shape.flops, points):
                 return "calibrated"
         return "dynamic"
+
+    def masked_ratio(self, shape: AttentionShape, mode: Mode, density: float) -> float:
+        """Time of a call that goes through a share of the blocks by a mask, in terms of that without one: above 1 where the mask
+        leaves few out. Linear between the densities that were measured at the nearest head size and work; of a mode that was
+        not measured with masks, as in `BALANCED`.
+
+        Args:
+            density: share of the blocks, more than 0.
+        """
+        rows = [row for row in self._masked if row[1] == mode] or [
+            row for row in self._masked if row[1] == Mode.BALANCED
+        ]
+        if not rows:
+            return math.inf
+        size = min({m.head_dim for m, *_ in rows}, key=lambda size: (abs(size - shape.head_dim), size))
+        rows = [row for row in rows if row[0].head_dim == size]
+        work = min({m.flops for m, *_ in rows}, key=lambda work: abs(math.log(work / shape.flops)))
+        points = sorted((d, ratio) for m, _, d, ratio in rows if m.flops == work)
+        least, of_least = points[0]
+        if density >= least:
+            measured, ratios = (np.array(column) for column in zip(*points, strict=True))
+            return float(np.interp(density, measured, ratios))
+        # Below, the line through the two sparsest, and never less than their share of the blocks.
+        slope = (points[1][1] - of_least) / (points[1][0] - least) if len(points) > 1 else math.inf
+        return max(of_least - slope * (least - density), of_least * density / least)
 
     def layer_seconds(self, layer: Layer, batch: int, mode: LayerMode) -> float:
         """Time of one call of a layer, its activations' quantisation inside. Interpolated as attention's is; infinite for

@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from trtconvert.bundle import SparseShares
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError, first_line, first_problem
 from trtconvert.recipe import LayerModeName, ModeName
@@ -33,6 +34,8 @@ class PlanPoint(_Record):
         int8_values: share of sites and denoising steps whose second product is INT8 too.
         modes: site: `Mode` per timestep bin.
         layers: layer: `LayerMode` per timestep bin, where the search decided about layers.
+        sparse: site: the share of its attention that may be lost per timestep bin, 0 where it has all its blocks; of the sites
+            that have block masks. density: share of the blocks of all sites and denoising steps that is computed.
     """
 
     name: str
@@ -43,6 +46,8 @@ class PlanPoint(_Record):
     int8_values: Annotated[float, Field(ge=0, le=1)]
     modes: dict[str, _SiteModes]
     layers: dict[str, _LayerModes] = {}
+    sparse: dict[str, SparseShares] = {}
+    density: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @field_validator("figures")
     @classmethod
@@ -51,6 +56,12 @@ class PlanPoint(_Record):
             raise ValueError("psnr is missing")
         return figures
 
+    @model_validator(mode="after")
+    def _of_sites(self) -> PlanPoint:
+        if bad := [site for site, row in self.sparse.items() if len(row) != len(self.modes.get(site, ()))]:
+            raise ValueError(f"sparse: of {bad[0]}, which has other timestep bins, or none")
+        return self
+
     @property
     def psnr(self) -> float:
         """dB."""
@@ -58,8 +69,9 @@ class PlanPoint(_Record):
 
     @property
     def in_int8(self) -> int:
-        """Timestep bins of sites and layers that are not in full precision."""
-        return sum(mode != 0 for row in (*self.modes.values(), *self.layers.values()) for mode in row)
+        """Timestep bins of sites and layers that are not in full precision, and those of sites that leave blocks out."""
+        rows = (*self.modes.values(), *self.layers.values(), *self.sparse.values())
+        return sum(choice != 0 for row in rows for choice in row)
 
 
 class Frontier(_Record):

@@ -124,6 +124,7 @@ def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
         "data": data_identity(section.data) or "denoise",
         "from": _hash(section.from_) if section.from_ is not None else "",
         "sites": recipe.attention.model_dump(mode="json", include={"include", "exclude"}),
+        "sparse": list(recipe.sparse_shares),
         "layers": {} if recipe.layers.off else recipe.layers.model_dump(mode="json", exclude={"modes"}),
     }
 

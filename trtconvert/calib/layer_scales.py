@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from trtconvert.calib.layer_observer import LayerRows
-from trtconvert.linear.reference import LEVELS, LayerTables, is_quantised, quantise_weight, short_scale
+from trtconvert.linear.reference import (
+    LEVELS,
+    LayerTables,
+    is_quantised,
+    layer_bias,
+    layer_weight,
+    quantise_weight,
+    short_scale,
+)
 from trtconvert.linear.sites import Layer, model_tensors
 from trtconvert.recipe import LayersSection
 
@@ -89,14 +97,10 @@ def layer_tables(
         of_input = scales[layer.source]
         key = (layer.weight, of_input.x_factor.numpy().tobytes())
         if key not in stored:
-            weight = layer.weight.of(tensors).float().cpu()
-            stored[key] = quantise_weight(weight / of_input.x_factor.view(1, -1, *[1] * (weight.dim() - 2)))
+            stored[key] = layer_weight(layer.weight.of(tensors).float().cpu(), of_input.x_factor)
         weight, scale = stored[key]
-        bias = torch.zeros(layer.out_channels) if layer.bias is None else layer.bias.of(tensors).float().cpu()
-        if of_input.x_offset.any():
-            # x = x̂ / factor + offset: of the INT8 weights, whose error then meets x and not x less the offset.
-            moved = (of_input.x_offset * of_input.x_factor).double()
-            bias = bias + ((weight.double() @ moved) * scale).float()
+        own = None if layer.bias is None else layer.bias.of(tensors).float().cpu()
+        bias = layer_bias(own, weight, scale, of_input.x_factor, of_input.x_offset)
         found[layer.name] = LayerTables(
             weight,
             scale,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from trtconvert.attention import kernel
 from trtconvert.attention.device_time import device_microseconds
 from trtconvert.attention.modes import MEASURED_SCALES, Mode
-from trtconvert.attention.reference import tables_from_data
+from trtconvert.attention.reference import BLOCK, tables_from_data
 from trtconvert.calib.cost import AttentionShape
 from trtconvert.errors import BackendUnavailable
 from trtconvert.linear import kernel as linear_kernel
@@ -47,6 +48,10 @@ CALLS = tuple(
 )
 """Modes and scalings that are measured, those of one mode one after the other. The others take no scales from the data."""
 
+MASKED_SHAPES = tuple(shape for shape in SHAPES if shape.key_tokens >= 1024)
+DENSITIES = (0.25, 0.5, 1.0)
+"""Where attention is measured with block masks, and their shares of blocks, which are drawn at random."""
+
 INPUTS = 3
 """Sets of inputs that take turns, so that no call finds its own in the cache."""
 
@@ -55,13 +60,14 @@ def measure_kernels(
     shapes: Sequence[AttentionShape] = SHAPES,
     done: Callable[[], None] = lambda: None,
     layer_shapes: Sequence[tuple[int, int, int]] = LAYER_SHAPES,
+    masked_shapes: Sequence[AttentionShape] = MASKED_SHAPES,
 ) -> str:
-    """Times of attention in every mode, and of layers in 16 bits (torch) and in INT8, as JSON text, see `KernelCost.load`. FP16,
-    quantisation inside; scales of queries and keys are measured, and in the modes that may do so calibrated as well; see
-    `device_microseconds`.
+    """Times of attention in every mode, of block masks in terms of those, and of layers in 16 bits (torch) and in INT8, as JSON
+    text, see `KernelCost.load`. FP16, quantisation inside; scales of queries and keys are measured, and in the modes that may do
+    so calibrated as well; see `device_microseconds`.
 
     Args:
-        done: called after each shape and mode, and for calibrated scales.
+        done: called after each shape and mode, for calibrated scales, and for each density of block masks.
     Raises:
         BackendUnavailable: there is no GPU.
     """
@@ -85,6 +91,19 @@ def measure_kernels(
                 }
             )
             done()
+    masked = []
+    for shape in masked_shapes:
+        for mode in Mode:
+            dense, *found = (
+                device_microseconds([_call(shape, mode, "dynamic", seed, density) for seed in range(INPUTS)])
+                for density in (None, *DENSITIES)
+            )
+            for density, microseconds in zip(DENSITIES, found, strict=True):
+                ratio = round(microseconds / dense, 4)
+                masked.append(
+                    {"mode": int(mode), "shape": list(vars(shape).values()), "density": density, "ratio": ratio}
+                )
+                done()
     layers = []
     for shape in layer_shapes:
         for mode in _LAYER_MODES:
@@ -94,14 +113,15 @@ def measure_kernels(
     table = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
     parts = [
         f' "{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in of_name) + "\n ]"
-        for name, of_name in (("rows", rows), ("layers", layers))
+        for name, of_name in (("rows", rows), ("masked", masked), ("layers", layers))
     ]
     return json.dumps(table, indent=1)[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
 
 
 def steps() -> int:
     """How often `done` is called for the usual shapes."""
-    return len(SHAPES) * len(CALLS) + len(LAYER_SHAPES) * len(_LAYER_MODES)
+    of_masks = len(MASKED_SHAPES) * len(Mode) * len(DENSITIES)
+    return len(SHAPES) * len(CALLS) + of_masks + len(LAYER_SHAPES) * len(_LAYER_MODES)
 
 
 def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
@@ -109,7 +129,9 @@ def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
     path.write_text(measure_kernels(done=done))
 
 
-def _call(shape: AttentionShape, mode: Mode, scaling: str, seed: int) -> Callable[[], Tensor]:
+def _call(
+    shape: AttentionShape, mode: Mode, scaling: str, seed: int, density: float | None = None
+) -> Callable[[], Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
     tokens = {"q": shape.query_tokens, "k": shape.key_tokens, "v": shape.key_tokens}
     q, k, v = (
@@ -118,7 +140,13 @@ def _call(shape: AttentionShape, mode: Mode, scaling: str, seed: int) -> Callabl
     )
     tables = tables_from_data(q, k, v, mode)
     timestep = torch.zeros(shape.batch, device="cuda")
-    return lambda: kernel.attention(q, k, v, timestep, tables, scaling=scaling)
+    mask = None
+    if density is not None:  # so many blocks of each row, and a row for each head, as calibration finds them
+        counts = [math.ceil(tokens[x] / BLOCK) for x in "qk"]
+        drawn = torch.rand(1, shape.heads, *counts, device="cuda", generator=generator)
+        kept = drawn.topk(max(1, round(density * counts[1])), dim=-1).indices
+        mask = torch.zeros_like(drawn, dtype=torch.bool).scatter(-1, kept, True)
+    return lambda: kernel.attention(q, k, v, timestep, tables, scaling=scaling, block_mask=mask)
 
 
 def _layer_call(shape: tuple[int, int, int], mode: LayerMode, seed: int) -> Callable[[], Tensor]:

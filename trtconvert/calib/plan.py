@@ -17,12 +17,13 @@ check the figures on other seeds, and fail it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.modes import INT8_VALUES, Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.schedules import sigma_rule_modes
@@ -32,7 +33,14 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.calib.layer_scales import layer_tables
-from trtconvert.calib.sensitivity import LAYERS_OF, Int8Layers, Int8Sites, Sensitivity, measure_sensitivity
+from trtconvert.calib.sensitivity import (
+    LAYERS_OF,
+    Int8Layers,
+    Int8Sites,
+    Sensitivity,
+    choice_of,
+    measure_sensitivity,
+)
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
@@ -41,7 +49,8 @@ from trtconvert.progress import Bar
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
 
 Plan = dict[str, Tensor]
-"""Site: [T] INT32 `Mode` per timestep bin; group of layers, whose name begins with `LAYERS_OF`: `LayerMode`."""
+"""Site: [T] INT32 `Mode` per timestep bin; group of layers, whose name begins with `LAYERS_OF`: `LayerMode`. Where sites may have
+block masks, the choice of a mode and a level, see `choice_of`."""
 
 BISECTIONS = 6
 """Halvings of the modelled error's range in decades: the limit is known to 2**-6 of it."""
@@ -88,17 +97,21 @@ def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
     return LayerMode.STATIC if layer.kind == "conv" and mode == LayerMode.DYNAMIC else mode
 
 
-def kernel_cost(section: PlanSection, of_layers: LayersSection) -> tuple[KernelCost, set[Mode], set[LayerMode]]:
+def kernel_cost(
+    section: PlanSection, of_layers: LayersSection, *, masks: bool = False
+) -> tuple[KernelCost, set[Mode], set[LayerMode]]:
     """The kernels' times by which a search prices its plans, and the modes that it may choose: of attention, FP16 among them,
     and of layers, none where it does not decide about them.
 
+    Args:
+        masks: whether it may choose block masks.
     Raises:
         UserError: as `KernelCost.load`.
     """
     allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
     in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
     allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
-    return KernelCost.load(section.kernel_cost, allowed, allowed_layers), allowed, allowed_layers
+    return KernelCost.load(section.kernel_cost, allowed, allowed_layers, masks=masks), allowed, allowed_layers
 
 
 def site_scalings(
@@ -120,6 +133,41 @@ def site_scalings(
     return {site.name: cost.scaling(_shape(site, batch), modes) for site in sites}
 
 
+def stated_blocks(
+    share: float,
+    section: PlanSection,
+    sites: Iterable[Site],
+    modes: Mapping[str, Tensor],
+    blocks: Mapping[str, SiteBlocks],
+    batch: int,
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """The shares of attention that each site loses per timestep bin where a recipe states one share for all.
+
+    Args:
+        share: that the recipe states; sites, modes: that are converted, and [T] their modes; batch: for which times are taken.
+    Returns:
+        The shares of the sites that get block masks, and why others of `blocks` get none: where most blocks are needed, going
+        through them by a mask takes longer.
+    Raises:
+        UserError: as `KernelCost.load`.
+    """
+    cost = KernelCost.load(section.kernel_cost, masks=True)
+    chosen, dense = {}, {}
+    for site in sites:
+        if (of_site := blocks.get(site.name)) is None:
+            continue
+        shape, rows = _shape(site, batch), [Mode(int(mode)) for mode in modes[site.name]]
+        densities = of_site.densities()[:, of_site.shares.index(share)].tolist()
+        seconds = [cost.seconds(shape, mode) for mode in rows]
+        masked = [s * cost.masked_ratio(shape, m, d) for s, m, d in zip(seconds, rows, densities, strict=True)]
+        if sum(masked) < sum(seconds):
+            chosen[site.name] = [share if density < 1 else 0.0 for density in densities]
+        else:
+            needed = sum(densities) / len(densities)
+            dense[site.name] = f"{needed:.0%} of its blocks are needed, too many to gain time"
+    return chosen, dense
+
+
 def _shape(site: Site, batch: int) -> AttentionShape:
     return AttentionShape(batch * site.folds, site.heads, site.query_tokens, site.key_tokens, site.head_dim)
 
@@ -137,6 +185,7 @@ def search(
     bins: int,
     batch: int,
     bar: Bar,
+    shares: Sequence[float] = (),
 ) -> Frontier:
     """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
 
@@ -147,9 +196,11 @@ def search(
         sites, layers: to convert; scalings: of each site, see `site_scalings`.
         batch: for which times are taken.
         bar: shows the progress.
+        shares: of attention that block masks may lose, of which the calibration has the blocks.
     """
-    cost, allowed, allowed_layers = kernel_cost(section, of_layers)
+    cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares))
     seconds = cost.table([_shape(site, batch) for site in sites], [scalings[site.name] for site in sites])
+    blocks = {site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks}
     seeds = range(section.seed, section.seed + section.samples)
     tables = calibration.tables
     stated = layer_modes(of_layers, layers, bins)
@@ -172,17 +223,27 @@ def search(
             for source, members in groups.items()
         ]
         seconds = torch.cat([seconds, torch.tensor(rows, dtype=torch.float64)])
+    of_searches = len(FRONTIER_DB) + BISECTIONS
     bar.total(
         section.steps
         + bins
         + (2 if groups else 1) * (len(_priced(seconds[: len(sites)])) + 2)
-        + len(FRONTIER_DB)
-        + BISECTIONS
+        + of_searches
+        + (len(shares) + of_searches if blocks else 0)
     )
+    if blocks:
+        seconds = torch.stack(
+            [
+                seconds_of_choices(cost, _shape(site, batch), of_site, blocks.get(site.name), shares, bins)
+                for site, of_site in zip(sites, seconds, strict=False)
+            ]
+            + [_without_levels(of_group, len(shares), bins) for of_group in seconds[len(sites) :]]
+        )
 
     def int8_sites(plan: Plan) -> Int8Sites:
-        named = {site: AttentionTables(**tables[site], modes=modes) for site, modes in plan.items()}
-        return Int8Sites(named, model.timestep_max, scalings, attention.smooth_k)
+        named = {site: AttentionTables(**tables[site], modes=row % len(Mode)) for site, row in plan.items()}
+        masks = {site: blocks[site].mask(row) for site, row in sparse_rows(plan, shares).items()}
+        return Int8Sites(named, model.timestep_max, scalings, attention.smooth_k, masks=masks)
 
     def int8_layers(plan: Plan) -> Int8Layers:
         if not groups:
@@ -198,8 +259,8 @@ def search(
 
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
     sensitivity = measure_sensitivity(
-        model, int8_sites(exact), bins, modes=allowed, layers=in_int8, groups=groups, layer_modes=modes_of, seeds=seeds,
-        steps=section.steps, done=bar.step,
+        model, int8_sites(exact), bins, modes=allowed, layers=in_int8, groups=groups, layer_modes=modes_of,
+        blocks=blocks, shares=shares if blocks else (), seeds=seeds, steps=section.steps, done=bar.step,
     )  # fmt: skip
     with torch.no_grad():
         full = model.sample(model.denoiser, seeds, steps=section.steps, solver="ddim")
@@ -220,8 +281,68 @@ def search(
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, allowed)
     of_fixed = {name: modes.tolist() for name, modes in fixed.items()}
-    points = [point.model_copy(update={"layers": of_fixed | _by_layer(point.layers, groups)}) for point in points]
+    points = [
+        point.model_copy(
+            update={
+                "layers": of_fixed | _by_layer(point.layers, groups),
+                "density": _density(point.sparse, blocks, len(sites), sensitivity.steps),
+            }
+        )
+        for point in points
+    ]
     return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
+
+
+def seconds_of_choices(
+    cost: KernelCost,
+    shape: AttentionShape,
+    seconds: Tensor,
+    blocks: SiteBlocks | None,
+    shares: Sequence[float],
+    bins: int,
+) -> Tensor:
+    """[T, choices] time of a site in each choice of a mode and a level, see `Sensitivity`; infinite at levels of a site without
+    blocks, and where a share leaves none out.
+
+    Args:
+        seconds: [modes] of a call without a mask.
+    """
+    found = _without_levels(seconds, len(shares), bins)
+    if blocks is None:
+        return found
+    places = [blocks.shares.index(share) for share in shares]
+    densities = blocks.densities()[:, places]
+    for mode in Mode:
+        for level in range(1, len(shares) + 2):
+            for index in range(bins):
+                density = float(densities[index, level - 1]) if level <= len(shares) else 1.0
+                if density < 1 or level > len(shares):
+                    ratio = cost.masked_ratio(shape, mode, density)
+                    found[index, choice_of(mode, level)] = seconds[mode] * ratio
+    return found
+
+
+def _without_levels(seconds: Tensor, shares: int, bins: int) -> Tensor:
+    """[modes] → [T, choices], infinite at all levels but `DENSE`."""
+    levels = seconds.new_full((bins, len(Mode) * (shares + 1)), math.inf)
+    return torch.cat([seconds.expand(bins, -1), levels], 1)
+
+
+def sparse_rows(plan: Plan, shares: Sequence[float]) -> dict[str, list[float]]:
+    """The shares of attention that the sites with block masks lose, per timestep bin."""
+    of_level = [0.0, *shares, 0.0]
+    levels = {site: (row // len(Mode)).tolist() for site, row in plan.items()}
+    return {site: [of_level[level] for level in row] for site, row in levels.items() if any(row)}
+
+
+def _density(
+    sparse: Mapping[str, Sequence[float]], blocks: Mapping[str, SiteBlocks], sites: int, steps: Tensor
+) -> float:
+    """The share of the blocks of all sites and denoising steps that a plan computes."""
+    left_out = [
+        float(((1 - blocks[site].mask(row).double().mean((1, 2, 3))) * steps).sum()) for site, row in sparse.items()
+    ]
+    return 1 - sum(left_out) / sites
 
 
 def _by_layer(of_groups: Mapping[str, list[int]], groups: Mapping[str, Collection[str]]) -> dict[str, list[int]]:
@@ -250,35 +371,38 @@ def search_plan(
 
     Args:
         seconds: [S, modes] time of each site or group of layers in each mode, in any unit; infinite where nobody knows,
-            and such a mode is not chosen.
+            and such a mode is not chosen. [S, T, choices] where there are block masks.
         sigmas: as in `make_plan`.
         budget: what a plan must keep.
         measure: draws samples with a plan and gives every figure of the budget.
         allowed: what the search may choose, FP16 among it. Plans without a search are sampled all the same, to compare with;
             in bins that no step fell into they are FP16 too. Whoever wants a mode there states it in attention.modes.
     Returns:
-        All points that were sampled, fastest first; FP16 everywhere is one of them.
+        All points that were sampled, fastest first; FP16 everywhere is one of them. Where there are block masks, the search
+            without any is made as well.
     """
     sites, bins = sensitivity.sites, len(sensitivity.gain)
     groups = torch.tensor([name.startswith(LAYERS_OF) for name in sites])
     unseen = sensitivity.steps == 0
     cost = sensitivity.cost().clone()
-    cost[~groups] = cost[~groups].index_fill(
-        -1, torch.tensor([m for m in Mode if m not in allowed], dtype=torch.long), math.inf
-    )
+    levels = sensitivity.levels
+    left_out = [choice_of(mode, level) for mode in Mode if mode not in allowed for level in range(levels)]
+    cost[~groups] = cost[~groups].index_fill(-1, torch.tensor(left_out, dtype=torch.long), math.inf)
     # A layer is INT8 in all bins or in none: what no step falls into costs nothing and decides nothing.
     cost[groups] = torch.where(
         unseen[:, None] & sensitivity.error[groups].isfinite().any(1, keepdim=True), 0.0, cost[groups]
     )
-    cost.masked_fill_(seconds[:, None].isinf(), math.inf)
-    time = seconds[:, None] * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, modes]; unseen bins count a little
+    seconds = seconds if seconds.dim() == 3 else seconds[:, None]
+    cost.masked_fill_(seconds.isinf(), math.inf)
+    time = seconds * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, choices]; unseen bins count a little
+    of_modes = seconds[..., : len(Mode)].amax(1)  # without a mask, the same in all bins
     int8_values = torch.tensor(INT8_VALUES)
 
     def point(name: str, plan: Plan) -> PlanPoint:
         found = measure(plan)
         chosen = torch.stack([plan[site] for site in sites])
-        of_sites = chosen[~groups]
-        rows = {site: modes.tolist() for site, modes in plan.items()}
+        of_sites = chosen[~groups] % len(Mode)
+        rows = {site: (row % len(Mode)).tolist() for site, row in plan.items()}
         return PlanPoint(
             name=name,
             speed=float(time[..., Mode.FP16].sum() / time.gather(-1, chosen.long()[..., None]).sum()),
@@ -288,11 +412,12 @@ def search_plan(
             int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * sensitivity.steps).sum()),
             modes={site: row for site, row in rows.items() if not site.startswith(LAYERS_OF)},
             layers={site.removeprefix(LAYERS_OF): row for site, row in rows.items() if site.startswith(LAYERS_OF)},
+            sparse=sparse_rows(plan, sensitivity.shares),
         )
 
-    compared = _fixed_plans(sigmas, bins, _priced(seconds[~groups]))
+    compared = _fixed_plans(sigmas, bins, _priced(of_modes[~groups]))
     fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in compared.items()}
-    in_int8 = [mode for mode in LayerMode if mode and groups.any() and seconds[groups, mode].isfinite().all()]
+    in_int8 = [mode for mode in LayerMode if mode and groups.any() and of_modes[groups, mode].isfinite().all()]
     points = []
     for suffix, of_layers in [("", LayerMode.EXACT), *((f", layers {m.name.lower()}", m) for m in in_int8[-1:])]:
         for name, modes in fixed.items():
@@ -300,23 +425,57 @@ def search_plan(
                 s: torch.full_like(modes, int(of_layers)) if s.startswith(LAYERS_OF) else modes.clone() for s in sites
             }
             points.append(point(name + suffix, rows))
+    points += [point(name, rows) for name, rows in _fixed_masks(sensitivity, time, of_modes, groups, allowed).items()]
     whole = groups.nonzero().flatten().tolist()
+    masked = seconds[..., len(Mode) :].isfinite().any(-1).any(-1).nonzero().flatten().tolist()
 
-    def fastest(limit: float) -> Plan:
-        return fastest_plan(sites, cost, time, limit, whole)
+    def search_choices(count: int, suffix: str) -> Iterator[PlanPoint]:
+        """Around the fastest plan among the first choices of each site and bin."""
+        some, times = cost[..., :count], time[..., :count]
 
-    points += [point(f"model, {db} dB", fastest(10 ** (-db / 10))) for db in FRONTIER_DB]
+        def fastest(limit: float) -> Plan:
+            return fastest_plan(sites, some, times, limit, whole, masked if count > len(Mode) else ())
 
-    # The largest modelled error whose plan keeps the budget when sampled: bisection in decades between two sure ends.
-    worst = cost.nan_to_num(posinf=0.0).amax(-1).sum()
-    low, high = -12.0, float(worst.clamp_min(1e-12).log10())
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        candidate = point(f"search, error 10^{middle:.2f}", fastest(10**middle))
-        points.append(candidate)
-        low, high = (middle, high) if candidate.keeps_budget else (low, middle)
+        for db in FRONTIER_DB:
+            yield point(f"model, {db} dB{suffix}", fastest(10 ** (-db / 10)))
+        # The largest modelled error whose plan keeps the budget when sampled: bisection in decades between two sure ends.
+        worst = some.nan_to_num(posinf=0.0).amax(-1).sum()
+        low, high = -12.0, float(worst.clamp_min(1e-12).log10())
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            candidate = point(f"search, error 10^{middle:.2f}{suffix}", fastest(10**middle))
+            yield candidate
+            low, high = (middle, high) if candidate.keeps_budget else (low, middle)
+
+    points += search_choices(len(Mode), "")
+    if masked:
+        points += search_choices(cost.shape[-1], ", block masks")
 
     return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
+
+
+def _fixed_masks(
+    sensitivity: Sensitivity, time: Tensor, of_modes: Tensor, groups: Tensor, allowed: Collection[Mode]
+) -> dict[str, Plan]:
+    """Plans without a search that leave one share out at all sites that may, in the fastest mode that is allowed everywhere."""
+    priced = [mode for mode in _priced(of_modes[~groups]) if mode in allowed]
+    mode = min(priced, key=lambda mode: float(of_modes[~groups, mode].sum()))
+    plans, last = {}, sensitivity.levels - 1
+    for level, share in enumerate(sensitivity.shares, 1):
+        plan = {}
+        for row, site in enumerate(sensitivity.sites):
+            of_site = torch.full(
+                (len(sensitivity.steps),), int(LayerMode.EXACT if groups[row] else mode), dtype=torch.int32
+            )
+            known = time[row, :, choice_of(mode, level)].isfinite()
+            if known.any() and not groups[row]:
+                of_site = torch.where(known, choice_of(mode, level), choice_of(mode, last)).int()
+                of_site[sensitivity.steps == 0] = choice_of(Mode.FP16, last)
+            elif not groups[row]:
+                of_site[sensitivity.steps == 0] = int(Mode.FP16)
+            plan[site] = of_site
+        plans[f"{mode.name.lower()} everywhere, {share:g} of attention left out"] = plan
+    return plans
 
 
 def _priced(seconds: Tensor) -> list[Mode]:
@@ -337,38 +496,48 @@ def _fixed_plans(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, 
     return plans | {"sigma rule": rule, "aggressive, late steps fp16": late}
 
 
-def fastest_plan(sites: list[str], cost: Tensor, time: Tensor, limit: float, whole: Sequence[int] = ()) -> Plan:
+def fastest_plan(
+    sites: list[str],
+    cost: Tensor,
+    time: Tensor,
+    limit: float,
+    whole: Sequence[int] = (),
+    masked: Sequence[int] = (),
+) -> Plan:
     """The plan of least total time whose total cost is at most `limit`, to proven optimality.
 
     Args:
-        cost, time: [S, T, modes] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen, whatever
+        cost, time: [S, T, choices] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen, whatever
             its time, which may be infinite too.
         whole: rows of layers, which have mode 0 in all bins or in none: an engine holds one of both weights.
+        masked: rows of sites with levels, which are `DENSE` in all bins or in none: an engine's node has a mask or none.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, eye_array, kron, vstack
 
     count = cost.shape[0] * cost.shape[1]
-    modes = len(Mode)
+    choices = cost.shape[-1]
     time = time.masked_fill(cost.isinf(), 0)
     # Scaled to about one, so that the solver's tolerances mean the same for every model.
     weights = (cost / limit).flatten().numpy()
-    one_mode_each = kron(eye_array(count), np.ones((1, modes)))
-    bins, of_mode_0 = cost.shape[1], []
-    for row in whole:
+    one_each = kron(eye_array(count), np.ones((1, choices)))
+    bins, joined = cost.shape[1], []
+    # The first choices of a row, together, in all bins or in none.
+    for row, first in (*((row, 1) for row in whole), *((row, len(Mode)) for row in masked)):
         for index in range(1, bins):
-            same = np.zeros(count * modes)
-            same[row * bins * modes], same[(row * bins + index) * modes] = 1, -1
-            of_mode_0.append(csr_array(same[None]))
+            same = np.zeros(count * choices)
+            start, other = row * bins * choices, (row * bins + index) * choices
+            same[start : start + first], same[other : other + first] = 1, -1
+            joined.append(csr_array(same[None]))
     result = milp(
         (time / time.amax()).flatten().numpy(),
-        integrality=np.ones(count * modes),
+        integrality=np.ones(count * choices),
         # A choice that breaks the limit alone is no choice; it would only widen the numbers' range.
         bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
         constraints=LinearConstraint(
-            csr_array(vstack([one_mode_each, csr_array(np.minimum(weights, 2)[None]), *of_mode_0])),
-            np.concatenate([np.ones(count), [-np.inf], np.zeros(len(of_mode_0))]),  # pyright: ignore[reportArgumentType]
-            np.concatenate([np.ones(count), [1.0], np.zeros(len(of_mode_0))]),  # pyright: ignore[reportArgumentType]
+            csr_array(vstack([one_each, csr_array(np.minimum(weights, 2)[None]), *joined])),
+            np.concatenate([np.ones(count), [-np.inf], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
+            np.concatenate([np.ones(count), [1.0], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
         ),
         options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
     )
@@ -383,8 +552,9 @@ def _key(plan: Plan) -> tuple[int, ...]:
 
 def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:
     """Of points with the same modes, the first: those of the fixed plans come before those of the search."""
-    kept: dict[tuple[int, ...], PlanPoint] = {}
+    kept: dict[tuple, PlanPoint] = {}
     for point in points:
         rows = (*point.modes.values(), *point.layers.values())
-        kept.setdefault(tuple(mode for row in rows for mode in row), point)
+        sparse = tuple((site, *row) for site, row in point.sparse.items())
+        kept.setdefault((*(mode for row in rows for mode in row), sparse), point)
     return list(kept.values())

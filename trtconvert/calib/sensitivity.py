@@ -9,16 +9,18 @@ one another) the plan's search settles by sampling, see `plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.attention import reference
+from trtconvert.attention.blocks import SiteBlocks, mask_at
 from trtconvert.attention.modes import Mode, Scaling, scaling_at
-from trtconvert.attention.reference import AttentionTables, timestep_bin
+from trtconvert.attention.reference import AttentionTables, expand_blocks, timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear import changes
@@ -43,6 +45,7 @@ class Int8Sites:
         tables: per converted site.
         timestep_max, scaling, smooth_k: as the op's attributes; a scaling of all sites, or by site.
         compute: the specification, or `kernel.attention`.
+        masks: [T, H, Bq, Bk] block masks by timestep bin, of the sites that have some.
     """
 
     tables: Mapping[str, AttentionTables]
@@ -50,9 +53,11 @@ class Int8Sites:
     scaling: Scaling
     smooth_k: bool
     compute: Callable[..., Tensor] = reference.attention
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
 
     def attention(self, call: SiteCall, tables: AttentionTables | None = None) -> Tensor:
         """The call's output as the `Int8Attention` op defines it, with the site's own tables or others."""
+        masks = self.masks.get(call.name)
         return self.compute(
             call.q,
             call.k,
@@ -64,6 +69,7 @@ class Int8Sites:
             scaling=scaling_at(self.scaling, call.name),
             smooth_k=self.smooth_k,
             mask=call.mask,
+            block_mask=None if masks is None else mask_at(masks, call.timestep, self.timestep_max),
         )
 
     def handler(self) -> Callable[[SiteCall], Tensor]:
@@ -134,32 +140,53 @@ class Int8Layers:
         return lambda call: self.output(call) if call.name in self.tables else call.exact()
 
 
+DENSE = 0
+"""The level of a site without block masks; those of `Sensitivity.shares` follow."""
+
+
+def choice_of(mode: int, level: int) -> int:
+    """A mode and a level as one number, among the choices of a site and timestep bin."""
+    return level * len(Mode) + mode
+
+
 @dataclass(frozen=True)
 class Sensitivity:
     """S sites and groups of layers, T timestep bins.
 
+    A choice is a mode and a level, see `choice_of`. Levels are `DENSE`, the shares of attention that a block mask may lose, and
+    all blocks by a mask, which sites with masks have in bins that need them all. Without shares there is one level.
+
     Attributes:
         sites: names, in the order of the first axis; those of groups begin with `LAYERS_OF`.
-        error: [S, T, modes] mean squared error at the denoiser's output when one site alone runs in each `Mode`, or one group of
-            layers in each `LayerMode`; zero for FP16, NaN for modes that were not measured.
+        error: [S, T, choices] mean squared error at the denoiser's output when one site alone runs in each `Mode`, or one group
+            of layers in each `LayerMode`; zero for FP16, NaN for modes that were not measured. At a level, that of exact
+            attention with the mask besides: errors of rounding and of what is left out add up.
         gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
         steps: [T] share of the denoising steps that fall into each bin.
+        shares: of attention, of the levels between.
     """
 
     sites: list[str]
     error: Tensor
     gain: Tensor
     steps: Tensor
+    shares: tuple[float, ...] = ()
+
+    @property
+    def levels(self) -> int:
+        """How many there are."""
+        return len(self.shares) + 2 if self.shares else 1
 
     def cost(self) -> Tensor:
-        """[S, T, modes] squared error that each choice is modelled to add to the final samples.
+        """[S, T, choices] squared error that each choice is modelled to add to the final samples.
 
-        FP16 adds nothing, whatever the gain. What was not measured costs infinity: modes that were left out, any but FP16
-        in a bin that no step fell into, and what gave a NaN or Inf.
+        FP16 of all blocks adds nothing, whatever the gain. What was not measured costs infinity: modes that were left out, any
+        other choice in a bin that no step fell into, and what gave a NaN or Inf.
         """
         cost = (self.error * self.gain[:, None]).nan_to_num(nan=math.inf, posinf=math.inf)
         cost[:, self.steps == 0] = math.inf
-        cost[..., Mode.FP16] = 0
+        for level in {DENSE, self.levels - 1}:
+            cost[..., choice_of(Mode.FP16, level)] = 0
         return cost
 
 
@@ -172,6 +199,8 @@ def measure_sensitivity(
     layers: Int8Layers | None = None,
     groups: Mapping[str, Collection[str]] | None = None,
     layer_modes: Mapping[str, Collection[LayerMode]] | None = None,
+    blocks: Mapping[str, SiteBlocks] | None = None,
+    shares: Sequence[float] = (),
     seeds: range,
     steps: int,
     done: Callable[[], None],
@@ -183,11 +212,12 @@ def measure_sensitivity(
         modes: to measure; each takes a pass through the model for each site in every step.
         layers: whose modes do not matter either; groups: their names, by the first layer that reads the same tensor.
         layer_modes: to measure, of each group; each takes a pass in every step.
+        blocks: of the sites that may have block masks; shares: of attention that may be lost. Each takes a pass in every step.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
         done: called `steps + bins + 1` times.
     """
-    groups, layer_modes = groups or {}, layer_modes or {}
+    groups, layer_modes, blocks = groups or {}, layer_modes or {}, blocks or {}
     choices: dict[str, list[tuple[int, Callable[[], Denoiser]]]] = {
         name: [(mode, partial(_with_site, model, sites, name, mode)) for mode in INT8_MODES if mode in modes]
         for name in sites.tables
@@ -199,8 +229,13 @@ def measure_sensitivity(
             ]
             for name, members in groups.items()
         }
+    for name, of_site in blocks.items():
+        choices[name] += [
+            (len(Mode) + number, partial(_with_mask, model, name, of_site.level(share), model.timestep_max))
+            for number, share in enumerate(shares)
+        ]
     names = list(choices)
-    squared = torch.full((len(names), bins, len(Mode)), math.nan, dtype=torch.float64)
+    squared = torch.full((len(names), bins, len(Mode) + len(shares)), math.nan, dtype=torch.float64)
     for row, of_name in enumerate(choices.values()):
         squared[row, :, [0, *(mode for mode, _ in of_name)]] = 0
     visits = torch.zeros(bins, dtype=torch.float64)
@@ -221,15 +256,37 @@ def measure_sensitivity(
 
     with torch.no_grad():
         samples = model.sample(watched, seeds, steps=steps, solver="ddim")
-        error = squared / visits.clamp_min(1)[:, None]
+        error = _of_choices(squared / visits.clamp_min(1)[:, None], len(shares))
         gain = _gains(model, exact, samples, error, visits, seeds, steps, done)
-    return Sensitivity(names, error, gain, visits / visits.sum())
+    return Sensitivity(names, error, gain, visits / visits.sum(), tuple(shares))
+
+
+def _of_choices(error: Tensor, shares: int) -> Tensor:
+    """[…, modes + shares] errors of modes and of masks → […, choices], see `Sensitivity`."""
+    of_modes, of_masks = error.split([len(Mode), shares], -1)
+    masked = [of_modes + of_masks[..., [level]] for level in range(shares)]
+    # The last level computes what DENSE does, of the sites that have levels.
+    last = [of_modes + 0 * of_masks[..., :1]] if shares else []
+    return torch.cat([of_modes, *masked, *last], -1)
 
 
 def _with_site(model: DiffusionModel, sites: Int8Sites, name: str, mode: Mode) -> Denoiser:
     """The denoiser with one site alone in a mode."""
     tables = sites.tables[name].with_modes(mode)
     return intercepted(model, lambda call: sites.attention(call, tables) if call.name == name else call.exact())
+
+
+def _with_mask(model: DiffusionModel, name: str, masks: Tensor, timestep_max: float) -> Denoiser:
+    """The denoiser with one site alone attending exactly to the blocks of a mask."""
+
+    def attend(call: SiteCall) -> Tensor:
+        if call.name != name:
+            return call.exact()
+        chosen = expand_blocks(mask_at(masks, call.timestep, timestep_max), call.q.shape[2], call.k.shape[2])
+        grouped = call.q.shape[1] != call.k.shape[1]
+        return scaled_dot_product_attention(call.q, call.k, call.v, chosen, scale=call.scale, enable_gqa=grouped)
+
+    return intercepted(model, attend)
 
 
 def _with_layers(model: DiffusionModel, layers: Int8Layers, names: Collection[str], mode: LayerMode) -> Denoiser:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from trtconvert.attention.blocks import BlockRows
 from trtconvert.attention.ranges import Rows
 from trtconvert.calib.histogram import Histograms
 from trtconvert.calib.layer_observer import LayerRows
@@ -24,6 +25,8 @@ from trtconvert.files import whole_file
 _ROWS, _ELEMENTS = "rows-", "elements-"
 _LAYER = "layer:"
 """In front of a layer's name: the module may be an attention site as well."""
+_BLOCKS = "blocks:"
+"""In front of a site's name, of the blocks that it needs."""
 
 
 class Shards(Mapping[str, Rows]):
@@ -53,10 +56,16 @@ class Shards(Mapping[str, Rows]):
         return {batch for batch in self.batches() if not self._skipped_of(batch)}
 
     def write(
-        self, batch: int, rows: Mapping[str, Rows], skipped: list[str], layers: Mapping[str, LayerRows] | None = None
+        self,
+        batch: int,
+        rows: Mapping[str, Rows],
+        skipped: list[str],
+        layers: Mapping[str, LayerRows] | None = None,
+        blocks: Mapping[str, BlockRows] | None = None,
     ) -> None:
-        """Keep the rows of a batch, those of layers, and what was left out of it."""
+        """Keep the rows of a batch, those of layers, the blocks that sites need, and what was left out of it."""
         seen_by = {**rows, **{_LAYER + name: seen for name, seen in (layers or {}).items()}}
+        seen_by |= {_BLOCKS + name: seen for name, seen in (blocks or {}).items()}
         tensors = {f"{site}/{name}": x for site, seen in seen_by.items() for name, x in seen.tensors().items()}
         self._save(f"{_ROWS}{batch:06d}", tensors, {"skipped": json.dumps(skipped)})
 
@@ -67,6 +76,12 @@ class Shards(Mapping[str, Rows]):
         """The rows of a layer in all finished batches, in the batches' order."""
         parts = self._parts(_LAYER + name, [f.name for f in fields(LayerRows)])
         return LayerRows.cat([LayerRows(**part) for part in parts])
+
+    def blocks(self, site: str) -> BlockRows:
+        """The blocks that a site needs in any finished batch."""
+        return BlockRows.merged(
+            BlockRows(**x) for x in self._parts(_BLOCKS + site, [f.name for f in fields(BlockRows)])
+        )
 
     def _parts(self, site: str, names: Sequence[str]) -> list[dict[str, Tensor]]:
         parts = []
@@ -83,7 +98,7 @@ class Shards(Mapping[str, Rows]):
         for batch in sorted(self.batches()):
             with safe_open(self._path(f"{_ROWS}{batch:06d}"), framework="pt") as file:
                 keys = (key.rpartition("/")[0] for key in file.keys())  # noqa: SIM118
-                sites |= dict.fromkeys(sorted(key for key in keys if not key.startswith(_LAYER)))
+                sites |= dict.fromkeys(sorted(key for key in keys if not key.startswith((_LAYER, _BLOCKS))))
         return iter(sites)
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord, opt_sizes
+from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord, opt_sizes, unquantised_file
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
 from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.engine.timing_cache import timing_cache_path
@@ -251,7 +251,7 @@ def build_engine(
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine, with_fastest_layers
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
-    from trtconvert.export.lowering import has_group_norms
+    from trtconvert.export.lowering import has_group_norms, refitted_constants
     from trtconvert.export.nodes.attention import require_attention_nodes
     from trtconvert.export.nodes.common import has_own_nodes
 
@@ -268,17 +268,13 @@ def build_engine(
     model = storage.load(onnx)
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
 
-    kinds = _layer_kinds(component, model, options)
+    kinds = _layer_kinds(component, model, onnx, options, watch)
 
     def build(native: Collection[str], options: EngineSection = options, layers: LayerKind = kinds[0]) -> bytes:
         options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
         return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watch)
 
-    if options.refittable and component.has_int8_layers:
-        watch.notice(
-            "layers run in 16 bits, with the weights that INT8 holds: engine.refittable keeps weights as they are named"
-        )
     in_int8 = component.has_int8_layers and options.layers != "exact" and not options.refittable
     if in_int8 and (lacking := _against_plugins(options)):
         tell_mixed(component, f"the plugin library has {lacking}", watch)
@@ -305,11 +301,11 @@ def build_engine(
         }
     )
     native = [site.name for site in engine.native_sites] if engine.with_plugin else list(nodes)
-    has_plugins = has_own_nodes(lowered(model, native, chosen, profiles))
+    built = lowered(model, native, chosen, profiles)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
-            "plugin": library_version() if has_plugins else "",
+            "plugin": library_version() if has_own_nodes(built) else "",
             "profiles": profiles,
             "native_sites": engine.native_sites,
             "plugin_us": engine.times.plugin if engine.times else None,
@@ -320,6 +316,7 @@ def build_engine(
             "layers_us": engine.layer_times,
             "refittable": options.refittable,
             "weights": _shapes_by_name(model) if options.refittable else {},
+            "int8_constants": refitted_constants(built) if options.refittable else {},
             "version_compatible": options.version_compatible,
             "hardware_compatible": options.hardware_compatible,
             "weight_streaming": options.weight_streaming,
@@ -328,23 +325,47 @@ def build_engine(
     return BuiltEngine(engine.plan, record)
 
 
-def _layer_kinds(component: ComponentRecord, model: ir.Model, options: EngineSection) -> list[LayerKind]:
+def _layer_kinds(
+    component: ComponentRecord, model: ir.Model, onnx: Path, options: EngineSection, watch: BuildWatcher
+) -> list[LayerKind]:
     """How a component's INT8 layers may be computed here: what is built, and what it is compared with where engines are timed.
 
-    In U-Nets nearly all layers lie beside plugins, where ours are the faster; elsewhere TensorRT's, which fuse more.
+    In U-Nets nearly all layers lie beside plugins, where ours are the faster; elsewhere TensorRT's, which fuse more. Refittable
+    engines have ours, whose weights can be replaced, where the bundle keeps what they are quantised from.
     """
     from trtconvert.export.lowering import has_group_norms
 
     if component.caches:  # engines without these have other inputs
         return ["native" if options.layers == "auto" else options.layers]
-    if options.refittable:  # weights keep their names
-        return ["exact"]
+    if options.refittable:
+        if not component.has_int8_layers or options.layers == "exact":
+            return ["exact"]
+        if lacking := _against_new_weights(component, model, onnx, options):
+            watch.notice(f"layers run in 16 bits, with the weights that INT8 holds: {lacking}")
+            return ["exact"]
+        return ["plugin"] if options.layers == "plugin" else ["plugin", "exact"]
     if options.layers != "auto":
         return [options.layers]
     if not component.has_int8_layers:
         return ["native"]
     ours = component.is_denoiser and has_group_norms(model) and not options.hardware_compatible and has_linear_kernel()
     return ["plugin", "exact"] if ours else ["native", "exact"]
+
+
+def _against_new_weights(component: ComponentRecord, model: ir.Model, onnx: Path, options: EngineSection) -> str:
+    """Why no INT8 layer of a refittable engine can be quantised anew; empty where one can."""
+    from trtconvert.export.lowering import refittable_layers
+
+    if not unquantised_file(onnx).is_file():
+        return (
+            "the bundle does not keep what they were quantised from, for other weights to be quantised as well; build it with "
+            "engine.refittable: true"
+        )
+    if lacking := _against_plugins(options):
+        return f"the plugin library has {lacking}"
+    if not refittable_layers(model, opt_sizes(component.profiles or [component.dims])):
+        return "none is of a type, and of a size that is known, for which our kernels gain"
+    return ""
 
 
 def _shapes_by_name(model: ir.Model) -> dict[str, list[int]]:
@@ -407,7 +428,8 @@ def _against_plugins(options: EngineSection) -> str:
 def lowered(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> ir.Model:
     """A copy of an exported model for TensorRT on this GPU: some sites with its own attention, the others with the plugin.
 
-    Refittable engines keep their projections as they are: a weight is replaced by the name that it has in the state dict.
+    Refittable engines keep their projections as they are: a weight is replaced by the name that it has in the state dict. Some of
+    their INT8 layers are plugins, see `refittable_layers`, and the others 16-bit products.
 
     Args:
         native: the names of the sites with TensorRT's own attention. A model without any site is no denoiser, and keeps its
@@ -422,17 +444,26 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         lower_to_plugin,
         multiply_patches,
         quantise_products,
+        refittable_layers,
         split_modulations,
         split_products,
         take_few_row_layers,
         take_group_norms,
         take_mixed_layers,
+        take_refittable_layers,
     )
     from trtconvert.export.nodes.attention import attention_nodes
+    from trtconvert.export.nodes.layers import layer_nodes
 
     model = model.clone()
     # First: rewrites look for products.
-    in_int8 = expand_layers(model, exact=options.layers == "exact", offsets=options.layers == "plugin")
+    if options.refittable and options.layers == "plugin" and not _against_plugins(options):
+        ours = refittable_layers(model, opt_sizes(profiles))
+        others = layer_nodes(model).keys() - ours
+        in_int8 = expand_layers(model, exact=others, offsets=True, refittable=True)
+    else:
+        exact = options.layers == "exact" or options.refittable
+        in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin")
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
         take_group_norms(model)
@@ -450,7 +481,9 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         split_products(model)
         split_modulations(model)
         multiply_patches(model)
-    if in_int8 and options.layers != "exact" and not _against_plugins(options):
+    elif in_int8:
+        take_refittable_layers(model, opt_sizes(profiles))
+    if in_int8 and not options.refittable and options.layers != "exact" and not _against_plugins(options):
         take_few_row_layers(model, opt_sizes(profiles))
         take_mixed_layers(model)
     # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits.

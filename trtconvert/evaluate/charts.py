@@ -307,7 +307,7 @@ class Point:
         speed: of attention, and of layers where the search decided about them, relative to FP16 everywhere; psnr: in dB;
             further: the other figures.
         int8_values: share of sites and steps whose second product is INT8 too.
-        layers: how many layers are INT8.
+        layers: how many layers are INT8; blocks: share of attention's blocks that is computed.
         kept: whether the plan keeps the budget; allowed: whether the search might choose it; chosen: whether it was built;
             exact: whether its samples are full precision's.
         label_anchor: SVG's text-anchor for its label, away from the nearer edge.
@@ -319,6 +319,7 @@ class Point:
     further: Sequence[str]
     int8_values: str
     layers: str
+    blocks: str
     kept: bool
     allowed: bool
     chosen: bool
@@ -335,7 +336,7 @@ class Frontier:
     Attributes:
         points: fastest first; budget: height of the line that a plan must stay above.
         further: headings of the figures beside PSNR.
-        with_layers: whether the plans differ in their layers, whose time is in their speed then.
+        with_layers: whether the plans differ in their layers, whose time is in their speed then; with_masks: in block masks.
         gpu, date: where and when the kernels' times were measured.
     """
 
@@ -346,6 +347,7 @@ class Frontier:
     budget_text: str
     further: Sequence[str]
     with_layers: bool
+    with_masks: bool
     gpu: str
     date: str
 
@@ -384,6 +386,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             [f"{point.figures[name]:.4g}" for name in further],
             f"{point.int8_values:.0%}",
             f"{sum(map(any, point.layers.values()))} of {len(point.layers)}",
+            f"{point.density:.1%}",
             point.keeps_budget,
             point.allowed,
             point.name == tried.chosen,
@@ -402,6 +405,5 @@ def frontier(tried: search.Frontier) -> Frontier:
     )
     headings = [FIGURES[name] for name in further]
     budget, with_layers = round(y(min_psnr), 1), len({point.layers for point in points}) > 1
-    return Frontier(
-        ticked, points, best, budget, f"budget, {min_psnr:g} dB", headings, with_layers, tried.gpu, tried.date
-    )
+    with_masks, text = any(point.sparse for point in tried.points), f"budget, {min_psnr:g} dB"
+    return Frontier(ticked, points, best, budget, text, headings, with_layers, with_masks, tried.gpu, tried.date)

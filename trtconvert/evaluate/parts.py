@@ -41,26 +41,36 @@ def left_groups(records: Iterable[SiteRecord | LayerRecord]) -> list[LeftGroup]:
 
     Layers without a reason are left by the plan, see `left_by_plan`.
     """
-    groups: dict[str, list[SiteRecord | LayerRecord]] = {}
-    for record in records:
-        if not record.modes and (record.reason or isinstance(record, SiteRecord)):
-            groups.setdefault(_NUMBER.sub("#", record.reason), []).append(record)
-    found = [LeftGroup(_reason(group), [record.name for record in group]) for group in groups.values()]
+    left = (record for record in records if not record.modes and (record.reason or isinstance(record, SiteRecord)))
+    return _grouped((record.name, record.reason) for record in left)
+
+
+def dense_groups(sites: Iterable[SiteRecord]) -> list[LeftGroup]:
+    """Sites that have no block mask although the recipe asked for some, by reason, as `left_groups` has those that were left."""
+    return _grouped((site.name, site.dense) for site in sites if site.dense)
+
+
+def _grouped(named: Iterable[tuple[str, str]]) -> list[LeftGroup]:
+    """Names by their reasons, most first."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, reason in named:
+        groups.setdefault(_NUMBER.sub("#", reason), []).append((name, reason))
+    found = [LeftGroup(_reason([r for _, r in group]), [name for name, _ in group]) for group in groups.values()]
     return sorted(found, key=lambda group: -len(group.names))
 
 
 _NUMBER = re.compile(r"\b\d+(?:,\d{3})*")  # not that of "int64"
 
 
-def _reason(group: list[SiteRecord | LayerRecord]) -> str:
+def _reason(reasons: list[str]) -> str:
     """The reason of a group, with each number, or the least and the largest of those that differ."""
-    columns = iter(zip(*(_NUMBER.findall(record.reason) for record in group), strict=True))
+    columns = iter(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True))
 
     def number(_: re.Match[str]) -> str:
         column = sorted(set(next(columns)), key=lambda text: int(text.replace(",", "")))
         return column[0] if len(column) == 1 else f"{column[0]} to {column[-1]}"
 
-    return _NUMBER.sub(number, group[0].reason) or "no reason was recorded"
+    return _NUMBER.sub(number, reasons[0]) or "no reason was recorded"
 
 
 def left_by_plan(layers: Iterable[LayerRecord]) -> list[str]:

@@ -25,7 +25,7 @@ from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.pages import template
-from trtconvert.evaluate.parts import LeftGroup, layer_counts, left_by_plan, left_groups, weight_bytes
+from trtconvert.evaluate.parts import LeftGroup, dense_groups, layer_counts, left_by_plan, left_groups, weight_bytes
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.evaluate.verify import error_limit
 from trtconvert.files import whole_file
@@ -216,6 +216,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         "name": name,
         "record": component,
         "left": left_groups(component.sites),
+        "dense": dense_groups(component.sites),
         "layers": _layers_view(component),
         "engines": [
             (engine, ATTENTION[engine.attention], INT8_LAYERS[engine.layers], manifest.files[engine.file].size)
@@ -266,6 +267,14 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
             )
         ),
     ]
+    if masked := {site.name: site.density for site in component.sites if site.sparse}:
+        view["maps"].append(
+            (
+                "Blocks that are computed",
+                "Share of the blocks of 128 queries × 128 keys that the block mask of each site keeps, over all heads.",
+                charts.heat_map(masked, starts, charts.RANGE_RAMP, lambda share: f"{share:.0%}"),
+            )
+        )
     if clipped:
         view["maps"].append(
             (

@@ -13,7 +13,7 @@ from torch import Tensor
 from trtconvert.attention import kernel
 from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import LayerRecord, Manifest
-from trtconvert.calib.calibration import load_of_bundle, modes_of_bundle
+from trtconvert.calib.calibration import load_of_bundle, masks_of_bundle, modes_of_bundle
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
@@ -35,7 +35,10 @@ class TorchInt8:
         calibration = load_of_bundle(folder, manifest)
         tables = {name: of.to(device) for name, of in calibration.with_modes(modes_of_bundle(manifest)).items()}
         smooth_k = manifest.recipe.attention.smooth_k
-        self._sites = Int8Sites(tables, model.timestep_max, manifest.scalings, smooth_k, compute=kernel.attention)
+        masks = {name: mask.to(device) for name, mask in masks_of_bundle(manifest, calibration).items()}
+        self._sites = Int8Sites(
+            tables, model.timestep_max, manifest.scalings, smooth_k, compute=kernel.attention, masks=masks
+        )
         records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
         of_layers = converted_layers(model, records, calibration.layers)
         self._layers = Int8Layers(

@@ -231,10 +231,11 @@ def check_gates(
     section: VerifySection,
     layers: Mapping[str, list[int]] | None = None,
     scalings: Mapping[str, str] | None = None,
+    masks: Collection[str] = (),
 ) -> None:
     """
     Args:
-        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site.
+        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site; masks: the sites with block masks.
     Raises:
         GateError: a gate is missed; names the worst site and timestep bin.
     """
@@ -246,6 +247,8 @@ def check_gates(
     remedy = f"exclude {site}, or give bin {index} a more careful mode in attention.modes"
     if (scalings or {}).get(site) == "calibrated":
         remedy += ", or use attention.scaling: dynamic"
+    if site in masks:
+        remedy += ", or let less be left out: a smaller attention.sparse (auto: plan.sparse_candidates), or off"
     if (of_layer := quality.worst_layer()) is not None:
         layer_db, layer, layer_bin = of_layer
         mode = LayerMode(layers[layer][layer_bin]).name.lower()

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trtconvert.diffusion_model import DiffusionModel, InputSpec
-from trtconvert.errors import UserError
+from trtconvert.diffusion_model import DiffusionModel, InputSpec, require_one_size
 from trtconvert.export.nodes.changes import CONV, LARGEST, LINEAR, QUANTISE
 from trtconvert.export.nodes.common import DOMAIN, VERSION
 from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA
@@ -82,17 +81,12 @@ def require_fixed_sizes(model: DiffusionModel, dims: Mapping[str, tuple[int, int
     Raises:
         UserError: a dimension other than that of the samples may vary.
     """
-    batch = model.inputs[0].shape[0]
-    varying = {name: (low, high) for name, (low, _, high) in dims.items() if low < high and name != batch}
-    if varying:
-        name = next(iter(varying))
-        of_options = "model.options" if model.diffusers is not None else "engine.shapes"
-        raise UserError(
-            "layers.modiff needs one size of everything but the batch: caches of other sizes are of no use",
-            expected=f"one size of {', '.join(varying)}",
-            got=", ".join(f"{name} {low}..{high}" for name, (low, high) in varying.items()),
-            remedy=f"give each one size in {of_options}, such as {name}: {dims[name][1]}; or set layers.modiff to false",
-        )
+    require_one_size(
+        model,
+        dims,
+        "layers.modiff needs one size of everything but the batch: caches of other sizes are of no use",
+        "set layers.modiff to false",
+    )
 
 
 class ChangeEmitter:

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from trtconvert.attention.modes import Mode, Scaling, scaling_at
-from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import Handler, SiteCall, attention_hooks
 from trtconvert.bundle import NEXT
 from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, resized
@@ -28,7 +28,7 @@ from trtconvert.errors import UserError, first_line
 from trtconvert.export.changes import ChangeEmitter, caches_of
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes.attention import attention_nodes
-from trtconvert.export.nodes.attention_body import OP
+from trtconvert.export.nodes.attention_body import BLOCK_MASK, OP
 from trtconvert.export.nodes.changes import modulated_layers
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
 from trtconvert.export.nodes.layers import (
@@ -50,6 +50,9 @@ from trtconvert.guidance import guided_prediction
 from trtconvert.interception import InterceptedDenoiser, Interception, samples_of
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
+
+OF_COMPONENTS = "model."
+"""What components put before the names of their models' state dicts."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def trace(
     layers: Mapping[str, ConvertedLayer] | None = None,
     dims: Mapping[str, tuple[int, int, int]],
     dtype: torch.dtype = torch.float32,
+    masks: Mapping[str, Tensor] | None = None,
 ) -> ir.Model:
     """The denoiser as an ONNX model whose converted sites are `Int8Attention` nodes with their function bodies.
 
@@ -84,6 +88,7 @@ def trace(
         tables: per attention site to convert, layers: per layer; others stay what they are in the model.
         dims: symbolic dimension: (min, opt, max). Dimensions with min < max are dynamic.
         dtype: type of weights and floating-point inputs; the timestep and the scale of guidance stay FP32.
+        masks: [T, H, Bq, Bk] block masks by timestep bin, of the sites that have some. For one number of tokens.
     Raises:
         UserError: the model cannot be exported, a site was lost on the way, or a table cannot be used.
     """
@@ -93,7 +98,7 @@ def trace(
     for name, layer in layers.items():
         _check_layer(name, layer.tables, layer.change_scale)
     caches = caches_of(model, layers, dims, dtype)
-    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches).eval()
+    traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches, masks or {}).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name not in model.always_float32 else x
@@ -176,7 +181,7 @@ def trace_component(
         [spec.name for spec in component.outputs],
         component.dims,
         title=component.title,
-        prefix="module.model." if layers else "model.",
+        prefix=f"module.{OF_COMPONENTS}" if layers else OF_COMPONENTS,
         remedy=f"give model.options one size instead of a range, or take {component.name} out of the recipe",
     )
     _require_layers(exported, layers or {})
@@ -359,8 +364,15 @@ class _TracedDenoiser(nn.Module):
         layers: Mapping[str, ConvertedLayer],
         options: SiteOptions,
         caches: Sequence[InputSpec],
+        masks: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
+        self._bins = {site: len(of_site) for site, of_site in masks.items()}
+        for site, of_site in masks.items():
+            # Bins that need the same blocks share them.
+            different, of_bin = of_site.unique(dim=0, return_inverse=True)
+            self.register_buffer(_blocks_of(site), different)
+            self.register_buffer(_rows_of(site), of_bin)
         self._buffers_of = {site: registered(self, site, of_site) for site, of_site in tables.items()}
         hooks = dict(attention_hooks(self._attention(options)))
         self._caches, self._changes = caches, None
@@ -396,15 +408,17 @@ class _TracedDenoiser(nn.Module):
             named = self._buffers_of[call.name]
             buffers = [getattr(self, named[field.name]) for field in fields(AttentionTables)]
             mask = [] if call.mask is None else [call.mask]
+            blocks = self._blocks(call, options.timestep_max)
             return torch.onnx.ops.symbolic(
                 f"{DOMAIN}::{OP}",
-                (call.q, call.k, call.v, call.timestep, *buffers, *mask),
+                (call.q, call.k, call.v, call.timestep, *buffers, *mask, *blocks),
                 {
                     "layout": "BHND",
                     "softmax_scale": float(call.scale),
                     "timestep_max": float(options.timestep_max),
                     "scaling": scaling_at(options.scaling, call.name),
                     "smooth_k": int(options.smooth_k),
+                    **dict.fromkeys([BLOCK_MASK] if blocks else [], 1),
                 },
                 dtype=call.q.dtype,
                 shape=call.q.shape,
@@ -414,13 +428,33 @@ class _TracedDenoiser(nn.Module):
 
         return handler
 
+    def _blocks(self, call: SiteCall, timestep_max: float) -> list[Tensor]:
+        """The block mask of a call, [B or 1, H, Bq, Bk], if its site has one."""
+        if (bins := self._bins.get(call.name)) is None:
+            return []
+        different, of_bin = getattr(self, _blocks_of(call.name)), getattr(self, _rows_of(call.name))
+        if len(different) == 1:
+            return [different]
+        row = of_bin.index_select(0, timestep_bin(call.timestep, timestep_max, bins))
+        return [different.index_select(0, row)]
+
+
+def _blocks_of(site: str) -> str:
+    """The buffer of the block masks of a site, each once."""
+    return f"{site.replace('.', '/')}:block_masks"
+
+
+def _rows_of(site: str) -> str:
+    """The buffer that tells which of them a timestep bin has."""
+    return f"{site.replace('.', '/')}:block_mask_of_bin"
+
 
 class _TracedComponent(nn.Module):
     """Forward emits a node at each layer. There is no timestep."""
 
     def __init__(self, module: nn.Module, layers: Mapping[str, ConvertedLayer]) -> None:
         super().__init__()
-        self._hooks = layer_hooks(LayerEmitter(self, layers, model_tensors(module), 1.0))
+        self._hooks = layer_hooks(LayerEmitter(self, layers, model_tensors(module), 1.0, prefix=OF_COMPONENTS))
         self.module = module
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -437,6 +471,7 @@ class LayerEmitter:
         tensors: the model's parameters and buffers by name.
         timestep_max: see `DiffusionModel`.
         changes: emits the nodes of layers with a scale of changes; needed where there are some.
+        prefix: of the names of tensors, which the state dict has not.
     """
 
     def __init__(
@@ -446,9 +481,10 @@ class LayerEmitter:
         tensors: Mapping[str, Tensor],
         timestep_max: float,
         changes: ChangeEmitter | None = None,
+        prefix: str = "",
     ) -> None:
         self._module, self._layers, self._timestep_max, self._changes = module, layers, timestep_max, changes
-        self._tensors = tensors
+        self._tensors, self._prefix = tensors, prefix
         tied: dict[int, str] = {}
         self._buffers = {name: registered(module, name, layer.tables, tied) for name, layer in layers.items()}
 
@@ -485,7 +521,7 @@ class LayerEmitter:
                 LAYER_METADATA: call.name,
                 SOURCE_METADATA: layer.layer.source,
                 **{
-                    key: reference.state_name(self._tensors)
+                    key: reference.state_name(self._tensors).removeprefix(self._prefix)
                     for key, reference in ((WEIGHT_METADATA, layer.layer.weight), (BIAS_METADATA, layer.layer.bias))
                     if reference is not None
                 },

@@ -102,11 +102,16 @@ def _channel_scale(rows: Tensor) -> Tensor:
     numbers never.
     """
     largest = rows.abs().amax(1)
-    scale = short_scale(largest / LEVELS)
+    # By numbers of Python torch divides on a GPU as by their reciprocals.
+    steps = torch.arange(LEVELS, _FEWEST_STEPS - 1, -1, dtype=torch.float32, device=rows.device)
+    candidates = largest / steps[:, None]
+    scale = short_scale(candidates[0])
+    short = candidates == short_scale(candidates)
+    if not short.any():  # asked once: a GPU has to be waited for
+        return scale
     found = torch.zeros_like(scale, dtype=torch.bool)
-    for steps in range(LEVELS, _FEWEST_STEPS - 1, -1):
-        candidate = largest / steps
-        (open_rows,) = torch.nonzero(~found & (candidate == short_scale(candidate)), as_tuple=True)
+    for candidate, is_short in zip(candidates, short, strict=True):
+        (open_rows,) = torch.nonzero(~found & is_short, as_tuple=True)
         if len(open_rows):
             whole = rows[open_rows] / candidate[open_rows, None]
             fits = open_rows[(whole == whole.round()).all(1)]
@@ -114,12 +119,46 @@ def _channel_scale(rows: Tensor) -> Tensor:
     return scale
 
 
+_DROPPED_BITS = 16
+"""Of the 23 that FP32 stores of a number's 24."""
+
+_LEAST_NORMAL = 2.0**-17
+"""Below it numbers of eight bits are no multiples of 2⁻²⁴."""
+
+
 def short_scale(scale: Tensor) -> Tensor:
-    """FP32 scales rounded up to numbers that FP16 and BF16 hold: of eight significant bits, multiples of 2⁻²⁴, at least 2⁻²⁰."""
+    """FP32 scales rounded up to numbers that FP16 and BF16 hold: of eight significant bits, multiples of 2⁻²⁴, at least 2⁻²⁰.
+
+    By the bits of the numbers, and products with powers of two: all devices give the same.
+    """
     scale = scale.float().clamp_min(2.0**-20)
-    _, exponent = torch.frexp(scale)
-    step = torch.ldexp(torch.ones_like(scale), (exponent - 8).clamp_min(-24))
-    return (scale / step).ceil() * step
+    rest = (1 << _DROPPED_BITS) - 1
+    up = ((scale.view(torch.int32) + rest) & ~rest).view(torch.float32)
+    return torch.where(scale < _LEAST_NORMAL, (scale * 2.0**24).ceil() * 2.0**-24, up)
+
+
+def layer_weight(weight: Tensor, x_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's weight as `LayerTables` has it: INT8 of its shape, and [N] FP32 scales.
+
+    Args:
+        weight: [N, K, *kernel], of the layer's own input; x_factor: [K].
+    """
+    return quantise_weight(weight.float() / x_factor.view(1, -1, *[1] * (weight.dim() - 2)))
+
+
+def layer_bias(bias: Tensor | None, weight: Tensor, weight_scale: Tensor, x_factor: Tensor, x_offset: Tensor) -> Tensor:
+    """A layer's bias as `LayerTables` has it: [N] FP32.
+
+    Args:
+        bias: [N], of the layer's own input; None for none.
+        weight, weight_scale: see `layer_weight`; x_offset: [K].
+    """
+    own = torch.zeros_like(weight_scale) if bias is None else bias.float()
+    if not x_offset.any():
+        return own
+    # x = x̂ / factor + offset: of the INT8 weights, whose error then meets x and not x less the offset.
+    moved = (x_offset * x_factor).double()
+    return own + ((weight.double() @ moved) * weight_scale).float()
 
 
 def linear(

@@ -393,8 +393,13 @@ def layer_from_json(fields: dict[str, Any]) -> Layer:
     references: dict[str, Any] = {}
     for name in ("weight", "bias"):
         given = fields[name]
-        references[name] = None if given is None else TensorRef(**given | _tuples(given, "shape", "stride"))
+        references[name] = None if given is None else reference_from_json(given)
     return Layer(**fields | _tuples(fields, "kernel", "stride", "padding") | references)
+
+
+def reference_from_json(fields: dict[str, Any]) -> TensorRef:
+    """As `layer_from_json`."""
+    return TensorRef(**fields | _tuples(fields, "shape", "stride"))
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from trtconvert.engine import tensorrt as builder
 from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
+from trtconvert.runtime.devices import DataParallel, parse_devices
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.watch import InputWatch
 
@@ -27,11 +28,11 @@ __all__ = ["LoadedBundle", "load"]
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Device memory of a bundle in bytes.
+    """Device memory of a bundle in bytes, on all its devices.
 
     Attributes:
         weights: what loading the engines took.
-        per_stream: what each stream that calls them takes to compute in, once for all engines of the bundle.
+        per_stream: what each stream that calls them takes to compute in, once for all engines of the bundle on a device.
         streams: what the streams that have called them hold of it now.
         graphs: the inputs and outputs that CUDA graphs have to themselves.
         caches: what layers that quantise changes keep from step to step, on the streams that have called them.
@@ -58,7 +59,7 @@ class LoadedBundle:
     manifest: Manifest
     components: Mapping[str, Component]
     backend: str
-    _scratch: Scratch | None = None
+    _scratches: Sequence[Scratch] = ()
     _watches: Sequence[InputWatch] = ()
 
     def __getitem__(self, name: str) -> Component:
@@ -166,12 +167,15 @@ class LoadedBundle:
     @property
     def device_memory(self) -> DeviceMemory:
         """What the bundle takes on the GPU; zeros where it runs on the CPU."""
-        if self._scratch is None:
+        if not self._scratches:
             return DeviceMemory(0, 0, 0, 0)
         weights = sum(component.weights_memory for component in self.components.values())
         graphs = sum(component.graphs_memory for component in self.components.values())
         caches = sum(component.caches_memory for component in self.components.values())
-        return DeviceMemory(weights, self._scratch.size, self._scratch.allocated, graphs, caches)
+        per_stream, streams = (
+            sum(sizes) for sizes in zip(*((s.size, s.allocated) for s in self._scratches), strict=True)
+        )
+        return DeviceMemory(weights, per_stream, streams, graphs, caches)
 
 
 def load(
@@ -179,6 +183,7 @@ def load(
     *,
     backend: Literal["auto", "tensorrt", "onnxruntime"] = "auto",
     device: str | int | torch.device | None = None,
+    devices: Sequence[str | int | torch.device] | None = None,
     graphs: int = 4,
     streams: int = 4,
     weight_budget: int | None = None,
@@ -191,13 +196,16 @@ def load(
             CPU, which is for checking. A bundle whose engines are for another machine is refused, not run on the CPU.
         device: the GPU; the current one by default. Where one is named the bundle runs there or is refused; "cpu" takes ONNX
             Runtime. The further arguments are for GPUs too, see `TensorRTComponent`.
+        devices: several GPUs instead, among which the samples of each call of the denoiser are shared out, see `DataParallel`.
+            The other components are on the first. The bundle needs an engine for each.
         graphs: CUDA graphs kept per stream, one per shape; 0 for none.
         streams: streams that may call a component by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
         check: look at what the denoiser is given, by the bundle or in a pipeline, and warn once of inputs that are far outside of
             what it was calibrated on, or of timesteps beyond its schedule. Costs a reduction over each input, and nothing waits.
     Raises:
-        UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range.
+        UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range, or a device is
+            there twice.
         BackendUnavailable: the engines are for another GPU, TensorRT or plugin, TensorRT cannot load them, or a GPU was named
             and nothing runs the bundle there.
     """
@@ -220,12 +228,13 @@ def load(
             got=str(backend),
             remedy="correct the argument backend",
         )
+    places = parse_devices(device, devices)
     folder = Path(folder)
     with suppress(FileNotFoundError):  # the current folder has gone
         folder = folder.absolute()  # what is read later is there, wherever the process goes
     loaded = read_unchanged(
         folder,
-        lambda manifest: _loaded(folder, manifest, backend, device, graphs, streams, weight_budget),
+        lambda manifest: _loaded(folder, manifest, backend, places, graphs, streams, weight_budget),
         LoadedBundle.close,
     )
     watches = list[InputWatch]()
@@ -245,19 +254,20 @@ def _loaded(
     folder: Path,
     manifest: Manifest,
     backend: Literal["auto", "tensorrt", "onnxruntime"],
-    device: str | int | torch.device | None,
+    devices: Sequence[str | int | torch.device | None],
     graphs: int,
     streams: int,
     weight_budget: int | None,
 ) -> LoadedBundle:
-    """See `load`."""
+    """See `load`; None among the devices stands for the current GPU, or the CPU where there is none."""
     check_files(folder, manifest)
+    device, *further = devices
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
     on_cpu_only = device is not None and _is_cpu(device)
     state = builder.status() if backend == "auto" and not on_cpu_only else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
-        return _on_gpu(folder, manifest, engines, _gpu(device), graphs, streams, weight_budget)
+        return _on_gpus(folder, manifest, engines, [_gpu(one) for one in devices], graphs, streams, weight_budget)
     if state is None:
         why, remedy = (
             "ONNX Runtime was asked for, which runs on the CPU",
@@ -281,52 +291,70 @@ def _loaded(
         words += f"; its TensorRT engines cannot run here: {why}"
         if builder.device_architecture() is not None:  # without a GPU nobody expects them to
             warn(f"{folder} runs on {words}; remedy: {remedy}")
-    on_cpu = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
+    on_cpu: dict[str, Component] = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
+    for name, component in components.items():
+        if component.is_denoiser and further:
+            others = [OnnxRuntimeComponent(folder / component.onnx, component) for _ in further]
+            on_cpu[name] = DataParallel([on_cpu[name], *others])
+            words += f"; samples shared out among {len(devices)} sessions"
     return LoadedBundle(folder, manifest, on_cpu, words)
 
 
-def _on_gpu(
+def _on_gpus(
     folder: Path,
     manifest: Manifest,
     engines: Mapping[str, list[EngineRecord]],
-    device: torch.device,
+    devices: Sequence[torch.device],
     graphs: int,
     streams: int,
     weight_budget: int | None,
 ) -> LoadedBundle:
+    """A bundle on the first of some GPUs, its denoiser on all of them."""
     from trtconvert.runtime.compatibility import Machine, fitting_engine
     from trtconvert.runtime.scratch import Scratch
     from trtconvert.runtime.tensorrt import TensorRTComponent
 
     version = builder.bindings().__version__
-    major, minor = torch.cuda.get_device_capability(device)
-    machine = Machine(f"sm{major}{minor}", version, library_version(), torch.cuda.get_device_name(device), device.index)
-    without = [name for name, records in engines.items() if not records]
-    if without:
-        raise BackendUnavailable(
-            f"the bundle {folder} has no TensorRT engine of {', '.join(without)}",
-            expected=f"one for {machine.architecture}",
-            got="none",
-            remedy="run `trtconvert compile` on this machine",
-        )
-    records = {name: fitting_engine(name, of, machine) for name, of in engines.items()}
-    scratch = Scratch(device)
-    on_gpu: dict[str, TensorRTComponent] = {}
-    with ExitStack() as opened:
-        for name, record in records.items():
-            on_gpu[name] = TensorRTComponent(
-                folder / record.file,
-                record,
-                manifest.components[name],
-                onnx=folder / manifest.components[name].onnx,
-                device=device,
-                scratch=scratch,
-                graphs=graphs,
-                streams=streams,
-                weight_budget=weight_budget,
+    chosen: list[dict[str, EngineRecord]] = []
+    for device in devices:
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        machine = Machine(f"sm{major}{minor}", version, library_version(), name, device.index)
+        without = [name for name, records in engines.items() if not records]
+        if without:
+            raise BackendUnavailable(
+                f"the bundle {folder} has no TensorRT engine of {', '.join(without)}",
+                expected=f"one for {machine.architecture}",
+                got="none",
+                remedy="run `trtconvert compile` on this machine",
             )
-            opened.callback(on_gpu[name].close)
+        wanted = (
+            engines
+            if device == devices[0]
+            else {n: of for n, of in engines.items() if manifest.components[n].is_denoiser}
+        )
+        chosen.append({name: fitting_engine(name, of, machine) for name, of in wanted.items()})
+    scratches = [Scratch(device) for device in devices]
+    loaded: dict[str, list[Component]] = {}
+    with ExitStack() as opened:
+        for device, scratch, records in zip(devices, scratches, chosen, strict=True):
+            for name, record in records.items():
+                component = TensorRTComponent(
+                    folder / record.file,
+                    record,
+                    manifest.components[name],
+                    onnx=folder / manifest.components[name].onnx,
+                    device=device,
+                    scratch=scratch,
+                    graphs=graphs,
+                    streams=streams,
+                    weight_budget=weight_budget,
+                )
+                opened.callback(component.close)
+                loaded.setdefault(name, []).append(component)
+        on_gpus = {name: DataParallel(parts) if len(parts) > 1 else parts[0] for name, parts in loaded.items()}
         opened.pop_all()  # all are loaded: they stay open
+    records = chosen[0]
     kinds = {"plugin": "INT8 attention in our plugin", "native": "attention in the model's precision"}
     denoisers = [record for name, record in records.items() if manifest.components[name].is_denoiser]
     of_layers = {
@@ -337,7 +365,8 @@ def _on_gpu(
     }
     words = (kinds[record.attention] for record in denoisers), (of_layers[record.layers] for record in records.values())
     said = ", ".join(dict.fromkeys(text for part in words for text in part if text))
-    return LoadedBundle(folder, manifest, on_gpu, f"TensorRT {version}, {said}", scratch)
+    shared = f"; samples shared out among {', '.join(map(str, devices))}" if len(devices) > 1 else ""
+    return LoadedBundle(folder, manifest, on_gpus, f"TensorRT {version}, {said}{shared}", scratches)
 
 
 def _is_cpu(device: str | int | torch.device) -> bool:

@@ -23,12 +23,15 @@ class Component(Protocol):
     Attributes:
         signature: what it takes and gives.
         device: where it runs.
-        weights_memory: bytes of device memory that loading it took.
     """
 
     signature: Signature
     device: torch.device
-    weights_memory: int
+
+    @property
+    def weights_memory(self) -> int:
+        """Bytes of device memory that loading it took."""
+        ...
 
     @property
     def graphs_memory(self) -> int:

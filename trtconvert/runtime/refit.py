@@ -29,6 +29,7 @@ def refit(
     weights: Mapping[str, Tensor] | Path,
     shapes: Mapping[str, Sequence[int]],
     others: Callable[[str], Tensor | None] = lambda name: None,
+    constants: Mapping[str, Tensor] | None = None,
 ) -> int:
     """Replace weights of an engine in place. Nothing may be running on it.
 
@@ -38,6 +39,7 @@ def refit(
         shapes: of the engine's weights of more than one dimension, by TensorRT's names. TensorRT itself only counts elements.
         others: what weights are that stay as they are, as far as that is known, by the names of the state dict: TensorRT may want
             them together with what is replaced.
+        constants: of INT8 layers, by the engine's names, in the types that it has, on its device or on the CPU.
     Returns:
         How many of the engine's weights were replaced.
     Raises:
@@ -49,7 +51,11 @@ def refit(
     trt = plan.trt
     refitter = trt.Refitter(plan.engine, plan.log)
     names = set(refitter.get_all_weights())
+    # The numbers are looked at before: TensorRT would copy to the host what is not there.
+    refitter.weights_validation = False
     kept: list[Tensor] = []  # TensorRT reads them when it refits
+    for target, tensor in (constants or {}).items():
+        kept.append(_set_constant(plan, refitter, target, tensor, target in names))
     for name, tensor in weights.items():
         turned = name + TRANSPOSED
         targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
@@ -63,12 +69,12 @@ def refit(
                 remedy="give the state dict of the module that was converted; leave out what its forward does not use",
             )
         for target in targets:
-            kept.append(_set(trt, refitter, target, name, tensor, shapes.get(target)))
+            kept.append(_set(plan, refitter, target, name, tensor, shapes.get(target)))
     # Fused with what is replaced.
     for target in refitter.get_missing_weights():
         name = _name_of(target)
         if (tensor := others(name)) is not None:
-            kept.append(_set(trt, refitter, target, name, tensor, shapes.get(target)))
+            kept.append(_set(plan, refitter, target, name, tensor, shapes.get(target)))
     if missing := refitter.get_missing_weights():
         raise UserError(
             "the weights to replace are not enough",
@@ -76,6 +82,8 @@ def refit(
             got=f"{len(weights)} weights",
             remedy="give the whole state dict",
         )
+    if any(tensor.is_cuda for tensor in kept):
+        torch.cuda.current_stream().synchronize()  # TensorRT has a stream of its own
     if not refitter.refit_cuda_engine():
         raise plan.failure(
             "TensorRT failed while it replaced weights: some may be new and others old; load the bundle again"
@@ -83,12 +91,32 @@ def refit(
     return len(kept)
 
 
+def _set_constant(plan: Plan, refitter: Any, target: str, tensor: Tensor, is_known: bool) -> Tensor:
+    value = tensor.contiguous()
+    dtype = plan.trt.DataType.INT32 if value.dtype == torch.int32 else plan.trt.DataType.FLOAT
+    if not is_known or not _given(plan.trt, refitter, target, dtype, value):
+        raise UserError(
+            f"TensorRT does not take a new '{target}'",
+            expected=f"an engine in which it is a constant of {value.numel()} numbers",
+            got=plan.log.last() if is_known else "an engine without it",
+            remedy="compile the bundle again; with engine.layers: exact, INT8 layers have no such constants",
+        )
+    return value
+
+
+def _given(trt: Any, refitter: Any, target: str, dtype: Any, value: Tensor) -> bool:
+    """Whether TensorRT takes a tensor, which it reads when it refits, from the engine's device or from the CPU."""
+    where = trt.TensorLocation.DEVICE if value.is_cuda else trt.TensorLocation.HOST
+    return refitter.set_named_weights(target, trt.Weights(dtype, value.data_ptr(), value.numel()), where)
+
+
 def _name_of(target: str) -> str:
     """The name in the state dict of a weight that TensorRT has."""
     return target.removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
 
 
-def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
+def _set(plan: Plan, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
+    trt = plan.trt
     transposed = target.removesuffix(NAMESAKE) != name
     prototype = refitter.get_weights_prototype(target)
     dtype = {
@@ -115,8 +143,8 @@ def _set(trt: Any, refitter: Any, target: str, name: str, tensor: Tensor, shape:
             got=str(list(tensor.shape)),
             remedy="give the state dict of the module that was converted",
         )
-    value = value.to("cpu", dtype).contiguous()
-    if not refitter.set_named_weights(target, trt.Weights(prototype.dtype, value.data_ptr(), value.numel())):
+    value = value.to(plan.device if value.device == plan.device else "cpu", dtype).contiguous()
+    if not _given(trt, refitter, target, prototype.dtype, value):
         raise UserError(
             f"TensorRT does not take the new weight '{name}'",
             expected=f"{prototype.size} elements of {prototype.dtype}",

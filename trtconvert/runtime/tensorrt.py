@@ -13,12 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord
+from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord, unquantised_file
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
-from trtconvert.runtime.loras import BuiltWeights, Loras, Source, additions_of, changed, files_of, sources
-from trtconvert.runtime.refit import refit
+from trtconvert.runtime.loras import (
+    BuiltWeights,
+    Loras,
+    NewWeights,
+    Source,
+    additions_of,
+    changed,
+    files_of,
+    sources,
+)
+from trtconvert.runtime.refit import read_weights, refit
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
 from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite
@@ -257,12 +266,15 @@ class TensorRTComponent:
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """Replace weights of the engine by those of a fine-tuned model. Waits for what is running.
 
+        INT8 layers are quantised anew, with the factors and offsets of the bundle's calibration. Of a bundle that does not keep
+        what they were quantised from, they are computed in 16 bits, with the weights as they are given.
+
         Args:
             weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
         Returns:
             How many of the engine's weights were replaced.
         Raises:
-            UserError: the engine is not refittable, has LoRAs, or the weights do not fit it.
+            UserError: the engine is not refittable, has LoRAs, or the weights do not fit it; or the bundle was built again.
             BackendUnavailable: TensorRT failed half way; load the bundle again.
         """
         with self._changing:
@@ -274,7 +286,9 @@ class TensorRTComponent:
                     got=f"one with LoRAs in {len(self._loras)} weights",
                     remedy="call set_loras([]) first",
                 )
-            count = self._replace(Path(weights) if isinstance(weights, str) else weights)
+            state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
+            keeps = self._onnx is not None and unquantised_file(self._onnx).is_file()
+            count = self._replace(self._built().of_state(state, self.device) if keeps else NewWeights(dict(state)))
             self._replaced = True
             return count
 
@@ -282,11 +296,11 @@ class TensorRTComponent:
         """Add LoRAs to the weights that the engine was built with, instead of those that were set before.
 
         Waits for what is running.
-        Weights to which the same files add at the same scales as before stay. They are W + scale · alpha/rank · up · down, summed
-        in FP32 on the engine's device, with W as the bundle's ONNX model has it: in the engine's type, and with the recipe's own
-        `loras` in it. The first call reads that model. Each call takes as much host memory as the weights that it replaces.
-
-        INT8 layers compute in 16 bits in refittable engines, and so with the sum itself.
+        Weights to which the same files add at the same scales as before stay. The others are W + scale · alpha/rank · up · down,
+        summed in FP32 on the engine's device, in the engine's type, with W as the bundle has it, the recipe's own `loras` in it.
+        INT8 layers are quantised anew: they are what a build with these LoRAs and the same calibration gives, and one to which
+        nothing is added any more is the bundle's bit for bit. The first call reads the bundle's ONNX model. Each call takes as
+        much memory as the weights that it replaces, on the device as far as it has room, else on the host.
 
         Args:
             loras: safetensors files, in the layouts that the recipe's section `loras` takes, and what their differences are
@@ -307,25 +321,33 @@ class TensorRTComponent:
                     got="one with other weights",
                     remedy="load the bundle again; or merge the LoRAs into the weights and refit with those",
                 )
-            if files_of(self._onnx) != self._onnx_files:
-                raise UserError(
-                    f"{self._onnx} is no longer what the engine was built from",
-                    expected="the bundle that was loaded",
-                    got="one that was built or copied again, or none",
-                    remedy="load the bundle again",
-                )
-            if self._built_weights is None:
-                self._built_weights = BuiltWeights(self._onnx)
-            built, component = self._built_weights, self.signature.component
+            built, component = self._built(), self.signature.component
             wanted = additions_of(loras, _target(component), built.shapes, _title(component))
 
             def weight(name: str) -> Tensor | None:
-                return built.with_additions(name, wanted.get(name, ()), self.device) if name in built else None
+                return built.with_additions(name, wanted, self.device) if name in built else None
 
-            anew = {name: x for name in changed(self._loras, wanted) if (x := weight(name)) is not None}
-            count = self._replace(anew, weight) if anew else 0
+            new = built.anew(set(changed(self._loras, wanted)), wanted, self.device)
+            count = self._replace(new, weight) if new.by_name or new.constants else 0
             self._loras = {name: sources(additions) for name, additions in wanted.items()}
             return count
+
+    def _built(self) -> BuiltWeights:
+        """
+        Raises:
+            UserError: the bundle's files are others than when it was loaded.
+        """
+        assert self._onnx is not None
+        if files_of(self._onnx) != self._onnx_files:
+            raise UserError(
+                f"{self._onnx} is no longer what the engine was built from",
+                expected="the bundle that was loaded",
+                got="one that was built or copied again, or none",
+                remedy="load the bundle again",
+            )
+        if self._built_weights is None:
+            self._built_weights = BuiltWeights(self._onnx, self.record.int8_constants)
+        return self._built_weights
 
     def _refuse_fixed_weights(self) -> None:
         """
@@ -341,9 +363,7 @@ class TensorRTComponent:
                 remedy="set engine.refittable in the recipe, and build or compile the bundle again",
             )
 
-    def _replace(
-        self, weights: Mapping[str, Tensor] | Path, others: Callable[[str], Tensor | None] = lambda name: None
-    ) -> int:
+    def _replace(self, new: NewWeights, others: Callable[[str], Tensor | None] = lambda name: None) -> int:
         """See `trtconvert.runtime.refit.refit`, with nothing running."""
         try:
             with self._lock, ExitStack() as held:
@@ -357,7 +377,7 @@ class TensorRTComponent:
                         lane.close()
                 try:
                     with torch.cuda.device(self.device):
-                        return refit(self._opened(), weights, self.record.weights, others)
+                        return refit(self._opened(), new.by_name, self.record.weights, others, new.constants)
                 except BackendUnavailable:
                     # Some weights may be new and others old: nobody shall see what they compute, whoever waits for a lane.
                     self._plan = None

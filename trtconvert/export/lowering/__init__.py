@@ -4,8 +4,14 @@ node meets a runtime, the folding of transposes into its layout, and what Tensor
 from trtconvert.export.lowering.changes import lower_changes
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
-from trtconvert.export.lowering.int8_layers import take_few_row_layers, take_mixed_layers
-from trtconvert.export.lowering.layers import expand_layers, quantise_products
+from trtconvert.export.lowering.int8_layers import (
+    refittable_layers,
+    refitted_constants,
+    take_few_row_layers,
+    take_mixed_layers,
+    take_refittable_layers,
+)
+from trtconvert.export.lowering.layers import exact_names, expand_layers, quantise_products
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
@@ -14,6 +20,7 @@ from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.products import split_products
 
 __all__ = [
+    "exact_names",
     "expand_layers",
     "fold_transposes",
     "has_group_norms",
@@ -23,9 +30,12 @@ __all__ = [
     "lower_to_plugin",
     "multiply_patches",
     "quantise_products",
+    "refittable_layers",
+    "refitted_constants",
     "split_modulations",
     "split_products",
     "take_few_row_layers",
     "take_group_norms",
     "take_mixed_layers",
+    "take_refittable_layers",
 ]

@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -25,6 +25,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
+from trtconvert.export.lowering.layers import REFIT_METADATA, bias_name, expand_layers
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import constant_of, only_reader, producer_of
@@ -34,6 +35,9 @@ from trtconvert.linear.modes import LayerMode
 
 INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "Int8ResidualNorm"
 """Operators of the plugins."""
+
+Table = Literal["weight", "weight_scale", "bias"]
+"""Of a layer's tables, those that follow from its weights."""
 
 _OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
 """Plugins that give rows."""
@@ -63,6 +67,7 @@ class _Layer:
         weight: of x̂, [K, N], or [N, K] of a Gemm; with geglu 2 N output channels.
         bias: [N] FP32 or None.
         nodes: what computes it, the last one last.
+        refitted: the layer's name, where its weights are to be replaced.
     """
 
     x: ir.Value
@@ -72,6 +77,7 @@ class _Layer:
     bias: np.ndarray | None
     nodes: tuple[ir.Node, ...]
     geglu: bool = False
+    refitted: str = ""
 
     @property
     def result(self) -> ir.Value:
@@ -129,6 +135,60 @@ def _take(model: ir.Model, takes: Callable[[_Layer], bool]) -> int:
     return count
 
 
+def refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> set[str]:
+    """The INT8 layers that are worth a plugin between TensorRT's own layers, as refittable engines keep these.
+
+    Only plugins read INT8 weights as they are given, so that new ones can take their place.
+
+    Args:
+        model: with `Int8Linear` nodes; it stays as it is.
+        profiles: as in `take_int8_layers`.
+    """
+    model = model.clone()
+    expand_layers(model, offsets=True, refittable=True)
+    found: set[str] = set()
+    for node in model.graph:
+        layer = _of_few_rows(node, profiles)
+        if layer is None and (larger := _layer(node)) is not None and _pays(larger, profiles):
+            layer = larger
+        if layer is not None:
+            found.add(layer.refitted)
+    return found
+
+
+def take_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+    """Replace the products that are left of INT8 layers by nodes `Int8Linear`, in place.
+
+    Args:
+        model: in which all but `refittable_layers` are 16-bit products already.
+    Returns:
+        How many layers were replaced.
+    """
+    count = take_few_row_layers(model, profiles) + _take(model, lambda layer: True)
+    # One that stayed would have a weight of no name that it could be replaced by.
+    assert not any(int8_weight_of(value) is not None and value.uses() for value in model.graph.initializers.values())
+    return count
+
+
+def refitted_constants(model: ir.Model) -> dict[str, tuple[str, Table]]:
+    """The constants of a graph whose numbers follow from a layer's weights: its name, and which of its tables it is.
+
+    A weight is INT32, with four channels in each; scales and biases are FP32, biases rounded to the model's type.
+    """
+    found: dict[str, tuple[str, Table]] = {}
+    for node in model.graph:
+        layer = node.metadata_props.get(REFIT_METADATA)
+        if layer is None or node.domain != DOMAIN or node.op_type != INT8_LINEAR:
+            continue
+        quantised = node.inputs[1] is not None and node.inputs[1].const_value is None  # rows' scales come behind rows
+        constants = node.inputs[2 if quantised else 1 :]
+        tables: tuple[Table, ...] = ("weight", "weight_scale", *(("bias",) if node.attributes["bias"].as_int() else ()))
+        for value, table in zip(constants, tables, strict=False):
+            assert value is not None and value.name is not None
+            found[value.name] = layer, table
+    return found
+
+
 def take_few_row_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
     """Replace products of few rows with INT8 weights, activations in 16 bits, by nodes `Int8Linear`, in place.
 
@@ -172,6 +232,7 @@ def _layer(node: ir.Node) -> _Layer | None:
 def _product(node: ir.Node) -> _Layer | None:
     """A product of activations as they are with INT8 weights, and its bias."""
     weight = int8_weight_of(node.inputs[1]) if node.op_type in ("MatMul", "Gemm") and not node.domain else None
+    refitted = node.metadata_props.get(REFIT_METADATA, "")
     moved, product = node.inputs[0] if node.inputs else None, node.outputs[0]
     if weight is None or moved is None:
         return None
@@ -182,9 +243,15 @@ def _product(node: ir.Node) -> _Layer | None:
         bias = constant_of(node.inputs[2]) if len(node.inputs) > 2 else None
     elif (add := only_reader(product, "Add")) is not None:
         added = next((x for x in add.inputs if is_weight(x, 1, outputs)), None)
-        if added is not None and added.dtype == product.dtype:
+        if added is not None and added.dtype == product.dtype and (not refitted or _is_bias_of(added, refitted)):
             bias, nodes = constant_of(added), (node, add)
-    return _Layer(moved, None, None, weight, None if bias is None else bias.astype(np.float32), nodes)
+    of_bias = None if bias is None else bias.astype(np.float32)
+    return _Layer(moved, None, None, weight, of_bias, nodes, refitted=refitted)
+
+
+def _is_bias_of(added: ir.Value, layer: str) -> bool:
+    """Of a refitted layer: another vector of the model, added to what it gives, is replaced by the name that it has."""
+    return added.dtype is not None and added.name == bias_name(layer, added.dtype)
 
 
 def _before_moving(moved: ir.Value) -> tuple[ir.Value, np.ndarray | None, np.ndarray | None]:
@@ -335,6 +402,7 @@ def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
     given: dict[str, Any] = {of_layer: attributes[of_rows] for of_rows, of_layer in names.items()}
     given |= {"quantised": 1, "timestep": int(timed)}
     node = ir.node(INT8_LINEAR, [*geglu.inputs, *inputs], dict(geglu.attributes) | given, domain=DOMAIN, num_outputs=2)
+    node.metadata_props.update(geglu.metadata_props)
     payload, row_scale = node.outputs
     _type_rows(payload, row_scale, layer)
     graph.insert_after(geglu, node)
@@ -404,7 +472,8 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
         _constant(graph, f"{weight.name}: scale", scale.reshape(in_two)),
     ]
     if bias is not None:
-        inputs.append(_constant(graph, f"{weight.name}: bias of {last.name or old.name}", bias.reshape(in_two)))
+        of = layer.refitted or last.name or old.name
+        inputs.append(_constant(graph, f"{weight.name}: bias of {of}", bias.reshape(in_two)))
     mode_set = sum(1 << mode for mode in sorted(set(_modes(weight.activation))))
     attributes = {
         "mode_set": mode_set,
@@ -416,6 +485,8 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
         "plugin_namespace": "",
     }
     node = ir.node(INT8_LINEAR, inputs, attributes, domain=DOMAIN)
+    if layer.refitted:
+        node.metadata_props[REFIT_METADATA] = layer.refitted
     node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
     ir.convenience.replace_nodes_and_values(graph, last, layer.nodes, [node], [old], node.outputs)
 

@@ -7,7 +7,7 @@ front of it, offsets and factors, becomes a part of the kernel that computes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -33,7 +33,13 @@ from trtconvert.linear.reference import LEVELS
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
-def expand_layers(model: ir.Model, *, exact: bool = False, offsets: bool = False) -> int:
+REFIT_METADATA = "trtconvert.refitted"
+"""Metadata key of a product whose INT8 weights are to be replaced: the name of its layer."""
+
+
+def expand_layers(
+    model: ir.Model, *, exact: bool | Collection[str] = False, offsets: bool = False, refittable: bool = False
+) -> int:
     """Replace INT8 layers by offsets, factors and products in the type of their inputs, in place. Weights are `Int8Weight`.
 
     Args:
@@ -41,7 +47,8 @@ def expand_layers(model: ir.Model, *, exact: bool = False, offsets: bool = False
             TensorRT 10.6 gives wrong results where a Q follows a subtraction (it quantises what is subtracted from), also
             where it tells of no such thing.
         exact: products of the layers' own inputs, in 16 bits, with the numbers that their weights in INT8 stand for. Weights and
-            biases have their names in the state dict, as the exporter gives them.
+            biases have their names in the state dict, as the exporter gives them. Of all layers, or of those of some names.
+        refittable: the others tell which layer they are (`REFIT_METADATA`), and have a bias where another weight may need one.
     Returns:
         How many nodes were replaced.
     """
@@ -52,12 +59,12 @@ def expand_layers(model: ir.Model, *, exact: bool = False, offsets: bool = False
         assert isinstance(graph, ir.Graph) and x is not None
         new = _New(graph, x, old)
         key = (x, node.metadata_props[SOURCE_METADATA])
-        if exact:
+        if exact if isinstance(exact, bool) else name in exact:
             result = _exact_product(new, node, name)
         else:
             if key not in moved:
                 moved[key] = _moved(new, node, offsets)
-            result = _product(new, node, name, moved[key], offsets)
+            result = _product(new, node, name, moved[key], offsets, refittable)
         result.name = old.name
         ir.convenience.replace_nodes_and_values(graph, node, [node], new.nodes, [old], [result])
     if nodes:
@@ -211,10 +218,10 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
         return read().astype(np.float32) * scale.reshape(-1, 1, *places) * factor.reshape(1, -1, *places)
 
     bias = _without_offset(node)
-    named = metadata.get(WEIGHT_METADATA) or f"{inputs['weight'].name}, exact"
+    named, bias_named = exact_names(node, name)
     of_bias = None
     if metadata.get(BIAS_METADATA) is not None or bias.any():
-        of_bias = new.constant(metadata.get(BIAS_METADATA) or f"{name}:bias, exact", bias)
+        of_bias = new.constant(bias_named, bias)
     if node.op_type == CONV:
         operands = [new.x, _lazy(new, named, weight, shape), *([of_bias] if of_bias is not None else [])]
         return new.op("Conv", operands, result, _conv_attributes(node, shape))
@@ -223,6 +230,14 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
     turned = _lazy(new, named + TRANSPOSED, lambda: weight().T, shape[::-1])
     product = new.op("MatMul", [new.x, turned], result)
     return product if of_bias is None else new.op("Add", [product, of_bias], result)
+
+
+def exact_names(node: ir.Node, name: str) -> tuple[str, str]:
+    """What the 16-bit product of a layer of some name calls its weight and its bias, but for `TRANSPOSED`."""
+    weight, metadata = inputs_of(node)["weight"], node.metadata_props
+    return metadata.get(WEIGHT_METADATA) or f"{weight.name}, exact", metadata.get(
+        BIAS_METADATA
+    ) or f"{name}:bias, exact"
 
 
 def _without_offset(node: ir.Node) -> np.ndarray:
@@ -262,8 +277,13 @@ def _offset_of(inputs: Mapping[str, ir.Value]) -> np.ndarray:
     return table_of(inputs["x_offset"]) if "x_offset" in inputs else np.zeros_like(table_of(inputs["x_factor"]))
 
 
-def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool) -> ir.Value:
-    inputs, result = inputs_of(node), node.outputs[0]
+def bias_name(layer: str, dtype: ir.DataType) -> str:
+    """What the bias of a layer is called where it is not that of the state dict."""
+    return f"{layer}:bias, {dtype}"
+
+
+def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, refittable: bool) -> ir.Value:
+    inputs, result, metadata = inputs_of(node), node.outputs[0], node.metadata_props
     scales, bias = table_of(inputs["x_scale"]), table_of(inputs["bias"])
     offset = _offset_of(inputs)
     if not offsets and offset.any():
@@ -272,7 +292,7 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool) ->
         bias = _without_offset(node)
     timed = inputs.get(TIMESTEP)
     activation = Activation(
-        node.metadata_props[SOURCE_METADATA],
+        metadata[SOURCE_METADATA],
         tuple(scales.tolist()),
         tuple(LayerMode(mode) for mode in table_of(inputs["modes"]).tolist()),
         timed,
@@ -285,20 +305,24 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool) ->
     in_place = Int8Weight(
         f"{stored.name}, expanded", _read(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
     )  # type: ignore[union-attr]
+    may_have_bias = refittable and (BIAS_METADATA in metadata or offset.any())
+    of_bias = new.constant(bias_name(name, new.dtype), bias) if bias.any() or may_have_bias else None
+
+    def product(op_type: str, operands: Sequence[ir.Value | None], attributes: Mapping[str, object] | None) -> ir.Value:
+        made = new.op(op_type, [x for x in operands if x is not None], result, attributes)
+        if refittable:
+            new.nodes[-1].metadata_props[REFIT_METADATA] = name
+        return made
+
     if node.op_type == CONV:
-        operands = [x, _weight(new, in_place)]
-        if bias.any():
-            operands.append(new.constant(f"{name}:bias, {new.dtype}", bias))
-        return new.op("Conv", operands, result, _conv_attributes(node, in_place.shape.numpy()))
-    if new.x.shape is not None and len(new.x.shape) == 2 and bias.any():
-        operands = [x, _weight(new, in_place), new.constant(f"{name}:bias, {new.dtype}", bias)]
-        return new.op("Gemm", operands, result, {"transB": 1})
+        operands = [x, _weight(new, in_place), of_bias]
+        return product("Conv", operands, _conv_attributes(node, in_place.shape.numpy()))
+    if new.x.shape is not None and len(new.x.shape) == 2 and of_bias is not None:
+        return product("Gemm", [x, _weight(new, in_place), of_bias], {"transB": 1})
     outputs, channels = in_place.shape.numpy()
     turned = in_place.changed(f"{in_place.name}.T", np.transpose, (channels, outputs), axis=1)
-    product = new.op("MatMul", [x, _weight(new, turned)], result)
-    if not bias.any():
-        return product
-    return new.op("Add", [product, new.constant(f"{name}:bias, {new.dtype}", bias)], result)
+    of_weight = product("MatMul", [x, _weight(new, turned)], None)
+    return of_weight if of_bias is None else new.op("Add", [of_weight, of_bias], result)
 
 
 def _read(tensor: ir.TensorProtocol):

@@ -1,0 +1,159 @@
+"""Block masks in calibrations: what is found, kept, resumed, taken from a file, and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny_sparse
+import torch
+from support import Quiet, refusal, run, tiny_recipe
+
+from trtconvert.attention.pruning import needed_blocks
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.calib import calibrate as module
+from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks, taken
+from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.data import batches_of
+from trtconvert.errors import UserError
+from trtconvert.models.denoiser import intercepted
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
+
+BINS, SHARES = 2, (0.01, 0.1)
+SECTION = CalibrationSection(samples=3, batch=2, steps=4, bins=BINS)
+
+
+@pytest.fixture(scope="module")
+def local():
+    return tiny_sparse.build()
+
+
+@pytest.fixture(scope="module")
+def sites(local):
+    return parts_to_convert(local, AttentionSection(), LayersSection(modes="off")).sites
+
+
+@pytest.fixture(scope="module")
+def made(local, sites, tmp_path_factory):
+    return calibrate(local, SECTION, "x", sites, tmp_path_factory.mktemp("work"), Quiet(), shares=SHARES)
+
+
+def test_masks_are_what_any_sample_needs_in_any_step(local, sites, made):
+    expected = {site.name: torch.zeros(BINS, len(SHARES), 2, 5, 5, dtype=torch.bool) for site in sites}
+
+    def attend(call):
+        needed = needed_blocks(call.q, call.k, SHARES, call.scale)
+        for index, of_sample in zip(timestep_bin(call.timestep, 1000.0, BINS), needed, strict=True):
+            expected[call.name][index] |= of_sample
+        return call.exact()
+
+    with torch.no_grad():
+        for batch in batches_of(SECTION.samples, SECTION.batch):
+            local.sample(intercepted(local, attend), list(batch), steps=SECTION.steps, solver="ddim")
+    assert made.blocks.keys() == expected.keys()
+    for name, masks in expected.items():
+        for level, share in enumerate(SHARES):
+            assert torch.equal(made.blocks[name].level(share), masks[:, level])
+    early, late = made.blocks["denoiser"].densities()[[1, 0], 0].tolist()
+    assert late < 0.8 < early  # local attention, the more so the less noise there is
+
+
+def test_the_file_gives_back_the_blocks_and_older_files_have_none(made, tmp_path):
+    made.save(tmp_path / "new.safetensors")
+    loaded = Calibration.load(tmp_path / "new.safetensors").blocks
+    for name, blocks in made.blocks.items():
+        for tensor, value in blocks.tensors().items():
+            assert torch.equal(loaded[name].tensors()[tensor], value)
+    replace(made, blocks={}).save(tmp_path / "old.safetensors")
+    old = Calibration.load(tmp_path / "old.safetensors")
+    assert old.blocks == {} and old.tables.keys() == made.tables.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block_bits": torch.zeros(BINS, 2, 2, 4, dtype=torch.uint8)}, "leave queries without a key"),
+        ({"block_bits": torch.full((BINS, 2, 3, 4), 255, dtype=torch.uint8)}, "3 heads"),
+    ],
+)
+def test_damaged_blocks_are_refused(made, tmp_path, change, said):
+    broken = {
+        name: replace(blocks, **{field: x.clone() for field, x in change.items()})
+        for name, blocks in made.blocks.items()
+    }
+    replace(made, blocks=broken).save(tmp_path / "broken.safetensors")
+    with pytest.raises(UserError, match="cannot be used") as refused:
+        Calibration.load(tmp_path / "broken.safetensors")
+    assert said in refused.value.got
+
+
+def test_a_killed_calibration_ends_the_same(local, sites, made, tmp_path, monkeypatch):
+    run_batch, done = module._run, []
+
+    def killed(batch, denoiser):
+        if done:
+            raise KeyboardInterrupt
+        done.append(batch)
+        run_batch(batch, denoiser)
+
+    monkeypatch.setattr(module, "_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(local, SECTION, "x", sites, tmp_path, Quiet(), shares=SHARES)
+    monkeypatch.undo()
+    again = calibrate(local, SECTION, "x", sites, tmp_path, Quiet(), shares=SHARES)
+    for name, blocks in made.blocks.items():
+        assert torch.equal(again.blocks[name].block_bits, blocks.block_bits)
+    assert again.tables["denoiser"]["q_scale"].equal(made.tables["denoiser"]["q_scale"])
+
+
+def test_a_file_without_the_blocks_is_refused(local, sites, made, tmp_path):
+    path = tmp_path / "calibration.safetensors"
+    made.save(path)
+    assert taken(path, local, "x", BINS, sites, shares=(0.1,)).blocks.keys() == {site.name for site in sites}
+    assert taken(path, local, "x", BINS, sites).blocks == {}
+    with pytest.raises(UserError, match="lacks the blocks") as refused:
+        taken(path, local, "x", BINS, sites, shares=(0.02, 0.1))
+    assert "0.02" in refused.value.expected and "0.01, 0.1" in refused.value.got
+    larger = [replace(site, query_tokens=1000, key_tokens=1000) for site in sites]
+    with pytest.raises(UserError, match="blocks of other sizes"):
+        taken(path, local, "x", BINS, larger, shares=(0.1,))
+    replace(made, blocks={}).save(path)
+    with pytest.raises(UserError, match="lacks the blocks") as refused:
+        taken(path, local, "x", BINS, sites, shares=(0.1,))
+    assert "calibrate again with attention.sparse" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "dims", "problem", "remedy"),
+    [
+        ({"varying": True}, {}, "needs one size", "such as height: 16"),
+        ({}, {"height": (24, 24, 24)}, "the size that the model is calibrated at", "set height to 16"),
+        ({"masked": True}, {}, "no attention site can have a block mask", "attention.sparse to off"),
+        ({"windows": 4}, {}, "no attention site can have a block mask", "attention.sparse to off"),
+        ({"height": 8}, {}, "no attention site can have a block mask", "a larger size"),
+    ],
+)
+def test_models_without_block_masks_are_refused(options, dims, problem, remedy):
+    model = tiny_sparse.build(**options)
+    found = parts_to_convert(model, AttentionSection(), LayersSection(modes="off")).sites
+    with pytest.raises(UserError, match=problem) as refused:
+        refuse_without_blocks(model, found, {**model.dims, **dims})
+    assert remedy in refused.value.remedy
+
+
+def test_samples_of_another_size_are_refused(tmp_path):
+    model = tiny_sparse.build(height=24, pixels=16)
+    found = parts_to_convert(model, AttentionSection(), LayersSection(modes="off")).sites
+    with pytest.raises(UserError, match="called in other sizes than block masks are for"):
+        calibrate(model, SECTION, "x", found, tmp_path, Quiet(), shares=SHARES)
+
+
+@pytest.mark.parametrize("command", ["build", "calibrate"])
+def test_commands_refuse_varying_sizes_before_they_calibrate(tmp_path, command):
+    recipe = tiny_recipe(
+        tmp_path, model={"source": "tiny_sparse:build", "options": {"varying": True}}, attention={"sparse": 0.01}
+    )
+    output = tmp_path / ("bundle" if command == "build" else "calibration.safetensors")
+    outcome = run(command, recipe, "-o", output, "--cache", tmp_path / "cache")
+    refusal(outcome, "attention.sparse needs one size", "height 16..24", "give each one size in engine.shapes")
+    assert not list((tmp_path / "cache").glob("observed-*"))

@@ -1,0 +1,269 @@
+"""Plans that choose block masks with the modes: priced, measured, optimal, and held to the budget by sampling."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import tiny_sparse
+import torch
+from support import Quiet, refusal, run, tiny_recipe
+
+from trtconvert.attention.blocks import BlockRows, SiteBlocks, pack
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables, expand_blocks
+from trtconvert.attention.schedules import compute_sigma_schedule
+from trtconvert.attention.sites import Site
+from trtconvert.calib.budget import Measure
+from trtconvert.calib.calibrate import calibrate, parts_to_convert
+from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.calib.frontier import PlanPoint
+from trtconvert.calib.identity import KERNEL_COST
+from trtconvert.calib.plan import (
+    fastest_plan,
+    search_plan,
+    seconds_of_choices,
+    sparse_rows,
+    stated_blocks,
+)
+from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, choice_of, measure_sensitivity
+from trtconvert.errors import UserError
+from trtconvert.models.denoiser import intercepted
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, PlanSection
+
+BINS, SHARES = 2, (0.01, 0.1)
+LEVELS = len(SHARES) + 2
+CHOICES = LEVELS * len(Mode)
+SHAPE = AttentionShape(1, 24, 16384, 16384, 128)
+
+
+def blocks_of(density, heads=2, counts=(50, 50)):
+    """Blocks of a site: all in the last bin, and about these shares of them in the first, by level."""
+    kept = torch.zeros(1, len(density), heads, *counts, dtype=torch.bool)
+    for level, share in enumerate(density):
+        kept[:, level, :, :, : max(1, round(share * counts[1]))] = True
+    return SiteBlocks.of(BlockRows(torch.tensor([0]), pack(kept)), SHARES[: len(density)], counts, BINS)
+
+
+def test_time_follows_the_blocks_and_masks_that_leave_few_out_cost_time():
+    cost = KernelCost.load(masks=True)
+    for mode in Mode:
+        ratios = [cost.masked_ratio(SHAPE, mode, density) for density in (0.01, 0.1, 0.25, 0.5, 0.8, 1.0)]
+        assert ratios[0] > 0 and ratios == sorted(ratios) and ratios[-1] > 1
+    assert cost.masked_ratio(SHAPE, Mode.BALANCED, 0.5) == pytest.approx(1 / 1.84, rel=1e-3)
+    assert cost.masked_ratio(replace(SHAPE, head_dim=64), Mode.FP8, 1.0) == pytest.approx(1 / 0.77, rel=1e-3)
+
+
+def test_a_table_of_one_density_prices_by_the_share_of_blocks():
+    row = {"mode": 2, "shape": [1, 2, 512, 512, 64], "density": 0.5, "ratio": 0.6}
+    cost = KernelCost({"gpu": "g", "date": "d", "rows": [], "masked": [row]})
+    assert cost.masked_ratio(SHAPE, Mode.FP16, 0.25) == pytest.approx(0.3)
+
+
+def without_masks(path, **change):
+    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({name: rows for name, rows in table.items() if name != "masked"} | change))
+    return path
+
+
+def test_a_table_without_masks_serves_dense_plans_alone(tmp_path):
+    path = without_masks(tmp_path / "old.json")
+    KernelCost.load(path)
+    with pytest.raises(UserError, match="cannot price the block masks") as refused:
+        KernelCost.load(path, masks=True)
+    assert "trtconvert measure" in refused.value.remedy and "attention.sparse to off" in refused.value.remedy
+    row = {"mode": 2, "shape": [1, 2, 512, 512, 64], "density": 0.0, "ratio": 0.6}
+    with pytest.raises(UserError, match="does not hold times"):
+        KernelCost.load(without_masks(tmp_path / "bad.json", masked=[row]))
+
+
+@pytest.mark.parametrize("modes", ["auto", "precision"])
+def test_it_is_refused_before_the_calibration(tmp_path, modes):
+    path = without_masks(tmp_path / "old.json")
+    sparse = "auto" if modes == "auto" else 0.01
+    recipe = tiny_recipe(tmp_path, model={"source": "tiny_sparse:build"}, attention={"modes": modes, "sparse": sparse})
+    content = json.loads(recipe.read_text()) | {"plan": {"kernel_cost": path.name}}
+    recipe.write_text(json.dumps(content))
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(outcome, "cannot price the block masks")
+    assert not list((tmp_path / "cache").glob("observed-*"))
+
+
+def test_choices_are_priced_by_their_density():
+    cost = KernelCost.load(masks=True)
+    seconds = cost.table([SHAPE])[0]
+    found = seconds_of_choices(cost, SHAPE, seconds, blocks_of((0.8, 0.4)), SHARES, BINS).view(BINS, LEVELS, len(Mode))
+    assert torch.equal(found[:, 0], seconds.expand(BINS, -1))
+    assert found[0, 2, 2] < found[0, 1, 2] < found[0, 3, 2]
+    assert found[0, 2, 2] == pytest.approx(float(seconds[2]) * cost.masked_ratio(SHAPE, Mode.BALANCED, 0.4))
+    assert found[1, 1:3].isinf().all()  # nothing to leave out
+    assert (found[1, 3] > seconds).all()  # and all blocks by a mask take longer
+    assert seconds_of_choices(cost, SHAPE, seconds, None, SHARES, BINS)[:, len(Mode) :].isinf().all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("limit", [1e-3, 0.3, 1.5])
+def test_no_plan_with_masks_is_faster(seed, limit):
+    """Against all plans that there are: a site has a mask in all bins or in none."""
+    generator = torch.Generator().manual_seed(seed)
+    cost, time = (torch.rand(2, BINS, CHOICES, generator=generator, dtype=torch.float64) for _ in range(2))
+    kept = [choice_of(mode, level) for mode in (Mode.FP16, Mode.BALANCED) for level in range(LEVELS)]
+    cost[..., [choice for choice in range(CHOICES) if choice not in kept]] = math.inf
+    cost[..., choice_of(Mode.FP16, 0)] = cost[..., choice_of(Mode.FP16, LEVELS - 1)] = 0
+    cost[1, :, len(Mode) :] = math.inf  # the second site has no levels
+    plan = fastest_plan(["a", "b"], cost, time, limit, masked=[0])
+    rows = [plan[site].long() for site in ("a", "b")]
+    assert len({bool(choice >= len(Mode)) for choice in rows[0].tolist()}) == 1
+
+    def total(values, choices):
+        return sum(float(values[s, t, choices[s][t]]) for s in range(2) for t in range(BINS))
+
+    pairs = list(itertools.product(kept, repeat=BINS))
+    feasible = [
+        total(time, (first, second))
+        for first in pairs
+        if len({choice >= len(Mode) for choice in first}) == 1
+        for second in pairs
+        if total(cost, (first, second)) <= limit
+    ]
+    assert total(cost, rows) <= limit * (1 + 1e-6)
+    assert total(time, rows) == pytest.approx(min(feasible), rel=1e-6)
+
+
+def searched(min_psnr, density=(0.6, 0.2), steps=(0.5, 0.5), allowed=(Mode.FP16, Mode.BALANCED)):
+    """A search over a site with masks and one without, at the times of the table."""
+    cost = KernelCost.load(masks=True)
+    sites, blocks = ["a", "b"], {"a": blocks_of(density)}
+    seconds = torch.stack(
+        [seconds_of_choices(cost, SHAPE, cost.table([SHAPE])[0], blocks.get(site), SHARES, BINS) for site in sites]
+    )
+    error = torch.full((2, BINS, LEVELS, len(Mode)), math.nan, dtype=torch.float64)
+    of_modes = torch.tensor([0.0, 1e-6, 2e-6, 4e-6, 8e-6], dtype=torch.float64)
+    of_levels = torch.tensor([0.0, 1e-5, 1e-3, 0.0], dtype=torch.float64)
+    error[0] = of_levels[:, None] + of_modes
+    error[1, :, 0] = of_modes
+    sensitivity = Sensitivity(
+        sites, error.flatten(2), torch.ones(BINS, dtype=torch.float64), torch.tensor(steps, dtype=torch.float64), SHARES
+    )
+    sampled = []
+
+    def measure(plan):
+        sampled.append(plan)
+        error = sum(
+            float(sensitivity.error[row, index, int(plan[site][index])])
+            for row, site in enumerate(sites)
+            for index in range(BINS)
+            if steps[index]
+        )
+        return {"psnr": -10 * math.log10(max(error, 1e-15))}
+
+    budget = [Measure("psnr", lambda *_: 0.0, True, min_psnr)]
+    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), budget, measure, allowed)
+    return points, sampled
+
+
+def fastest_kept(points) -> PlanPoint:
+    return next(point for point in points if point.keeps_budget and point.allowed)
+
+
+@pytest.mark.parametrize(("min_psnr", "share"), [(25.0, 0.1), (45.0, 0.01), (70.0, None)])
+def test_the_search_leaves_out_what_the_budget_allows(min_psnr, share):
+    points, _ = searched(min_psnr)
+    chosen = fastest_kept(points)
+    assert chosen.sparse == ({"a": [share, 0.0]} if share else {})  # in the last bin nothing can be left out
+    dense = [point for point in points if point.keeps_budget and point.allowed and not point.sparse]
+    assert dense and (chosen.speed > dense[0].speed if share else chosen.speed == dense[0].speed)
+    names = [point.name for point in points]
+    assert (
+        any(name.endswith(", block masks") for name in names)
+        and "balanced everywhere, 0.1 of attention left out" in names
+    )
+
+
+def test_masks_that_gain_no_time_are_not_chosen():
+    points, _ = searched(25.0, density=(1.0, 0.98))
+    assert fastest_kept(points).sparse == {}
+
+
+def test_bins_without_steps_keep_all_blocks_in_full_precision():
+    points, sampled = searched(25.0, steps=(1.0, 0.0))
+    assert fastest_kept(points).sparse == {"a": [0.1, 0.0]}
+    for plan in sampled:
+        assert all(int(row[1]) in (choice_of(0, 0), choice_of(0, LEVELS - 1)) for row in plan.values())
+
+
+def test_a_stated_share_is_taken_where_it_gains_time():
+    sites = [Site(name, 24, 24, 128, 0.1, False, 16384, 16384) for name in ("few", "many", "none")]
+    modes = {site.name: torch.tensor([Mode.PRECISION, Mode.FP16]) for site in sites}
+    blocks = {"few": blocks_of((0.4,)), "many": blocks_of((1.0,))}
+    chosen, dense = stated_blocks(0.01, PlanSection(), sites, modes, blocks, 1)
+    assert chosen == {"few": [0.01, 0.0]}
+    assert dense == {"many": "100% of its blocks are needed, too many to gain time"}
+
+
+@pytest.fixture(scope="module")
+def local():
+    return tiny_sparse.build()
+
+
+@pytest.fixture(scope="module")
+def calibration(local, tmp_path_factory):
+    sites = parts_to_convert(local, AttentionSection(), LayersSection(modes="off")).sites
+    section = CalibrationSection(samples=2, batch=2, steps=4, bins=BINS)
+    return calibrate(local, section, "x", sites, tmp_path_factory.mktemp("work"), Quiet(), shares=SHARES)
+
+
+def test_sensitivities_of_masks_are_the_errors_that_they_make(local, calibration):
+    modes = torch.full((BINS,), int(Mode.FP16), dtype=torch.int32)
+    tables = {site: AttentionTables(**named, modes=modes) for site, named in calibration.tables.items()}
+    sites = Int8Sites(tables, 1000.0, "dynamic", True)
+    found = measure_sensitivity(
+        local, sites, BINS, modes=[Mode.BALANCED], blocks=calibration.blocks, shares=SHARES, seeds=range(7, 8),
+        steps=BINS, done=lambda: None,
+    )  # fmt: skip
+    name = found.sites[0]
+    error = found.error.view(2, BINS, LEVELS, len(Mode))
+    assert torch.equal(error[:, :, 3, : Mode.BALANCED + 1], error[:, :, 0, : Mode.BALANCED + 1]) or error.isnan().any()
+    assert torch.equal(error[:, :, 3, Mode.BALANCED], error[:, :, 0, Mode.BALANCED])
+    torch.testing.assert_close(error[:, :, 1, 2], error[:, :, 0, 2] + error[:, :, 1, 0])
+    assert (error[:, 0, 2, 0] > error[:, 0, 1, 0]).all() and (error[:, 0, 1, 0] > 0).all()
+
+    # The error of one mask alone, by another way: the specification in mode FP16.
+    masked = replace(sites, masks={name: calibration.blocks[name].level(SHARES[1])})
+    squares = []
+
+    def watched(*inputs, **named):
+        exact = local.denoiser(*inputs, **named)
+        alone = intercepted(local, lambda call: masked.attention(call) if call.name == name else call.exact())
+        if float(inputs[1][0]) < 500:
+            squares.append((alone(*inputs, **named) - exact).double().square().mean())
+        return exact
+
+    with torch.no_grad():
+        local.sample(watched, range(7, 8), steps=BINS, solver="ddim")
+    assert float(torch.stack(squares).mean()) == pytest.approx(float(error[0, 0, 2, 0]), rel=1e-3)
+
+
+def test_masks_follow_the_plan(local, calibration):
+    """What sites compute with a plan's masks is exact attention to their blocks."""
+    shares = sparse_rows({"denoiser": torch.tensor([choice_of(Mode.FP16, 2), choice_of(Mode.FP16, 3)])}, SHARES)
+    assert shares == {"denoiser": [0.1, 0.0]}
+    mask = calibration.blocks["denoiser"].mask(shares["denoiser"])
+    tables = AttentionTables(**calibration.tables["denoiser"], modes=torch.zeros(BINS, dtype=torch.int32))
+    sites = Int8Sites({"denoiser": tables}, 1000.0, "calibrated", True, masks={"denoiser": mask})
+    seen = []
+
+    def attend(call):
+        if call.name != "denoiser":
+            return call.exact()
+        chosen = expand_blocks(mask[[1, 0]], 640, 640)
+        expected = torch.nn.functional.scaled_dot_product_attention(call.q, call.k, call.v, chosen, scale=call.scale)
+        seen.append((sites.attention(call) - expected).abs().max() / expected.abs().max())
+        return expected
+
+    with torch.no_grad():
+        intercepted(local, attend)(torch.randn(2, 1, 16, 40), torch.tensor([900.0, 100.0]))
+    assert seen and max(seen) < 1e-5

@@ -1,0 +1,63 @@
+"""What INT8 layers were quantised from, kept beside a model: every number, in the smallest type that holds it."""
+
+import pytest
+import tiny_layers
+import torch
+from torch import nn
+
+from trtconvert.bundle import unquantised_file
+from trtconvert.linear.sites import model_tensors
+from trtconvert.weights.unquantised import Unquantised, save_unquantised
+
+
+def kept(model, layers, folder, prefix=""):
+    save_unquantised(model, layers, folder / "x.onnx", prefix)
+    return Unquantised(unquantised_file(folder / "x.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        (lambda x: x.half(), torch.float16),
+        (lambda x: x.bfloat16(), torch.bfloat16),
+        (lambda x: x, torch.float32),
+        (lambda x: 0 * x, torch.float16),
+    ],
+)
+def test_each_weight_has_the_smallest_type_that_holds_it(tmp_path, numbers, dtype):
+    model = nn.Linear(32, 32)
+    with torch.no_grad():
+        model.weight.copy_(numbers(model.weight * 1e-3).float())  # in FP16, small ones have fewer bits
+        model.bias.copy_(model.bias.half().float())
+    layers = tiny_layers.layers_of(tiny_layers.Called(lambda m, x: m.layer(x), layer=model), torch.randn(2, 32))
+    found = kept(tiny_layers.Called(lambda m, x: m.layer(x), layer=model), layers, tmp_path)
+    assert found["layer.weight"].dtype == dtype and found["layer.bias"].dtype == torch.float16
+    assert torch.equal(found["layer.weight"].float(), model.weight)
+
+
+def test_parts_of_one_parameter_and_transposed_ones(tmp_path):
+    """As `nn.MultiheadAttention` has its three projections."""
+    joined, turned = nn.Parameter(torch.randn(64, 32)), nn.Parameter(torch.randn(32, 16))
+
+    def forward(module, x):
+        first, second = module.joined.chunk(2)
+        return nn.functional.linear(x, first) @ module.turned + nn.functional.linear(x, second) @ module.turned
+
+    model = tiny_layers.Called(forward, joined=joined, turned=turned)
+    layers = tiny_layers.layers_of(model, torch.randn(3, 32))
+    found = kept(model, layers, tmp_path)
+    assert set(found.shapes) == {"joined", "turned"} and found.shapes["joined"] == (64, 32)
+    stored = {name: found[name].float() for name in found.shapes}
+    for layer in layers:
+        ref = found.refs[layer.name]["weight"]
+        assert ref is not None and found.refs[layer.name]["bias"] is None
+        assert torch.equal(ref.of(stored), layer.weight.of(model_tensors(model)))
+
+
+def test_a_prefix_that_the_state_dict_has_not(tmp_path):
+    inner = tiny_layers.Called(lambda m, x: m.layer(x), layer=nn.Linear(32, 32))
+    outer = tiny_layers.Called(lambda m, x: m.model(x, x), model=inner)
+    found = kept(outer, tiny_layers.layers_of(outer, torch.randn(2, 32)), tmp_path, "model.")
+    assert set(found.shapes) == {"layer.weight", "layer.bias"}
+    (of,) = found.refs.values()
+    assert of["weight"] is not None and of["weight"].name == "layer.weight"

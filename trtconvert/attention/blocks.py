@@ -1,0 +1,187 @@
+"""Block masks of attention sites for engines: which sites may have them, and which blocks calibration data needs.
+
+A block of 128 queries × 128 keys is needed in a timestep bin where any sample in any step of the bin sends more than a share of
+its queries' attention to it and to those that get less; see `pruning.needed_blocks`. The blocks of several batches, runs or
+machines merge by or, in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trtconvert.attention.pruning import needed_blocks
+from trtconvert.attention.reference import BLOCK, timestep_bin
+from trtconvert.attention.sites import Site, SiteCall
+from trtconvert.errors import UserError
+
+MIN_KEY_BLOCKS = 4
+"""Fewer blocks of keys have too little to leave out."""
+
+
+def obstacle_to_blocks(site: Site) -> str:
+    """Why a site that is converted stays dense; empty where it may have a block mask."""
+    blocks = math.ceil(site.key_tokens / BLOCK)
+    if blocks < MIN_KEY_BLOCKS:
+        return (
+            f"it has {site.key_tokens} keys, {(MIN_KEY_BLOCKS - 1) * BLOCK + 1} are needed for {MIN_KEY_BLOCKS} blocks"
+        )
+    if site.masked:
+        return "it has an attention mask of its own"
+    if site.folds > 1:
+        return f"a sample has {site.folds} elements of its batch, frames or windows"
+    return ""
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Blocks that were needed at one site, packed as `pack` does. On the CPU.
+
+    Attributes:
+        bin: [R] INT64 timestep bins that were seen, each once in what one batch gives.
+        bits: [R, L, H, bytes] U8, by the shares of attention that may be lost.
+    """
+
+    bin: Tensor
+    bits: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def merged(parts: Iterable[BlockRows]) -> BlockRows:
+        """What any of the parts needs; bins in their order."""
+        found: dict[int, Tensor] = {}
+        for part in parts:
+            for index, bits in zip(part.bin.tolist(), part.bits, strict=True):
+                found[index] = found[index] | bits if index in found else bits
+        seen = sorted(found)
+        return BlockRows(torch.tensor(seen), torch.stack([found[index] for index in seen]))
+
+
+@dataclass(frozen=True)
+class SiteBlocks:
+    """The blocks that a site needs, as a calibration keeps them: T timestep bins, L levels.
+
+    Attributes:
+        block_shares: [L] FP64, rising: the share of its attention that a block of queries may lose.
+        block_counts: [2] INT64, blocks of queries and of keys.
+        block_bits: [T, L, H, bytes] U8, packed as `pack` does. All ones in bins that saw nothing.
+    """
+
+    block_shares: Tensor
+    block_counts: Tensor
+    block_bits: Tensor
+
+    @staticmethod
+    def of(rows: BlockRows, shares: Sequence[float], counts: tuple[int, int], bins: int) -> SiteBlocks:
+        """Of what was needed in all batches."""
+        every = pack(torch.ones(1, len(shares), rows.bits.shape[2], *counts, dtype=torch.bool))
+        bits = every.repeat(bins, 1, 1, 1)
+        bits[rows.bin] = rows.bits
+        return SiteBlocks(torch.tensor(shares, dtype=torch.float64), torch.tensor(counts), bits)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def shares(self) -> list[float]:
+        return self.block_shares.tolist()
+
+    def level(self, share: float) -> Tensor:
+        """[T, H, Bq, Bk] boolean, the blocks of one of `shares`."""
+        bits = self.block_bits[:, self.shares.index(share)]
+        return unpack(bits, *self.block_counts.tolist())
+
+    def mask(self, shares: Sequence[float]) -> Tensor:
+        """[T, H, Bq, Bk] boolean: each timestep bin's blocks at a share of its own, which is 0 where it has all."""
+        found = torch.ones(len(shares), self.block_bits.shape[2], *self.block_counts.tolist(), dtype=torch.bool)
+        for share in sorted(set(shares) - {0.0}):
+            chosen = torch.tensor([each == share for each in shares])
+            found[chosen] = self.level(share)[chosen]
+        return found
+
+    def densities(self) -> Tensor:
+        """[T, L] FP64, the share of blocks that is needed."""
+        return torch.stack([self.level(share).double().mean((1, 2, 3)) for share in self.shares], 1)
+
+    def flaw(self, bins: int) -> str:
+        """What keeps it from being used; empty if nothing."""
+        shares, counts, bits = self.block_shares, self.block_counts, self.block_bits
+        if shares.dim() != 1 or shares.dtype != torch.float64 or not len(shares) or not _rise(shares.tolist()):
+            return "with block_shares that do not rise between 0 and 1"
+        if tuple(counts.shape) != (2,) or counts.dtype != torch.int64 or not (counts > 0).all():
+            return "with block_counts that are not two positive numbers"
+        size = -(-math.prod(counts.tolist()) // 8)
+        if bits.dim() != 4 or bits.dtype != torch.uint8 or tuple(bits.shape[i] for i in (0, 1, 3)) != (
+            bins, len(shares), size
+        ):  # fmt: skip
+            return f"with block_bits of {list(bits.shape)} {bits.dtype}, where [{bins}, {len(shares)}, heads, {size}] is needed"
+        if not all(self.level(share).any(-1).all() for share in self.shares):
+            return "with block_bits that leave queries without a key"
+        return ""
+
+
+def _rise(shares: list[float]) -> bool:
+    return all(low < high for low, high in zip([0.0, *shares], [*shares, 1.0], strict=True))
+
+
+def pack(masks: Tensor) -> Tensor:
+    """[…, Bq, Bk] boolean → […, ⌈Bq · Bk / 8⌉] U8."""
+    return torch.from_numpy(np.packbits(masks.flatten(-2).cpu().numpy(), axis=-1))
+
+
+def unpack(bits: Tensor, queries: int, keys: int) -> Tensor:
+    """The other way round."""
+    flat = np.unpackbits(bits.numpy(), axis=-1, count=queries * keys)
+    return torch.from_numpy(flat.astype(bool)).unflatten(-1, (queries, keys))
+
+
+class BlockObserver:
+    """Notes which blocks the sites' calls need. Handles a call as its model does.
+
+    Args:
+        sites: that may have block masks, see `obstacle_to_blocks`.
+        shares: of attention that may be lost, rising.
+        timestep_max: see `DiffusionModel`; bins: timestep bins.
+    """
+
+    def __init__(self, sites: Sequence[Site], shares: Sequence[float], timestep_max: float, bins: int) -> None:
+        self._tokens = {site.name: (site.query_tokens, site.key_tokens) for site in sites}
+        self._shares, self._timestep_max, self._bins = shares, timestep_max, bins
+        self._found: dict[str, BlockRows] = {}
+
+    def observe(self, call: SiteCall) -> None:
+        """
+        Raises:
+            UserError: the call has other numbers of tokens than its site.
+        """
+        wanted = self._tokens.get(call.name)
+        if wanted is None:
+            return
+        if (got := (call.q.shape[2], call.k.shape[2])) != wanted:
+            raise UserError(
+                f"{call.name} was called in other sizes than block masks are for",
+                expected=f"{wanted[0]} queries and {wanted[1]} keys, as at the sizes that the engine is tuned for",
+                got=f"{got[0]} and {got[1]}",
+                remedy="calibrate on data of one size, that of the engine, or set attention.sparse to off",
+            )
+        needed = pack(needed_blocks(call.q, call.k, self._shares, call.scale))
+        index = timestep_bin(call.timestep, self._timestep_max, self._bins).cpu()
+        before = [self._found[call.name]] if call.name in self._found else []
+        self._found[call.name] = BlockRows.merged([*before, BlockRows(index, needed)])
+
+    def finish(self) -> dict[str, BlockRows]:
+        """What was needed since this was asked last."""
+        found, self._found = self._found, {}
+        return found
+
+
+def mask_at(masks: Tensor, timestep: Tensor, timestep_max: float) -> Tensor:
+    """The block mask of each element: [T, H, Bq, Bk], [B] → [B, H, Bq, Bk]."""
+    return masks.to(timestep.device)[timestep_bin(timestep, timestep_max, len(masks))]

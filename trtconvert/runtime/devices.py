@@ -1,0 +1,363 @@
+"""A denoiser on several devices: the samples of a call are shared out, and the parts run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError
+from trtconvert.runtime.component import Component, was_closed
+from trtconvert.runtime.signature import Ranges, Signature
+from trtconvert.runtime.trajectory import Apart, Trajectory
+
+if TYPE_CHECKING:
+    from trtconvert.runtime.loras import Loras
+
+
+class DataParallel:
+    """A component with a session on each of several devices.
+
+    A call's samples are cut into parts in their order, of sizes that differ by one at most, each for one device; with fewer
+    samples than devices the rest idle. Of a call with both halves of guidance on two devices each has one half. Where a part
+    goes follows from the number of samples alone, so that what layers keep from step to step stays with its samples; where
+    that number changes, all samples begin anew.
+
+    Inputs go from device to device, on the caller's current stream, and outputs back; the joined output lies where the first
+    input lies, and is ready in the order of the caller's current stream there. Each device but the first has a host thread of
+    its own, and a stream for each of the caller's. A call cannot be recorded into a CUDA graph of the caller's; each session
+    records its own.
+
+    Args:
+        parts: the component on each device, at least two.
+
+    Attributes:
+        signature: of all together: as many samples as all take.
+        device: the first.
+
+    Raises:
+        UserError: the component takes a fixed number of samples, which cannot be shared out.
+    """
+
+    def __init__(self, parts: Sequence[Component]) -> None:
+        component = parts[0].signature.component
+        batch = component.inputs[0].shape[0]
+        if not isinstance(batch, str):
+            raise UserError(
+                "the denoiser's batch cannot be shared out among devices",
+                expected="a model with any number of samples in a call",
+                got=f"one of exactly {batch}",
+                remedy="load it on one device, or convert it with a batch that may vary",
+            )
+        self._parts, self._batch = list(parts), batch
+        self._rows = [
+            isinstance(spec.shape[0], str) and spec.shape[0].partition("_")[0] == batch.partition("_")[0]
+            if spec.shape
+            else False
+            for spec in component.inputs
+        ]
+        dims = {spec.shape[0] for spec, own in zip(component.inputs, self._rows, strict=True) if own}
+        # As many samples as some of the devices take together: of an engine for exactly four samples, two take no six.
+        together = [
+            _together(profile, dims, devices)
+            for devices in range(1, len(parts) + 1)
+            for profile in parts[0].signature.profiles
+        ]
+        self.signature = Signature(component, together)
+        self.device = parts[0].device
+        self._streams: dict[
+            int, list[torch.cuda.Stream | None]
+        ] = {}  # of the other devices, by the caller's on the first
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"trtconvert-{part.device}") for part in parts[1:]
+        ]  # one each: what is handed over runs in order
+        self._own = Trajectory()
+        self._counts: WeakKeyDictionary[Trajectory, int] = WeakKeyDictionary()
+
+    @property
+    def weights_memory(self) -> int:
+        return sum(part.weights_memory for part in self._parts)
+
+    @property
+    def graphs_memory(self) -> int:
+        """Bytes on all devices."""
+        return sum(part.graphs_memory for part in self._parts)
+
+    @property
+    def graphs_recorded(self) -> int:
+        """CUDA graphs on all devices."""
+        return sum(part.graphs_recorded for part in self._parts)
+
+    @property
+    def caches_memory(self) -> int:
+        """Bytes on all devices."""
+        return sum(part.caches_memory for part in self._parts)
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        """
+        Raises:
+            UserError: see the component, of all samples or of a part; or parts of such sizes fit no profile of their devices.
+            BackendUnavailable: see the component. What fails on one device is told with its name, once the others are done.
+        """
+        return self.call(None, inputs, named)
+
+    def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
+        """As `__call__`, with the caches of a trajectory; None for the component's own."""
+        tensors = self.signature.ordered(inputs, named)
+        _, sizes = self.signature.check(tensors)
+        if self.signature.watch is not None:
+            self.signature.watch(tensors)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "a component on several devices cannot be recorded into a CUDA graph",
+                expected="plain calls: each device's session records graphs of its own",
+                got="a recording",
+                remedy="call it outside of torch.cuda.graph, or load the bundle on one device",
+            )
+        counts = self._share_out(sizes)
+        own = trajectory or self._own
+        if self._counts.setdefault(own, sizes[self._batch]) != sizes[self._batch]:
+            self._counts[own] = sizes[self._batch]
+            self.reset_cache(trajectory)
+        return self._joined(tensors, counts, trajectory)
+
+    def _share_out(self, sizes: Mapping[str, int]) -> list[int]:
+        """Samples for each device that gets some: for as many of the first devices as there can be.
+
+        Raises:
+            UserError: no parts fit the profiles of their devices.
+        """
+        count = sizes[self._batch]
+        for devices in range(min(len(self._parts), count), 0, -1):
+            least, more = divmod(count, devices)
+            counts = [least + (place < more) for place in range(devices)]
+            if all(self._fits(part, sizes, of_part) for part, of_part in zip(self._parts, counts, strict=False)):
+                return counts
+        listed = ", ".join(
+            f"{low} to {high} on {part.device}"
+            for part in self._parts
+            for low, high in [_widest(part.signature.profiles, self._batch)]
+        )
+        raise UserError(
+            f"{count} samples cannot be shared out among the devices",
+            expected=f"parts that differ by one sample at most, of {listed}",
+            got=str(count),
+            remedy="call it with another number of samples, or build with a wider range of engine.shapes",
+        )
+
+    def _fits(self, part: Component, sizes: Mapping[str, int], count: int) -> bool:
+        """Whether an engine has a profile for so many of the samples."""
+        whole = sizes[self._batch]
+        names = {spec.shape[0] for spec, own in zip(self.signature.component.inputs, self._rows, strict=True) if own}
+        own = {name: size * count // whole if name in names else size for name, size in sizes.items()}
+        return any(
+            all(profile[name][0] <= size <= profile[name][2] for name, size in own.items())
+            for profile in part.signature.profiles
+        )
+
+    def _streams_here(self) -> list[torch.cuda.Stream | None]:
+        """A stream on each device for calls on the current one of the first device; None for that, and for the CPU."""
+        if self.device.type != "cuda":
+            return [None] * len(self._parts)
+        here = torch.cuda.current_stream(self.device).cuda_stream
+        if here not in self._streams:
+            self._streams[here] = [None, *(torch.cuda.Stream(part.device) for part in self._parts[1:])]
+        return self._streams[here]
+
+    def _joined(self, tensors: Sequence[Tensor], counts: Sequence[int], trajectory: Trajectory | None) -> Any:
+        whole, starts = sum(counts), [sum(counts[:place]) for place in range(len(counts))]
+
+        def rows(x: Tensor, own: bool, start: int, count: int) -> Tensor:
+            each = x.shape[0] // whole if own else 0  # there may be several rows for a sample, as for frames
+            return x[start * each : (start + count) * each] if own else x
+
+        cut = [
+            [rows(x, own, start, count) for x, own in zip(tensors, self._rows, strict=True)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        streams, first = self._streams_here(), tensors[0].device
+        running: list[Future[Any]] = []
+        for part, stream, thread, inputs in zip(self._parts[1:], streams[1:], self._threads, cut[1:], strict=False):
+            with _on(stream, part.device):
+                # In the order of the caller's stream, where the inputs are made, and of the one on the other device.
+                moved = tuple([x.to(part.device, non_blocking=True) if stream is not None else x for x in inputs])
+            try:
+                running.append(thread.submit(_run, part, stream, trajectory, moved))
+            except RuntimeError:  # of a pool that was shut down
+                raise was_closed() from None
+        calls = [partial(_run, self._parts[0], None, trajectory, tuple(cut[0])), *(future.result for future in running)]
+        outputs, failed = list[tuple[Tensor, ...]](), list[tuple[Component, BaseException]]()
+        for part, result in zip(self._parts, calls, strict=False):
+            try:
+                found = result()
+                outputs.append(found if isinstance(found, tuple) else (found,))
+            except BaseException as error:  # the others use what the caller frees
+                failed.append((part, error))
+        if failed:
+            raise _named(*failed[0])
+        joined = [
+            torch.empty((x.shape[0] // counts[0] * whole, *x.shape[1:]), dtype=x.dtype, device=first)
+            for x in outputs[0]
+        ]
+        for of_part, stream, start, count in zip(outputs, streams, starts, counts, strict=False):
+            with _on(stream, first):
+                for output, x in zip(joined, of_part, strict=True):
+                    each = len(output) // whole
+                    output[start * each : (start + count) * each].copy_(x, non_blocking=first.type == "cuda")
+        return joined[0] if len(joined) == 1 else tuple(joined)
+
+    def reset_cache(self, trajectory: Trajectory | None = None) -> None:
+        """All samples begin anew in the next call, on every device."""
+        for part in self._parts:
+            part.reset_cache(trajectory)
+
+    def apart(self) -> Apart:
+        """The component with caches of its own, for other samples between those of its calls."""
+        return Apart(self)
+
+    def check_caches(self) -> None:
+        """Waits for the GPUs.
+
+        Raises:
+            UserError: NaN or Inf is in a cache, of the component's own calls.
+        """
+        for part, stream in zip(self._parts, self._streams_here(), strict=True):
+            with _on(stream, part.device), _naming(part):
+                part.check_caches()
+
+    def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
+        """Replace weights on every device; how many of an engine's were replaced.
+
+        Raises:
+            UserError: see the component; nothing was replaced.
+            BackendUnavailable: TensorRT failed half way, and the component is closed: load the bundle again.
+        """
+        return self._on_all(lambda part: part.refit(weights))
+
+    def set_loras(self, loras: Loras) -> int:
+        """Set LoRAs on every device, see `refit`."""
+        return self._on_all(lambda part: part.set_loras(loras))
+
+    def _on_all(self, change: Callable[[Component], int]) -> int:
+        # First those that may refuse: the same weights fit all engines or none.
+        ordered = sorted(self._parts, key=lambda part: getattr(getattr(part, "record", None), "refittable", False))
+        counts = list[int]()
+        for part in ordered:
+            try:
+                with _naming(part):
+                    counts.append(change(part))
+            except BaseException:
+                if counts:  # engines with other weights than each other would give samples that nobody wants
+                    self.close()
+                raise
+        return counts[0]
+
+    def close(self) -> None:
+        """Wait for what is running, and let go of all sessions. Further calls are refused."""
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+        with ExitStack() as closing:  # all of them, whatever one says
+            for part in self._parts:
+                closing.callback(part.close)
+
+
+def _run(
+    part: Component, stream: torch.cuda.Stream | None, trajectory: Trajectory | None, inputs: tuple[Tensor, ...]
+) -> Any:
+    with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+        return part.call(trajectory, inputs, {})
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
+    """On a stream, behind what the caller's current stream on a device has, and before what it gets."""
+    if stream is None:
+        yield
+        return
+    callers = [torch.cuda.current_stream(of) for of in {device, stream.device} if of.type == "cuda"]
+    for caller in callers:
+        stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield
+    for caller in callers:
+        caller.wait_stream(stream)
+
+
+def _together(profile: Ranges, dims: Collection[int | str], devices: int) -> dict[str, tuple[int, int, int]]:
+    """A profile with the samples of so many devices."""
+    return {
+        name: (low * devices, opt * devices, high * devices) if name in dims else (low, opt, high)
+        for name, (low, opt, high) in profile.items()
+    }
+
+
+def _widest(profiles: Sequence[Ranges], dim: str) -> tuple[int, int]:
+    return min(profile[dim][0] for profile in profiles), max(profile[dim][2] for profile in profiles)
+
+
+@contextmanager
+def _naming(part: Component) -> Iterator[None]:
+    """What fails in the block is told with the component's device."""
+    try:
+        yield
+    except Exception as error:
+        raise _named(part, error) from error.__cause__
+
+
+def _named(part: Component, error: BaseException) -> BaseException:
+    """An error with the device that it is of."""
+    if isinstance(error, (UserError, BackendUnavailable)):
+        made: TrtconvertError = type(error)(
+            f"on {part.device}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
+        )
+        made.__cause__ = error
+        return made
+    error.add_note(f"on {part.device}")
+    return error
+
+
+def parse_devices(
+    device: str | int | torch.device | None, devices: Sequence[str | int | torch.device] | None
+) -> list[str | int | torch.device | None]:
+    """The devices of a bundle, the first of which has its other components.
+
+    Raises:
+        UserError: device and devices were given; none of them, one that is none, a GPU twice, or GPUs beside the CPU.
+    """
+    if devices is None:
+        return [device]
+
+    def refused(problem: str, got: object) -> UserError:
+        return UserError(
+            problem,
+            expected='different GPUs, such as devices=["cuda:0", "cuda:1"]; "cpu" may be there several times, to try it',
+            got=str(got),
+            remedy="correct the argument devices",
+        )
+
+    if device is not None:
+        raise refused("a bundle is loaded with device or with devices", f"device={device!r} and devices={devices!r}")
+    if isinstance(devices, (str, int, torch.device)) or not devices:
+        raise refused("devices are a list of one or more", repr(devices))
+    found = list[torch.device]()
+    for given in devices:
+        try:
+            one = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+        except (RuntimeError, TypeError):
+            raise refused(f"there is no device {given!r}", list(devices)) from None
+        if one.type == "cuda" and one.index is None and torch.cuda.is_available():
+            one = torch.device("cuda", torch.cuda.current_device())
+        found.append(one)
+    if len({one.type for one in found}) > 1:
+        raise refused("a bundle runs on GPUs or on the CPU", list(devices))
+    if found[0].type != "cpu" and len(set(found)) < len(found):
+        twice = next(one for one in found if found.count(one) > 1)
+        raise refused(f"the device {twice} is there twice", list(devices))
+    return list(found)

@@ -1,0 +1,86 @@
+"""What INT8 layers of a bundle were quantised from, so that engines which are refittable can have them quantised anew.
+
+A safetensors file beside the component's ONNX model: weights and biases by their names in the state dict, each in the smallest
+type that holds all of its numbers, and in the metadata which layer reads what. Of a model that is stored in 16 bits, it takes
+two bytes for each weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trtconvert.bundle import unquantised_file
+from trtconvert.linear.sites import Layer, TensorRef, model_tensors, reference_from_json
+from trtconvert.weights.tensor_files import TensorWriter
+
+_METADATA = "trtconvert"
+_SMALLER = (torch.float16, torch.bfloat16)
+
+
+def save_unquantised(model: nn.Module, layers: Iterable[Layer], onnx: Path, prefix: str = "") -> None:
+    """Write the file of a component.
+
+    Args:
+        model: whose weights they are, in full precision; layers: those that become INT8 ones.
+        onnx: the component's model.
+        prefix: of the names in `model`, which the state dict has not.
+    """
+    tensors = {name.removeprefix(prefix): x for name, x in model_tensors(model).items()}
+    refs = {
+        layer.name: {
+            part: None if ref is None else replace(ref, name=ref.name.removeprefix(prefix))
+            for part, ref in (("weight", layer.weight), ("bias", layer.bias))
+        }
+        for layer in layers
+    }
+    names = sorted({ref.name for of in refs.values() for ref in of.values() if ref is not None})
+    said = json.dumps(
+        {layer: {part: None if ref is None else asdict(ref) for part, ref in of.items()} for layer, of in refs.items()}
+    )
+    with TensorWriter(unquantised_file(onnx), names, len(json.dumps({_METADATA: said})) + 64) as file:
+        for name in names:
+            file.add(name, tensors[name].cpu(), _smallest(tensors[name]))
+        file.close({_METADATA: said})
+
+
+def _smallest(tensor: Tensor) -> torch.dtype:
+    """Of the types that hold its numbers, compared row by row."""
+    rows = [tensor] if tensor.dim() < 2 else tensor
+    for dtype in _SMALLER:
+        if all(torch.equal(row.to(dtype).to(row.dtype), row) for row in rows):
+            return dtype
+    return tensor.dtype
+
+
+class Unquantised:
+    """The file of a component, read tensor by tensor.
+
+    Args:
+        path: of it.
+
+    Attributes:
+        refs: of each layer, what its "weight" and "bias" are of.
+        shapes: of the tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(path, framework="pt")
+        said: dict[str, Any] = json.loads(self._file.metadata()[_METADATA])
+        self.refs: dict[str, dict[str, TensorRef | None]] = {
+            layer: {part: None if ref is None else reference_from_json(ref) for part, ref in of.items()}
+            for layer, of in said.items()
+        }
+        names: Iterable[str] = self._file.keys()
+        self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """On the CPU, where the file is mapped."""
+        return self._file.get_tensor(name)
