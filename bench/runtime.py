@@ -1,6 +1,6 @@
 """Host time of one call of a loaded TensorRT engine, beside what TensorRT and CUDA take by themselves.
 
-    trtconvert compile BUNDLE && python bench/runtime.py BUNDLE [--json FILE]
+    trtconvert compile BUNDLE && python bench/runtime.py BUNDLE [--json FILE] [--fused BUNDLE] [--devices cuda:0 cuda:1]
 
 For the opt shape of each profile: TensorRT's enqueue alone with every address set before, our call without CUDA graphs, the
 launch of a CUDA graph of the enqueue alone, and our call with CUDA graphs. Our calls are also made with all inputs elsewhere
@@ -8,6 +8,11 @@ than at the call before, as a sampler makes them: a new address costs. Time is t
 median and middle half of many calls; the device is waited for between groups of calls, outside the time. What is compared takes
 turns, a group of calls each, and what a call adds is the median of the differences of its groups to those beside them: other
 work on the host comes and goes, and meets all of them. Nothing is asserted.
+
+With `--fused` and a bundle of the same model with engine.guidance: fused, instead: whole steps with classifier-free guidance at
+the opt shape of its first profile, of doubling the latents in torch, one call and the sum, and of one call that has all inside.
+With `--devices`, instead: whole calls on the first GPU and on all of them, at one, two, … times the opt batch. Both are times
+from one step to the next, with the device waited for between groups of steps, inside the time.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ import torch
 from torch import Tensor
 
 from trtconvert import runtime
+from trtconvert.runtime.batches import AnyBatch
+from trtconvert.runtime.component import Component
 from trtconvert.runtime.signature import dtype_of, shape_of
 from trtconvert.runtime.tensorrt import TensorRTComponent
 
@@ -49,9 +56,29 @@ def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
     return times
 
 
-def example(denoiser: TensorRTComponent, profile: dict[str, tuple[int, int, int]]) -> list[Tensor]:
-    """Inputs of a profile's opt shape, on the GPU: zeros, which take the host as long as anything."""
-    sizes = {name: opt for name, (_, opt, _) in profile.items()}
+def step_us(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Microseconds from call to call of what takes turns, of each by groups; all GPUs are waited for at the end of each."""
+    gpus = range(torch.cuda.device_count())
+    times: list[list[float]] = [[] for _ in calls]
+    for group in range(-2, GROUPS // 2):  # the first two are for recording and warming up
+        for call, of_call in zip(calls, times, strict=True):
+            start = time.perf_counter_ns()
+            for _ in range(CALLS):
+                call()
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)
+            if group >= 0:
+                of_call.append((time.perf_counter_ns() - start) / 1e3 / CALLS)
+    return times
+
+
+def example(denoiser: Component, profile: dict[str, tuple[int, int, int]], samples: int = 1) -> list[Tensor]:
+    """Inputs of a profile's opt shape, on the GPU: zeros, which take the host as long as anything.
+
+    Args:
+        samples: how many times the opt batch.
+    """
+    sizes = {name: opt * (samples if name.partition("_")[0] == "batch" else 1) for name, (_, opt, _) in profile.items()}
     return [
         torch.zeros(shape_of(spec.shape, sizes), dtype=dtype_of(spec), device=denoiser.device)
         for spec in denoiser.signature.component.inputs
@@ -132,15 +159,83 @@ def bench(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def guided_steps(separate: Path, fused: Path) -> dict[str, Callable[[], object]]:
+    """A step with guidance, by what computes the sum."""
+    with_halves, with_sum = (runtime.load(folder, backend="tensorrt")["denoiser"] for folder in (separate, fused))
+    component = with_sum.signature.component
+    if component.guidance is None:
+        raise SystemExit(f"{fused} was not built with engine.guidance: fused")
+    given = dict(zip(with_sum.signature.names, example(with_sum, with_sum.signature.profiles[0]), strict=True))
+    negative, sample = component.guidance.negative, component.inputs[0].name
+    pairs = {name: torch.cat([given[twin], given[name]]) for name, twin in negative.items()}
+    timesteps = torch.cat([given[component.timestep_input]] * 2)
+    shared = {name: given[name] for name in with_halves.signature.names if name not in (sample, *negative)}
+
+    def in_torch() -> Tensor:
+        x = torch.cat([given[sample]] * 2)
+        both = with_halves(**{**shared, **pairs, sample: x, component.timestep_input: timesteps})
+        unconditional, conditional = both.chunk(2)
+        return unconditional + 7.5 * (conditional - unconditional)
+
+    batch = len(given[sample])
+    return {
+        f"batch {batch}, two halves, the sum in torch": in_torch,
+        f"batch {batch}, guidance inside": lambda: with_sum(**given),
+    }
+
+
+def shared_calls(folder: Path, devices: Sequence[str]) -> list[dict[str, Callable[[], object]]]:
+    """A call on one GPU and on all of them, for each of some batches."""
+    one = runtime.load(folder, backend="tensorrt", device=devices[0])["denoiser"]
+    every = runtime.load(folder, backend="tensorrt", devices=devices)["denoiser"]
+    drawn = AnyBatch(one)
+    found = []
+    for times in range(1, len(devices) + 1):
+        inputs = example(one, dict(one.signature.profiles[0]), times)
+        batch = len(inputs[0])
+        found.append(
+            {
+                f"batch {batch}, one GPU": lambda inputs=inputs: drawn(*inputs),
+                f"batch {batch}, {len(devices)} GPUs": lambda inputs=inputs: every(*inputs),
+            }
+        )
+    return found
+
+
+def compared(steps: dict[str, Callable[[], object]]) -> list[dict[str, Any]]:
+    """Rows of what takes turns, each with how many times as fast as the first it is."""
+    rows = []
+    for what, times in zip(steps, step_us(list(steps.values())), strict=True):
+        low, middle, high = statistics.quantiles(times, n=4)
+        first = rows[0]["us"] if rows else middle
+        rows.append({"what": what, "us": middle, "low": low, "high": high, "speedup": first / middle})
+    return rows
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument(
+        "--fused", type=Path, help="a bundle of the same model with engine.guidance: fused, to compare with"
+    )
+    parser.add_argument("--devices", nargs="+", help="GPUs to share calls out among, such as cuda:0 cuda:1")
     arguments = parser.parse_args()
-    rows = bench(arguments.bundle)
     heading = {"date": str(datetime.date.today()), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(", ".join(heading.values()), end="\n\n")
+    if arguments.fused or arguments.devices:
+        steps = [guided_steps(arguments.bundle, arguments.fused)] if arguments.fused else []
+        steps += shared_calls(arguments.bundle, arguments.devices) if arguments.devices else []
+        rows = [row for one in steps for row in compared(one)]
+        print("| what | step, µs | middle half | speedup |")
+        print("| --- | --- | --- | --- |")
+        for row in rows:
+            print(f"| {row['what']} | {row['us']:.1f} | {row['low']:.1f}–{row['high']:.1f} | {row['speedup']:.2f}× |")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(heading | {"rows": rows}))
+        return
+    rows = bench(arguments.bundle)
     print("| component, inputs | what | host, µs | middle half | over what it wraps, µs |")
     print("| --- | --- | --- | --- | --- |")
     for row in rows:

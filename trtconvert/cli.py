@@ -357,7 +357,7 @@ def run(
             remedy="give another file with -o",
         )
     started = time.perf_counter()
-    loaded = runtime.load(bundle, devices=None if devices is None else devices.split(","))
+    loaded = runtime.load(bundle, devices=None if devices is None else [name.strip() for name in devices.split(",")])
     place, folder = output.resolve(), loaded.folder.resolve()
     taken = {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}
     if place in taken or (place.is_relative_to(folder) and loaded.manifest.is_own(str(place.relative_to(folder)))):

@@ -136,6 +136,16 @@ def test_pipelines_that_use_a_half_by_itself_draw_the_same(model_of, arguments):
         assert engine.rows == [len(SEEDS)] * 4 and engine.scales == [[1.0] * len(SEEDS)] * 4
 
 
+def test_inference_mode_changes_nothing(model_of):
+    """In it torch hands over operations as they are called, and not what they are made of."""
+    model = model_of("hunyuan_dit")
+    engine = Engine(fused_form(model))
+    expected = model.sample(model.denoiser, SEEDS, steps=2, solver="ddim")
+    with torch.inference_mode():
+        assert relative_error(model.sample(engine, SEEDS, steps=2, solver="ddim"), expected) < SAME_ARITHMETIC
+    assert engine.rows == [len(SEEDS)] * 2
+
+
 def test_a_scale_that_changes_during_a_call_is_followed(model_of):
     model = model_of("stable_diffusion")
     engine = Engine(fused_form(model))

@@ -339,7 +339,7 @@ def parse_devices(
             problem,
             expected='different GPUs, such as devices=["cuda:0", "cuda:1"]; "cpu" may be there several times, to try it',
             got=str(got),
-            remedy="correct the argument devices",
+            remedy="correct the argument devices, or the option --devices",
         )
 
     if device is not None:

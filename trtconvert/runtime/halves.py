@@ -271,6 +271,8 @@ class Prediction(Tensor):
         named = kwargs or {}
         if (rule := _RULES.get(func)) is not None and (found := rule(*args, **named)) is not None:
             return found
+        if rule is None and (found := func.decompose(*args, **named)) is not NotImplemented:
+            return found  # as chunk, which torch takes apart before it comes here but in inference mode
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Prediction):
                 raise UserError(
