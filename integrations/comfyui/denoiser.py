@@ -75,6 +75,13 @@ def family_of(bundle: LoadedBundle) -> Family:
             got=bundle.manifest.model,
             remedy="draw with it by `trtconvert run`, or in Python: bundle.pipeline()",
         )
+    if record.guidance is not None:
+        raise UserError(
+            f"{bundle.folder} applies guidance inside, where ComfyUI adds up both halves itself",
+            expected="a bundle whose denoiser is called with both halves",
+            got="engine.guidance: fused",
+            remedy="build it with engine.guidance: separate",
+        )
     if unknown := sorted(names - _INPUTS[family]):
         raise UserError(
             f"{bundle.folder} takes what ComfyUI's {family.value} does not give",

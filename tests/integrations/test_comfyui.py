@@ -14,6 +14,7 @@ from rich.console import Console
 from tiny_pipelines import PIPELINES, WIDTH
 from tolerances import INT8_CALL
 
+from trtconvert.bundle import GuidanceRecord
 from trtconvert.cache import Cache
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error
@@ -172,6 +173,19 @@ def test_what_an_engine_cannot_do_is_refused(node, tmp_path, given, told):
 def test_models_that_comfy_ui_has_otherwise_are_refused(node, tmp_path):
     _, bundle = made(tmp_path, "ltx", tokens=8, frames=9, batch=1)
     with pytest.raises(UserError, match=r"(?s)no model that this node gives.*got: LTXPipeline.*remedy: draw with it"):
+        sys.modules[f"{node.__name__}.denoiser"].family_of(bundle)
+
+
+def test_guidance_inside_is_refused(node, tmp_path):
+    _, bundle = made(tmp_path, "stable_diffusion", tokens=8)
+    record = bundle.manifest.components["denoiser"]
+    guidance = GuidanceRecord(
+        scale="guidance_scale", negative={"encoder_hidden_states": "negative_encoder_hidden_states"}
+    )
+    bundle.manifest.components["denoiser"] = record.model_copy(update={"guidance": guidance})
+    with pytest.raises(
+        UserError, match=r"(?s)applies guidance inside.*remedy: build it with engine.guidance: separate"
+    ):
         sys.modules[f"{node.__name__}.denoiser"].family_of(bundle)
 
 
