@@ -173,7 +173,9 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
     lines += _components(known is not None and known.second_encoder)
-    lines += _quality(known is None or known.is_large, prompts, at)
+    # HunyuanVideo's attention has a mask of its own.
+    of_videos = known is not None and "frames" in known.options and known.pipeline != "HunyuanVideoPipeline"
+    lines += _quality(known is None or known.is_large, prompts, at, of_videos)
     return "\n".join(lines) + "\n"
 
 
@@ -376,7 +378,7 @@ def _prompts(file: Path) -> int:
     return count
 
 
-def _quality(large: bool, prompts: Path | None, at: Path) -> list[str]:
+def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = False) -> list[str]:
     """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time."""
     data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
     if prompts is not None:
@@ -395,6 +397,11 @@ def _quality(large: bool, prompts: Path | None, at: Path) -> list[str]:
         "attention:",
         *why,
         f"  modes: {modes[0]} # or auto, fp16, precision, balanced, aggressive, fp8",
+        *(
+            ["  # sparse: 0.03 # leaves out blocks of attention that 97 % of it does without"]
+            if of_videos and large
+            else []
+        ),
         "",
         "layers:",
         f"  modes: {modes[1]} # linear layers; or auto, static, dynamic, weight_only, off",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import tiny_sparse
 import torch
-from support import Quiet, refusal, run, tiny_recipe
+from support import Quiet, refusal, run, tiny_recipe, torchrun
 
 from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import timestep_bin
@@ -104,6 +104,25 @@ def test_a_killed_calibration_ends_the_same(local, sites, made, tmp_path, monkey
     for name, blocks in made.blocks.items():
         assert torch.equal(again.blocks[name].block_bits, blocks.block_bits)
     assert again.tables["denoiser"]["q_scale"].equal(made.tables["denoiser"]["q_scale"])
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_does(tmp_path):
+    recipe = tiny_recipe(
+        tmp_path,
+        model={"source": "tiny_sparse:build"},
+        attention={"sparse": 0.1},
+        calibration={"samples": 3, "batch": 1},
+    )
+
+    both, one = tmp_path / "both.safetensors", tmp_path / "one.safetensors"
+    torchrun(2, "calibrate", recipe, "-o", both, "--cache", tmp_path / "both")
+    outcome = run("calibrate", recipe, "-o", one, "--cache", tmp_path / "one")
+    assert outcome.exit_code == 0, outcome.output
+    found, expected = Calibration.load(both).blocks, Calibration.load(one).blocks
+    for name, blocks in expected.items():
+        assert torch.equal(found[name].block_bits, blocks.block_bits)
+    assert expected["denoiser"].densities().min() < 0.8
 
 
 def test_a_file_without_the_blocks_is_refused(local, sites, made, tmp_path):

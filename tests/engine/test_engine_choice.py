@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -16,7 +17,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.engine.attention_choice import Choice, one_node_model
 from trtconvert.engine.engine_choice import EngineTimes, PlainTimes, distinct_bins, fastest_engine
 from trtconvert.errors import TrtconvertError
-from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.nodes.attention import append_input, attention_nodes
 
 
 def node_of(*modes):
@@ -34,6 +35,15 @@ def test_bins_in_which_every_site_has_the_same_mode_are_timed_once():
     found = distinct_bins([node_of(*first), node_of(*second)])
     assert found == {100.0: 1, 300.0: 2, 700.0: 1, 900.0: 1}
     assert reference.timestep_bin(torch.tensor(list(found)), 1000.0, 5).tolist() == [0, 1, 3, 4]
+
+
+def test_bins_whose_masks_may_differ_are_timed_each():
+    node = node_of(Mode.BALANCED, Mode.BALANCED)
+    constant = ir.val("mask", const_value=ir.tensor(np.ones((1, 1, 1, 1), bool), name="mask"))
+    append_input(node, "block_mask", constant)
+    assert distinct_bins([node]) == {250.0: 2}
+    node.replace_input_with(len(node.inputs) - 1, ir.node("Gather", [constant, node.inputs[3]]).outputs[0])
+    assert distinct_bins([node]) == {250.0: 1, 750.0: 1}
 
 
 # By the letters of the sites that keep the plugin; "d" is faster with TensorRT's own attention alone.

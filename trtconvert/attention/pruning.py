@@ -155,6 +155,9 @@ def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: 
     Returns:
         [B, len(shares), H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on their device. No row is empty.
     """
+    if len(q) > 1:  # one by one: the weights of all elements and heads of a block of queries are there at once
+        each = zip(q.split(1), k.split(1), strict=True)
+        return torch.cat([needed_blocks(*element, shares, softmax_scale) for element in each])
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(2, 3)
     rows = []
     for queries in q.float().split(BLOCK, 2):

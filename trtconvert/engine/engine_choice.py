@@ -22,6 +22,7 @@ from trtconvert.bundle import NativeSite
 from trtconvert.engine import BuildWatcher
 from trtconvert.engine.attention_choice import Choice, bin_modes
 from trtconvert.errors import TrtconvertError
+from trtconvert.export.nodes.attention import block_mask_of
 
 LayerKind = Literal["native", "plugin", "exact"]
 """How INT8 layers are computed, see `EngineSection.layers`."""
@@ -81,13 +82,16 @@ TimeEngine = Callable[[bytes, Mapping[float, int]], float]
 def distinct_bins(nodes: Iterable[ir.Node]) -> dict[float, int]:
     """The timesteps at which an engine has to be timed, and how many bins each stands for.
 
-    Bins in which every node computes in the same mode take the same time: the middle of the first of them stands for all.
+    Bins in which every node computes in the same mode take the same time, unless a node's block mask follows the timestep: the
+    middle of the first of them stands for all.
 
     Args:
         nodes: `Int8Attention` nodes, all with the same bins.
     """
     nodes = list(nodes)
-    by_bin = list(zip(*map(bin_modes, nodes), strict=True))
+    by_bin: list[tuple[int, ...]] = list(zip(*map(bin_modes, nodes), strict=True))
+    if any(mask is not None and mask.producer() is not None for mask in map(block_mask_of, nodes)):
+        by_bin = [(index, *modes) for index, modes in enumerate(by_bin)]
     width = nodes[0].attributes["timestep_max"].as_float() / len(by_bin)
     return {(by_bin.index(modes) + 0.5) * width: by_bin.count(modes) for modes in dict.fromkeys(by_bin)}
 
