@@ -1,8 +1,8 @@
 """Denoiser steps on one GPU: torch, torch.compile, TensorRT with its own 16-bit attention, with our plugin, with the faster.
 
     python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
-                           [--peers torch torchao-fp8 torchao-int8 plain native group-norms plugin channels-first auto layers
-                                    layers-qdq native-layers]
+                           [--peers torch torchao-fp8 torchao-int8 modelopt-fp8 modelopt-int8 plain native group-norms plugin
+                                    channels-first auto layers layers-qdq native-layers]
                            [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
                            [--kernels FOLDER] [--json FILE]
 
@@ -18,7 +18,12 @@ everywhere, or the plugin at some lengths, or no plugin at all, whichever makes 
 of all that it builds and times.
 
 `torchao-fp8` and `torchao-int8` are torch.compile with its linear layers quantised by torchao, activations per token while they
-run; they need the package torchao. `layers` is our plugin between INT8 layers as `trtconvert compile` builds them first.
+run; they need the package torchao. Of transformers the repeated blocks are compiled, each kind once, and the whole is recorded in
+a CUDA graph; U-Nets, half of whose layers lie between such blocks, are compiled as a whole. `modelopt-fp8` and `modelopt-int8`
+are TensorRT with its own attention and linear layers between the Q and DQ of NVIDIA's Model Optimizer: FP8, and INT8 with
+SmoothQuant, by its own configurations, calibrated on the inputs that are timed (bench/modelopt_layers.py); they need the package
+nvidia-modelopt. Peers whose package is missing are left out, with a word. `layers` is our plugin between INT8 layers as
+`trtconvert compile` builds them first.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
@@ -46,14 +51,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
 from architectures import ARCHITECTURES, TIMESTEP_MAX, describe
+from modelopt_layers import OPSET, Kind, QdqLinear, quantised_layers, set_apart, with_layers
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -107,8 +114,17 @@ TORCHAO_PEERS = {
     "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig"),
 }
 """What each is called, and its configuration in torchao.quantization."""
+MODELOPT_PEERS: dict[str, tuple[str, Kind]] = {
+    "modelopt-fp8": ("TensorRT, Model Optimizer's FP8", "fp8"),
+    "modelopt-int8": ("TensorRT, Model Optimizer's INT8, SmoothQuant", "int8"),
+}
+"""What each is called, and the kind of its numbers."""
+PACKAGES = {peer: "torchao" for peer in TORCHAO_PEERS} | {peer: "modelopt" for peer in MODELOPT_PEERS}
+"""What peers need, and"""
+WHEELS = {"torchao": "torchao", "modelopt": "nvidia-modelopt"}
+"""what is installed for it."""
 PEERS = (
-    "torch", *TORCHAO_PEERS, "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS
+    "torch", *TORCHAO_PEERS, *MODELOPT_PEERS, "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS
 )  # fmt: skip
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LAYER_CALLS, LAYER_ROWS = 2, 16
@@ -131,8 +147,11 @@ def export(
     unfinished.rename(path)
 
 
-def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype) -> None:
+def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: int | None = None) -> None:
     """Write the ONNX model in 16 bits as torch's exporter makes it. The denoiser has to be on the CPU.
+
+    Args:
+        opset: the exporter's own by default.
 
     Two things are repaired, without which no parser takes it: where SDXL joins 16 bits and FP32 the exporter leaves the cast out,
     and where Wan writes into a tensor it names the default reduction, which TensorRT 10.6 refuses.
@@ -143,15 +162,24 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype) -> None:
     }
     program = torch.onnx.export(
         model.denoiser, tuple(example.values()), input_names=list(example), output_names=["out"], dynamo=True,
-        optimize=False, verbose=False,
+        optimize=False, verbose=False, opset_version=opset,
     )  # fmt: skip
     assert program is not None  # only None where it writes to a file
     promote_concats(program.model)
     program.optimize()
     leave_out_default_reductions(program.model)
+    set_apart(program.model)
     unfinished = path.with_suffix(".partial")
     program.save(unfinished, external_data=True)
     unfinished.rename(path)  # the file of weights keeps the name that the model has for it
+
+
+def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks that a transformer consists of, in its lists of some of one class; none of a U-Net, whose lists are mixed."""
+    (model,) = denoiser.children()
+    lists = [part for part in model.children() if isinstance(part, torch.nn.ModuleList)]
+    alike = [part for part in lists if len(part) > 1 and len({type(block) for block in part}) == 1]
+    return [block for part in alike for block in part] if len(alike) == len(lists) else []
 
 
 def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
@@ -185,6 +213,31 @@ def times_ms(call: Call) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
+
+
+def rotating(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
+    """Calls with one of some inputs after the other."""
+    return lambda index: forward(**inputs[index % len(inputs)])
+
+
+def recorded(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
+    """Calls with some inputs, each in a CUDA graph; their outputs have the same places every time."""
+    stream = torch.cuda.Stream()
+    graphs, outputs = list[torch.cuda.CUDAGraph](), list[Tensor]()
+    stream.wait_stream(torch.cuda.current_stream())
+    for feed in inputs:
+        with torch.cuda.stream(stream):
+            forward(**feed)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream, pool=graphs[0].pool() if len(graphs) > 1 else None):
+            outputs.append(forward(**feed))
+
+    def call(index: int) -> Tensor:
+        graphs[index % len(graphs)].replay()
+        return outputs[index % len(graphs)]
+
+    return call
 
 
 def image_s(call: Call) -> float:
@@ -369,6 +422,7 @@ class Bench:
         self._dtype, self._scaling = dtype, scaling
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
+        self._modelopt = dict[str, dict[str, QdqLinear]]()
         self._kernels = kernels
         with Phase(f"{name}: made"):
             self.model = describe(name, "cuda")
@@ -479,7 +533,7 @@ class Bench:
         forward(**self.inputs[0])
         held = sum(x.nbytes for named in (*self.inputs, self.expected) for x in named.values())
         memory = torch.cuda.max_memory_allocated() - held
-        self._time([Timed(what, lambda i: forward(**self.inputs[i % len(self.inputs)]), MODES[0], memory, built)])
+        self._time([Timed(what, rotating(forward, self.inputs), MODES[0], memory, built)])
 
     def torchao(self, peer: str) -> Timed:
         """The compiled denoiser with its linear layers quantised by torchao; the denoiser stays what it is."""
@@ -490,18 +544,40 @@ class Bench:
         denoiser = copy.deepcopy(self.model.denoiser)
         with Phase(f"{self.model.name}: {what}") as compiling:
             quantization.quantize_(denoiser, getattr(quantization, configuration)(), filter_fn=_fits_torchao)
-            compiled = torch.compile(denoiser, mode="reduce-overhead")
-            for feed in self.inputs:
-                compiled(**feed)
+            inputs = self.inputs
+            if blocks := repeated_blocks(denoiser):
+                for block in blocks:
+                    block.compile()
+                call = recorded(denoiser, inputs)
+            else:
+                compiled = torch.compile(denoiser, mode="reduce-overhead")
+                for feed in inputs:
+                    compiled(**feed)
+                call = rotating(compiled, inputs)
         memory = free - torch.cuda.mem_get_info()[0]
-        inputs = self.inputs
-        return Timed(what, lambda i: compiled(**inputs[i % len(inputs)]), MODES[0], memory, compiling.seconds)
+        return Timed(what, call, MODES[0], memory, compiling.seconds)
 
     def torchao_rows(self, peers: Collection[str]) -> None:
         for peer in TORCHAO_PEERS:
             if peer in peers:
                 self._time([self.torchao(peer)])
                 torch._dynamo.reset()
+                torch.cuda.empty_cache()
+
+    def calibrate_modelopt(self, peers: Collection[str]) -> None:
+        """Layers of Model Optimizer, kept on the CPU until their models are exported."""
+
+        def calls(denoiser: torch.nn.Module) -> None:
+            for mode in MODES:
+                self._at(mode)
+                for feed in self.inputs:
+                    denoiser(**feed)
+
+        for peer, (what, kind) in MODELOPT_PEERS.items():
+            if peer in peers:
+                with Phase(f"{self.model.name}: calibrated, {what}"):
+                    layers = quantised_layers(self.model.denoiser, kind, _fits_torchao, calls)
+                    self._modelopt[peer] = {name: layer.cpu() for name, layer in layers.items()}
                 torch.cuda.empty_cache()
 
     def to_cpu(self) -> None:
@@ -536,23 +612,37 @@ class Bench:
 
     def build_plain(self, folder: Path) -> None:
         """The engine of what torch.onnx.export writes, where TensorRT takes it."""
-        trt = tensorrt.load()
         path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-plain.onnx"
         if not path.exists():
             with Phase(f"{self.model.name}: exported by torch alone"):
                 export_plain(self.model, path, self._dtype)
-        options = EngineSection()
+        self._build_as_it_is(path, PLAIN)
+
+    def build_modelopt(self, folder: Path) -> None:
+        """Engines with Model Optimizer's layers, where TensorRT takes them."""
+        for peer, layers in self._modelopt.items():
+            what, _ = MODELOPT_PEERS[peer]
+            # Of every run its own: what it calibrates is not that of others.
+            path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-{peer}.onnx"
+            with Phase(f"{self.model.name}: exported, {what}, {len(layers)} layers"):
+                quantised = replace(self.model, denoiser=with_layers(self.model.denoiser, layers))
+                export_plain(quantised, path, self._dtype, OPSET)
+            self._build_as_it_is(path, what)
+
+    def _build_as_it_is(self, path: Path, what: str) -> None:
+        """An engine of an ONNX model that nothing of ours has changed; none where TensorRT refuses it."""
+        trt, options = tensorrt.load(), EngineSection()
         try:
-            with Phase(f"{self.model.name}: built from torch's export") as building:
+            with Phase(f"{self.model.name}: built, {what}") as building:
                 plan = build_plan(
                     trt, path.read_bytes(), path, self._records(), [{}],
-                    configure=partial(tensorrt.apply_options, trt, options=options), watch=Notices(), title=PLAIN,
+                    configure=partial(tensorrt.apply_options, trt, options=options), watch=Notices(), title=what,
                     timing_cache=timing_cache_path(tensorrt.device_name(), trt.__version__),
                 )  # fmt: skip
         except TrtconvertError as refusal:  # the other peers keep their rows
             print(refusal, flush=True)
             return
-        self._load(trt, PLAIN, plan, False, building.seconds)
+        self._load(trt, what, plan, False, building.seconds)
 
     def _records(self) -> list[TensorRecord]:
         return [
@@ -666,6 +756,17 @@ def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
         )
 
 
+def installed(peers: Sequence[str]) -> list[str]:
+    """Those of some peers whose package is here; of the others it prints what to install."""
+    missing = {peer: module for peer in peers if (module := PACKAGES.get(peer)) and find_spec(module) is None}
+    for peer, module in missing.items():
+        print(
+            f"notice: no {peer}: the package {WHEELS[module]} is not installed; pip install {WHEELS[module]}",
+            flush=True,
+        )
+    return [peer for peer in peers if peer not in missing]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
@@ -674,8 +775,8 @@ def main() -> None:
         nargs="*",
         choices=PEERS,
         default=PEERS,
-        help="torch: as it is and compiled; torchao-*: compiled with its quantisation; plain: TensorRT with what torch "
-        "exports by itself; native: with our export and "
+        help="torch: as it is and compiled; torchao-*: compiled with its quantisation; modelopt-*: TensorRT with NVIDIA's "
+        "quantisation; plain: with what torch exports by itself; native: with our export and "
         "TensorRT's own attention; group-norms: between our group norms; plugin: with ours everywhere; channels-first: between "
         "TensorRT's; auto: what the build would keep of group-norms and plugin",
     )
@@ -692,6 +793,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # what the errors are against is FP32
+    peers = installed(arguments.peers)
     rows, attention = list[Row](), list[Attention]()
     made_on = {
         "gpu": torch.cuda.get_device_name(),
@@ -710,22 +812,24 @@ def main() -> None:
             bench = Bench(
                 name,
                 arguments.kernels,
-                bool(LAYER_PEERS.keys() & set(arguments.peers)),
+                bool(LAYER_PEERS.keys() & set(peers)),
                 getattr(torch, arguments.dtype),
                 arguments.scaling,
             )
-            if "torch" in arguments.peers:
+            if "torch" in peers:
                 bench.torch_rows()
-            bench.torchao_rows(arguments.peers)
-            engines = set(arguments.peers) - {"torch", "plain", *TORCHAO_PEERS, *LAYER_PEERS}
+            bench.torchao_rows(peers)
+            bench.calibrate_modelopt(peers)
+            engines = set(peers) - {"torch", "plain", *TORCHAO_PEERS, *MODELOPT_PEERS, *LAYER_PEERS}
             bench.to_cpu()
             if arguments.exports or engines:
                 path = bench.export(exports, layers=False)
                 if engines:
                     bench.build_engines(path, engines)
-            if with_layers := LAYER_PEERS.keys() & set(arguments.peers):
-                bench.build_layers(bench.export(exports, layers=True), with_layers)
-            if "plain" in arguments.peers:
+            if of_layers := LAYER_PEERS.keys() & set(peers):
+                bench.build_layers(bench.export(exports, layers=True), of_layers)
+            bench.build_modelopt(exports)
+            if "plain" in peers:
                 bench.build_plain(exports)
             bench.engine_rows()
             rows += bench.rows
