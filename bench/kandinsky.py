@@ -7,9 +7,9 @@
 width of 3,072 and 30 blocks have 5.2 billion, with 4,096 and 25 blocks, which read an image beside the latents, 8.1 billion.
 The table is of BF16 files, and counts what becomes INT8 where no weight has too many outliers.
 
-Times are of some blocks of the first with everything around them, random weights, one forward after another: FP16 as it is, and
-with linear layers of blocks in INT8 as `load_quantized` puts them there. Sizes are those of latents: 13 × 48 × 80 is two seconds
-of 384 × 640.
+Times are of some blocks of the first (`--blocks 30`: of all) with everything around them, random weights, one forward after
+another: FP16 as it is, and with linear layers of blocks in INT8 as `load_quantized` puts them there, scales of blocks (Triton)
+and of channels (our CUDA kernel). Sizes are those of latents: 13 × 48 × 80 is two seconds of 384 × 640.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from int8_linear import BlockLayer
 from torch import Tensor, nn
 
+from trtconvert.linear.reference import quantise_weight
 from trtconvert.weights import Int8Linear
 from trtconvert.weights.analysis import Rules, Verdict, by_name, bytes_of, structure_for
 from trtconvert.weights.sources import Part, Source, StoredTensor
@@ -87,8 +88,8 @@ def prepared(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.to(torch.float32 if in_fp32 & set(name.split(".")) else dtype)
 
 
-def quantised(model: nn.Module) -> None:
-    """Put INT8 layers where `trtconvert quantize` would have their weights so."""
+def quantised(model: nn.Module, granularity: str) -> None:
+    """Put INT8 layers where `trtconvert quantize --granularity` would have their weights so."""
     source = source_of(model, "blocks")
     structure = structure_for(source, RULES)
     for tensor in source.tensors:
@@ -96,10 +97,12 @@ def quantised(model: nn.Module) -> None:
             continue
         parent, _, last = tensor.name.removesuffix(".weight").rpartition(".")
         layer = getattr(model.get_submodule(parent), last)
-        stored = BlockLayer.of(layer.weight.detach(), layer.bias)
-        setattr(
-            model.get_submodule(parent), last, Int8Linear(stored.weight, stored.scale, layer.bias, layer.weight.dtype)
-        )
+        if granularity == "block":
+            of_blocks = BlockLayer.of(layer.weight.detach(), layer.bias)
+            stored, scale = of_blocks.weight, of_blocks.scale
+        else:
+            stored, scale = quantise_weight(layer.weight.detach().float())
+        setattr(model.get_submodule(parent), last, Int8Linear(stored, scale, layer.bias, layer.weight.dtype))
 
 
 def inputs(frames: int, height: int, width: int) -> dict[str, object]:
@@ -134,20 +137,25 @@ def milliseconds(model: nn.Module, given: dict[str, object]) -> tuple[float, Ten
 
 @torch.inference_mode()
 def print_times(blocks: int, frames: int, height: int, width: int) -> None:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = made("T2V, 5B", num_visual_blocks=blocks, num_text_blocks=1).eval()
-    prepared(model, torch.float16)
+    torch.manual_seed(1)
     given = inputs(frames, height, width)
     print(f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16")
     print(
         f"{blocks} blocks of {CONFIGURATIONS['T2V, 5B']['num_visual_blocks']}, {frames * height * width // 4:,} tokens\n"
     )
-    print("| | step, ms | weights, GB | memory of a step, GB | error |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| eager | step, ms | weights, GB | memory of a step, GB | error |\n| --- | ---: | ---: | ---: | ---: |")
     wanted, slow = torch.empty(0), 0.0
-    for name in ("FP16, eager", "INT8 blocks, eager"):
-        if wanted.numel():
-            quantised(model)
+    for name, granularity in (
+        ("FP16", ""),
+        ("INT8, scales of blocks", "block"),
+        ("INT8, scales of channels", "channel"),
+    ):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = made("T2V, 5B", num_visual_blocks=blocks).eval()
+        prepared(model, torch.float16)
+        if granularity:
+            quantised(model, granularity)
         torch.cuda.empty_cache()
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         milliseconds(model, given)  # where tiles are measured
@@ -159,6 +167,7 @@ def print_times(blocks: int, frames: int, height: int, width: int) -> None:
         faster = f" ({slow / time:.2f}×)" if slow else ""
         print(f"| {name} | {time:.2f}{faster} | {weights / 1e9:.2f} | {peak / 1e9:.2f} | {error:.4f} |", flush=True)
         wanted, slow = (wanted, slow) if wanted.numel() else (output, time)
+        del model
 
 
 def main() -> None:
