@@ -86,6 +86,7 @@ from trtconvert.export.lowering import has_group_norms
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions
+from trtconvert.export.passes.squeezes import drop_idle_squeezes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
@@ -150,11 +151,12 @@ def export(
 def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: int | None = None) -> None:
     """Write the ONNX model in 16 bits as torch's exporter makes it. The denoiser has to be on the CPU.
 
+    Three things are repaired, without which no parser takes it: where SDXL joins 16 bits and FP32 the exporter leaves the cast
+    out, where PixArt squeezes what is not 1 it does so too, and where Wan writes into a tensor it names the default reduction,
+    which TensorRT 10.6 refuses.
+
     Args:
         opset: the exporter's own by default.
-
-    Two things are repaired, without which no parser takes it: where SDXL joins 16 bits and FP32 the exporter leaves the cast out,
-    and where Wan writes into a tensor it names the default reduction, which TensorRT 10.6 refuses.
     """
     example = {
         name: torch.randn(shape, dtype=torch.float32 if name == "timestep" else dtype)
@@ -166,6 +168,7 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
     )  # fmt: skip
     assert program is not None  # only None where it writes to a file
     promote_concats(program.model)
+    drop_idle_squeezes(program.model)
     program.optimize()
     leave_out_default_reductions(program.model)
     set_apart(program.model)
