@@ -17,6 +17,7 @@ from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
 from trtconvert.models.denoiser import on_device
+from trtconvert.models.guidance import fused_form
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
@@ -51,7 +52,10 @@ def calibrate_recipe(
     with alone:
         with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
-            model = on_device(models.load(recipe.model, recipe.loras), device)
+            model = models.load(recipe.model, recipe.loras)
+            if recipe.engine.guidance == "fused":
+                fused_form(model)  # which refuses models that cannot
+            model = on_device(model, device)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
             if recipe.sparse_shares:
                 for ranges in recipe.engine.ranges():

@@ -3,7 +3,7 @@ steps with a stand-in that says it does, and what that is called with tells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.bundle import GuidanceRecord
-from trtconvert.diffusion_model import DiffusionModel, Sampler, with_guidance
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler, with_guidance
 from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.guidance import NEGATIVE, SCALE, FusedGuidance
 from trtconvert.models.own_sampler import SamplerError
+from trtconvert.models.pipelines import ALL_NOISES, PipelineCaller
 
 _STEPS = 3
 """Of the sampler, two of which are looked at: what decodes the samples is not called."""
@@ -72,6 +73,16 @@ def _record(model: DiffusionModel) -> GuidanceRecord:
     return record
 
 
+def _sample(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int]) -> None:
+    """Run the sampler. Of a pipeline with several denoisers the others cost nothing, and it comes to every noise."""
+    caller = getattr(model.sample, "caller", None)
+    if not isinstance(caller, PipelineCaller):
+        model.sample(denoiser, seeds, steps=_STEPS, solver="ddim")
+        return
+    with caller.others_idling() as others:
+        model.sample(denoiser, seeds, steps=ALL_NOISES if others else _STEPS, solver="ddim")
+
+
 def _rows(model: DiffusionModel) -> int:
     """Rows of the denoiser's first call for each sample."""
     seen: list[int] = []
@@ -82,7 +93,7 @@ def _rows(model: DiffusionModel) -> int:
         raise _Seen
 
     with suppress(_Seen):
-        model.sample(denoiser, _SEEDS[:1], steps=_STEPS, solver="ddim")
+        _sample(model, denoiser, _SEEDS[:1])
     rows = seen[0] if seen else 0
     if rows not in (1, 2):
         raise _refusal(model, "one or two rows for each sample in a call of the denoiser", str(rows))
@@ -151,7 +162,7 @@ def _look(model: DiffusionModel, record: GuidanceRecord) -> None:
     """
     stand_in = _StandIn(model, FusedGuidance(record, model.output.shape))
     try:
-        model.sample(stand_in, _SEEDS, steps=_STEPS, solver="ddim")
+        _sample(model, stand_in, _SEEDS)
     except _Seen:
         pass
     except SamplerError:

@@ -46,7 +46,7 @@ PROMPTS = (
     "a city street at night after rain, neon signs",
 )
 
-_ALL_NOISES = 50
+ALL_NOISES = 50
 """Steps that come to every noise closely enough for any of several denoisers to be called."""
 
 _TEXT_WIDTHS = (
@@ -513,14 +513,11 @@ class PipelineCaller:
         Raises:
             UserError: the pipeline fails, or does not call that model.
         """
-        others = self._other_denoisers()
         try:
-            with torch.no_grad(), ExitStack() as idling:
-                for other in others:
-                    idling.enter_context(replaced(other, "forward", _idle))
+            with torch.no_grad(), self.others_idling() as others:
                 self(seeds, self.taken_steps(2, least=2), sizes, captions)
                 if others:  # one that takes the last steps alone
-                    self(seeds, self.taken_steps(_ALL_NOISES), sizes, captions)
+                    self(seeds, self.taken_steps(ALL_NOISES), sizes, captions)
         except Called as called:
             return called.arguments
         raise UserError(
@@ -530,8 +527,17 @@ class PipelineCaller:
             remedy="convert another pipeline, or take the component out of the recipe",
         )
 
+    @contextmanager
+    def others_idling(self) -> Iterator[int]:
+        """Denoisers that are not converted cost nothing, and find no noise: Wan 2.2 has a `transformer` for high noise and a
+        `transformer_2` for low noise. Gives how many there are."""
+        others = self._other_denoisers()
+        with ExitStack() as idling:
+            for other in others:
+                idling.enter_context(replaced(other, "forward", _idle))
+            yield len(others)
+
     def _other_denoisers(self) -> list[nn.Module]:
-        """Wan 2.2 has a `transformer` for high noise and a `transformer_2` for low noise."""
         kind = self.component.partition("_")[0]
         parts = {name: part for name, part in self.pipe.components.items() if name.partition("_")[0] == kind}
         return [part for name, part in parts.items() if name != self.component and isinstance(part, nn.Module)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -167,9 +167,10 @@ class DataParallel:
         if self.device.type != "cuda":
             return [None] * len(self._parts)
         here = torch.cuda.current_stream(self.device).cuda_stream
-        if here not in self._streams:
-            self._streams[here] = [None, *(torch.cuda.Stream(part.device) for part in self._parts[1:])]
-        return self._streams[here]
+        if (streams := self._streams.get(here)) is None:
+            # Of several threads on one stream the first one's are taken.
+            streams = self._streams.setdefault(here, [None, *(torch.cuda.Stream(p.device) for p in self._parts[1:])])
+        return streams
 
     def _joined(self, tensors: Sequence[Tensor], counts: Sequence[int], trajectory: Trajectory | None) -> Any:
         whole, starts = sum(counts), [sum(counts[:place]) for place in range(len(counts))]
@@ -201,6 +202,7 @@ class DataParallel:
             except BaseException as error:  # the others use what the caller frees
                 failed.append((part, error))
         if failed:
+            wait(running)  # for those that a signal kept from being waited for, too
             raise _named(*failed[0])
         joined = [
             torch.empty((x.shape[0] // counts[0] * whole, *x.shape[1:]), dtype=x.dtype, device=first)

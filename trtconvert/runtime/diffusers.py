@@ -272,7 +272,8 @@ class _Denoising:
         return_dict = arguments.pop("return_dict", True)
         named = tensors_of(self._record.arguments, arguments)
         sample = next(x for name, x in named.items() if name != self._timestep)
-        timestep = named[self._timestep].to(sample.device, torch.float32) / self._record.timestep_factor
+        passed = named[self._timestep]
+        timestep = passed.to(sample.device, torch.float32) / self._record.timestep_factor
         batch = sample.shape[0] if sample.dim() else 1
         if self._record.timestep_sizes and timestep.shape == (batch, *self._record.timestep_sizes):
             got = f"others within a sample, in a tensor of shape {list(timestep.shape)}"
@@ -293,7 +294,7 @@ class _Denoising:
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
         if self._halves is not None:
-            output = self._halves.prediction(_whole_numbers(named), sample)
+            output = self._halves.prediction(_whole_numbers(named), sample, passed)
         else:
             output = self._in_context()(**_whole_numbers(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)

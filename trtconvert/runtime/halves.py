@@ -38,17 +38,18 @@ class Halves:
         self._compared: set[tuple[Any, ...]] = set()
         self._told = False
 
-    def prediction(self, named: Mapping[str, Tensor], sample: Tensor) -> Tensor:
+    def prediction(self, named: Mapping[str, Tensor], sample: Tensor, timestep: Tensor) -> Tensor:
         """The prediction of all rows of a call.
 
         Args:
             named: the denoiser's own inputs, with a timestep for each row.
             sample: what is denoised, as it was passed: the prediction has its type, and lies on its device.
+            timestep: as it was passed.
         """
         first = next(x for name, x in named.items() if name != self._timestep)
         pairs = zip(self._guidance.output, first.shape, strict=True)
         shape = [size if isinstance(size, int) else given for size, given in pairs]
-        call = _Call(self, dict(named), first, sample.dtype)
+        call = _Call(self, dict(named), first, timestep, sample.dtype)
         return Prediction.of(_Half(call.rows(0, shape[0]), tuple(shape), sample.dtype))
 
     def shared(self, name: str) -> bool:
@@ -83,7 +84,10 @@ class Halves:
         pairs = [(name, x, conditional.named[name]) for name, x in negative.named.items()]
         if any(x.shape != y.shape or x.dtype != y.dtype for _, x, y in pairs):
             return False
-        common = [(x, y) for name, x, y in pairs if self.shared(name) and not _is_same(x, y)]
+        ones = (negative.start, negative.count) == (conditional.start, conditional.count)
+        at_once = ones and _is_same(negative.call.timestep, conditional.call.timestep)
+        known = {self._timestep} if at_once else set()  # a step passes the same one to both calls
+        common = [(x, y) for name, x, y in pairs if self.shared(name) and name not in known and not _is_same(x, y)]
         if not common:
             return True
         within = (negative.call is conditional.call, negative.start, conditional.start, negative.first.shape)
@@ -102,12 +106,13 @@ class _Call:
     """A call of the pipeline's.
 
     Attributes:
-        named: its tensors; first: what is denoised; dtype: of the prediction.
+        named: its tensors; first: what is denoised; timestep: as it was passed; dtype: of the prediction.
     """
 
     halves: Halves
     named: dict[str, Tensor]
     first: Tensor
+    timestep: Tensor
     dtype: torch.dtype
     _rows: dict[tuple[int, int], _Rows] = field(default_factory=dict)
     _versions: dict[str, int] = field(init=False)
