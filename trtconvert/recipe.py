@@ -218,10 +218,11 @@ class LayersSection(_Section):
         default="least-error",
         description="Scales of activations: those of least squared error, or the calibration's percentile of the calls' maxima.",
     )
-    modiff: StrictBool | Annotated[list[str], Field(min_length=1)] = Field(
+    modiff: StrictBool | Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
         default=False,
         description="MoDiff: layers with static scales in all timestep bins quantise how their inputs change from step to step, "
-        "and add the products to caches, which the runtime holds. true for all of them, or patterns of layer names. Needs "
+        "and add the products to caches, which the runtime holds. true for all of them, or patterns of layer names; `auto`: "
+        "those that the plan's search chooses, by what caches cost in time and save in error, where layers.modes is auto. Needs "
         "calibration.data that is denoised step by step (denoise, prompts), and one height and width in engine.shapes.",
     )
 
@@ -240,6 +241,10 @@ class LayersSection(_Section):
             if isinstance(self.modes, list) and set(self.modes) != {"static"}:
                 raise ValueError(
                     "modiff is for layers that are static in all timestep bins: set layers.modes to static"
+                )
+            if self.modiff == "auto" and self.modes != "auto":
+                raise ValueError(
+                    "modiff: auto is for layers whose modes are searched: set layers.modes to auto, or layers.modiff to true"
                 )
             if self.offsets:
                 raise ValueError("changes have no offsets: set layers.offsets or layers.modiff to false")
@@ -601,6 +606,10 @@ class Recipe(_Section):
         problems = (
             (calibration.from_ is None and calibration.steps < 2, ("calibration", "steps"), calibration.steps,
              "2 steps or more: layers.modiff is calibrated on changes from step to step"),
+            (self.layers.modiff == "auto" and self.attention.modes != "auto", ("layers", "modiff"), "auto",
+             "true or patterns where attention.modes are stated: auto is for the search of attention.modes: auto"),
+            (self.layers.modiff == "auto" and "static" not in self.plan.layer_candidates, ("layers", "modiff"), "auto",
+             "static among plan.layer_candidates with layers.modiff: auto"),
             (engine.refittable, ("engine", "refittable"), True,
              "false with layers.modiff: TensorRT's own INT8 layers compute changes, whose weights cannot be replaced"),
             (engine.layers == "exact", ("engine", "layers"), engine.layers,

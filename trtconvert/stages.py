@@ -241,6 +241,7 @@ def plan_stage(
             chosen = frontier.model_copy(update={"chosen": point.name})
             (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
             modes, layers, sparse, dense = point.modes, point.layers, point.sparse, {}
+            modulated = point.modulated
             scalings = json.loads((searched.folder / SCALINGS).read_text())
         else:
             from trtconvert.calib.calibration import Calibration
@@ -257,11 +258,12 @@ def plan_stage(
                 name: row.tolist()
                 for name, row in layer_modes(recipe.layers, _chosen_layers(calibration), bins).items()
             }
-            sparse, dense = {}, {}
+            sparse, dense, modulated = {}, {}, []
             for share in recipe.sparse_shares:
                 blocks = Calibration.load(calibration.folder / CALIBRATION).blocks
                 sparse, dense = stated_blocks(share, section, sites, plan, blocks, batch)
         made = {"sites": modes, "layers": layers, "scalings": scalings, "sparse": sparse, "dense": dense}
+        made["modulated"] = modulated
         (folder / PLAN).write_text(json.dumps(made, indent=1))
 
     return _run("plan", reads, make, cache, report)
@@ -278,6 +280,8 @@ def search_stage(
         "plan": search_reads(recipe.plan),
         "shapes": _ranges(recipe),
     } | _guidance(recipe)
+    if recipe.layers.modiff == "auto":
+        reads["dtype"] = recipe.model.dtype  # that of caches
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibration import Calibration
@@ -306,6 +310,7 @@ def search_stage(
             batch,
             bar,
             recipe.sparse_shares,
+            2 if recipe.model.dtype == "float16" else 4,
         )
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
 
@@ -702,12 +707,15 @@ def _converted_layers(
     scales = Calibration.load(calibration.folder / CALIBRATION).layers
     of_sources = {layer.name: scales[layer.source] for layer in layers}
     tables = layer_tables(model.denoiser, layers, scales, modes)
+    chosen = set(json.loads((plan.folder / PLAN).read_text())["modulated"])
     modulated = {
         layer.name
         for layer in layers
-        if is_modulated(layer, recipe.layers) and can_be_modulated(tables[layer.name].modes.tolist())
+        if is_modulated(layer, recipe.layers)
+        and can_be_modulated(tables[layer.name].modes.tolist())
+        and (recipe.layers.modiff != "auto" or layer.name in chosen)
     }
-    if recipe.layers.modiff and not modulated:
+    if recipe.layers.modiff not in (False, "auto") and not modulated:
         raise UserError(
             "no layer quantises changes, as layers.modiff asks",
             expected="a plan with layers that are static in all timestep bins",

@@ -19,7 +19,14 @@ from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.plan import fastest_plan, layer_modes, search_plan
-from trtconvert.calib.sensitivity import LAYERS_OF, Int8Layers, Int8Sites, Sensitivity, measure_sensitivity
+from trtconvert.calib.sensitivity import (
+    LAYERS_OF,
+    MODULATED,
+    Int8Layers,
+    Int8Sites,
+    Sensitivity,
+    measure_sensitivity,
+)
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, select_layers
 from trtconvert.models.denoiser import intercepted
@@ -43,18 +50,20 @@ def random_choices(seed, names):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("limit", [1e-3, 0.6, 1.2, 10.0])
-def test_no_plan_within_the_limit_is_faster_among_those_whose_layers_are_int8_in_all_bins_or_in_none(seed, limit):
+def test_no_plan_within_the_limit_is_faster_among_those_whose_layers_are_int8_or_have_caches_in_all_bins_or_in_none(
+    seed, limit
+):
     names = NAMES[:2]
     cost, time = random_choices(seed, names)
     plan = fastest_plan(names, cost, time, limit, whole=[1])
     chosen = torch.stack([plan[name] for name in names]).long()[..., None]
     assert cost.gather(-1, chosen).sum() <= limit * (1 + 1e-6)
-    assert plan[NAMES[1]].bool().all() or not plan[NAMES[1]].any()
+    assert len(set((plan[NAMES[1]] == 0).tolist())) == len(set((plan[NAMES[1]] == MODULATED).tolist())) == 1
     feasible = [
         sum(time[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS))
         for modes in itertools.product(range(len(Mode)), repeat=2 * BINS)
         if sum(cost[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS)) <= limit
-        and len({modes[BINS + t] == 0 for t in range(BINS)}) == 1
+        and all(len({modes[BINS + t] == mode for t in range(BINS)}) == 1 for mode in (0, MODULATED))
     ]
     assert float(time.gather(-1, chosen).sum()) == pytest.approx(float(min(feasible)), rel=1e-6)
 

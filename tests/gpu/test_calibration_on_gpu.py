@@ -94,7 +94,7 @@ def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
     of_layers = [(256, 512, 512), (4096, 2048, 2048)]
     (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1), of_layers, shapes[1:]))
     in_modes = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
-    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes, masks=True)
+    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes, masks=True, caches=True)
     of_masks = len(Mode) * len(measure.DENSITIES)
     calls = len(shapes) * len(measure.CALLS) + of_masks + len(of_layers) * 3
     assert cost.gpu == torch.cuda.get_device_name() and len(done) == calls

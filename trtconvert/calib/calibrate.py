@@ -28,7 +28,7 @@ from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import Kind, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, changes_of
-from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated
+from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
@@ -75,7 +75,7 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     converted, others = select_layers(
         finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds, few_rows=layers.few_rows
     )
-    for pattern in ["*"] if layers.modiff is True else layers.modiff or []:
+    for pattern in modiff_patterns(layers):
         if not modulated_sources(converted, layers.model_copy(update={"modiff": [pattern]})):
             able = [layer.name for layer in converted if not layer.weight_only]
             raise UserError(

@@ -72,6 +72,7 @@ class KernelCost:
         for row in table["rows"]:
             rows = {"dynamic": self._rows, "calibrated": self._calibrated}[row.get("scaling", "dynamic")]
             rows.append((AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["seconds"])))
+        self._bandwidth: float | None = table.get("bandwidth")
         self._masked: list[_MaskedRow] = [
             (AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["density"]), float(row["ratio"]))
             for row in table.get("masked", ())
@@ -88,15 +89,17 @@ class KernelCost:
         layer_candidates: Collection[LayerMode] = (),
         *,
         masks: bool = False,
+        caches: bool = False,
     ) -> KernelCost:
         """Times that `trtconvert measure` wrote, or those that come with the program.
 
         Args:
             candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
             layer_candidates: likewise of layers, 16 bits among them.
-            masks: whether the plan may choose block masks, of which there must be times too.
+            masks: whether the plan may choose block masks, of which there must be times too; caches: likewise layers that
+                quantise changes, whose caches are priced by the memory's bandwidth.
         Raises:
-            UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks.
+            UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks, or bandwidth.
         """
         path = path or KERNEL_COST
         try:
@@ -135,6 +138,14 @@ class KernelCost:
                 remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or set "
                 "attention.sparse to off",
             )
+        if caches and cost._bandwidth is None:
+            raise UserError(
+                f"{path} cannot price the caches of layers.modiff: auto",
+                expected="the bandwidth of the GPU's memory",
+                got=f"none, measured {cost.date} on an {cost.gpu}",
+                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or set "
+                "layers.modiff to true or false",
+            )
         return cost
 
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
@@ -149,6 +160,8 @@ class KernelCost:
             return "times that are not positive"
         if any(not (0 < density <= 1 and 0 < ratio < math.inf) for *_, density, ratio in self._masked):
             return "block masks whose density is not in (0, 1], or whose time is not positive"
+        if self._bandwidth is not None and not 0 < self._bandwidth < math.inf:
+            return "a bandwidth that is not positive"
         return ""
 
     def seconds(self, shape: AttentionShape, mode: Mode, scaling: str = "dynamic") -> float:
@@ -200,6 +213,18 @@ class KernelCost:
         if not points:
             return math.inf
         return _interpolated(flops(layer, batch), points)
+
+    def modulated_seconds(self, layer: Layer, batch: int, bytes_each: int) -> float:
+        """Time of one call of a layer that quantises changes: of its static mode, and of reading and writing its caches, one
+        number for each that it reads and gives. Infinite where nobody knows.
+
+        Args:
+            bytes_each: of a number in a cache.
+        """
+        if self._bandwidth is None:
+            return math.inf
+        numbers = batch * layer.rows * (layer.in_channels + layer.out_channels)
+        return self.layer_seconds(layer, batch, LayerMode.STATIC) + 2 * numbers * bytes_each / self._bandwidth
 
     def table(self, shapes: Sequence[AttentionShape], scalings: Sequence[str] | None = None) -> Tensor:
         """[len(shapes), modes] seconds, infinite in modes that were not measured.

@@ -33,7 +33,8 @@ class PlanPoint(_Record):
         allowed: whether it has no other modes than the search may choose.
         int8_values: share of sites and denoising steps whose second product is INT8 too.
         modes: site: `Mode` per timestep bin.
-        layers: layer: `LayerMode` per timestep bin, where the search decided about layers.
+        layers: layer: `LayerMode` per timestep bin, where the search decided about layers. modulated: those that quantise changes
+            from step to step (MoDiff), where it decided about that too.
         sparse: site: the share of its attention that may be lost per timestep bin, 0 where it has all its blocks; of the sites
             that have block masks. density: share of the blocks of all sites and denoising steps that is computed.
     """
@@ -46,6 +47,7 @@ class PlanPoint(_Record):
     int8_values: Annotated[float, Field(ge=0, le=1)]
     modes: dict[str, _SiteModes]
     layers: dict[str, _LayerModes] = {}
+    modulated: list[str] = []
     sparse: dict[str, SparseShares] = {}
     density: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -60,6 +62,8 @@ class PlanPoint(_Record):
     def _of_sites(self) -> PlanPoint:
         if bad := [site for site, row in self.sparse.items() if len(row) != len(self.modes.get(site, ()))]:
             raise ValueError(f"sparse: of {bad[0]}, which has other timestep bins, or none")
+        if bad := [layer for layer in self.modulated if layer not in self.layers]:
+            raise ValueError(f"modulated: {bad[0]}, which is none of the layers")
         return self
 
     @property

@@ -113,9 +113,14 @@ def layer_tables(
     return found
 
 
+def modiff_patterns(section: LayersSection) -> list[str]:
+    """Of the layers whose changes are calibrated."""
+    return section.modiff if isinstance(section.modiff, list) else ["*"] if section.modiff else []
+
+
 def is_modulated(layer: Layer, section: LayersSection) -> bool:
-    """Whether a recipe asks for the changes of a layer's input from step to step (MoDiff)."""
-    patterns = ["*"] if section.modiff is True else section.modiff or []
+    """Whether a recipe asks for the changes of a layer's input from step to step (MoDiff), or lets the plan choose them."""
+    patterns = modiff_patterns(section)
     return not layer.weight_only and any(fnmatchcase(layer.name, pattern) for pattern in patterns)
 
 

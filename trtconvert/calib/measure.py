@@ -52,6 +52,9 @@ MASKED_SHAPES = tuple(shape for shape in SHAPES if shape.key_tokens >= 1024)
 DENSITIES = (0.25, 0.5, 1.0)
 """Where attention is measured with block masks, and their shares of blocks, which are drawn at random."""
 
+COPIED_BYTES = 2**29
+"""Of the copy that tells the memory's bandwidth."""
+
 INPUTS = 3
 """Sets of inputs that take turns, so that no call finds its own in the cache."""
 
@@ -62,9 +65,9 @@ def measure_kernels(
     layer_shapes: Sequence[tuple[int, int, int]] = LAYER_SHAPES,
     masked_shapes: Sequence[AttentionShape] = MASKED_SHAPES,
 ) -> str:
-    """Times of attention in every mode, of block masks in terms of those, and of layers in 16 bits (torch) and in INT8, as JSON
-    text, see `KernelCost.load`. FP16, quantisation inside; scales of queries and keys are measured, and in the modes that may do
-    so calibrated as well; see `device_microseconds`.
+    """Times of attention in every mode, of block masks in terms of those, and of layers in 16 bits (torch) and in INT8, and the
+    memory's bandwidth, as JSON text, see `KernelCost.load`. FP16, quantisation inside; scales of queries and keys are measured,
+    and in the modes that may do so calibrated as well; see `device_microseconds`.
 
     Args:
         done: called after each shape and mode, for calibrated scales, and for each density of block masks.
@@ -110,12 +113,22 @@ def measure_kernels(
             seconds = device_microseconds([_layer_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
             layers.append({"mode": int(mode), "shape": list(shape), "seconds": round(seconds, 9)})
             done()
-    table = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+    table = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "bandwidth": round(_bandwidth()),
+    }
     parts = [
         f' "{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in of_name) + "\n ]"
         for name, of_name in (("rows", rows), ("masked", masked), ("layers", layers))
     ]
     return json.dumps(table, indent=1)[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _bandwidth() -> float:
+    """Bytes that the GPU's memory reads and writes in a second, by a copy that is larger than its cache."""
+    given, copy = (torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2 * COPIED_BYTES / (device_microseconds([lambda: copy.copy_(given)]) * 1e-6)
 
 
 def steps() -> int:

@@ -35,6 +35,7 @@ from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.calib.layer_scales import layer_tables
 from trtconvert.calib.sensitivity import (
     LAYERS_OF,
+    MODULATED,
     Int8Layers,
     Int8Sites,
     Sensitivity,
@@ -49,8 +50,8 @@ from trtconvert.progress import Bar
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
 
 Plan = dict[str, Tensor]
-"""Site: [T] INT32 `Mode` per timestep bin; group of layers, whose name begins with `LAYERS_OF`: `LayerMode`. Where sites may have
-block masks, the choice of a mode and a level, see `choice_of`."""
+"""Site: [T] INT32 `Mode` per timestep bin; group of layers, whose name begins with `LAYERS_OF`: `LayerMode` or `MODULATED`. Where
+sites may have block masks, the choice of a mode and a level, see `choice_of`."""
 
 BISECTIONS = 6
 """Halvings of the modelled error's range in decades: the limit is known to 2**-6 of it."""
@@ -111,7 +112,8 @@ def kernel_cost(
     allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
     in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
     allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
-    return KernelCost.load(section.kernel_cost, allowed, allowed_layers, masks=masks), allowed, allowed_layers
+    cost = KernelCost.load(section.kernel_cost, allowed, allowed_layers, masks=masks, caches=of_layers.modiff == "auto")
+    return cost, allowed, allowed_layers
 
 
 def site_scalings(
@@ -186,6 +188,7 @@ def search(
     batch: int,
     bar: Bar,
     shares: Sequence[float] = (),
+    cache_bytes: int = 2,
 ) -> Frontier:
     """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
 
@@ -197,6 +200,7 @@ def search(
         batch: for which times are taken.
         bar: shows the progress.
         shares: of attention that block masks may lose, of which the calibration has the blocks.
+        cache_bytes: of a number in the caches of layers that quantise changes, where `layers.modiff` is auto.
     """
     cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares))
     seconds = cost.table([_shape(site, batch) for site in sites], [scalings[site.name] for site in sites])
@@ -204,7 +208,17 @@ def search(
     seeds = range(section.seed, section.seed + section.samples)
     tables = calibration.tables
     stated = layer_modes(of_layers, layers, bins)
-    in_int8 = Int8Layers(layer_tables(model.denoiser, layers, calibration.layers, stated), model.timestep_max)
+    of_changes = {
+        layer.name: scale
+        for layer in layers
+        if of_layers.modiff == "auto" and (scale := calibration.layers[layer.source].change_scale) is not None
+    }
+    in_int8 = Int8Layers(
+        layer_tables(model.denoiser, layers, calibration.layers, stated),
+        model.timestep_max,
+        of_changes,
+        model.timesteps_fall,
+    )
     groups: dict[str, list[str]] = {}
     if of_layers.modes == "auto":
         for layer in layers:
@@ -213,13 +227,14 @@ def search(
     searched = {name for members in groups.values() for name in members}
     fixed = {name: modes for name, modes in stated.items() if name not in searched}
     by_name = {layer.name: layer for layer in layers}
-    modes_of = {
-        source: {_mode_of(by_name[source], mode) for mode in allowed_layers if mode != LayerMode.EXACT}
-        for source in groups
+    modes_of: dict[str, set[int]] = {
+        source: {int(_mode_of(by_name[source], mode)) for mode in allowed_layers if mode != LayerMode.EXACT}
+        | ({MODULATED} if members[0] in of_changes else set())
+        for source, members in groups.items()
     }
     if groups:
         rows = [
-            layer_seconds(cost, [by_name[name] for name in members], batch, modes_of[source])
+            layer_seconds(cost, [by_name[name] for name in members], batch, modes_of[source], cache_bytes)
             for source, members in groups.items()
         ]
         seconds = torch.cat([seconds, torch.tensor(rows, dtype=torch.float64)])
@@ -227,7 +242,7 @@ def search(
     bar.total(
         section.steps
         + bins
-        + (2 if groups else 1) * (len(_priced(seconds[: len(sites)])) + 2)
+        + (1 + bool(groups) + bool(of_changes and groups)) * (len(_priced(seconds[: len(sites)])) + 2)
         + of_searches
         + (len(shares) + of_searches if blocks else 0)
     )
@@ -248,14 +263,14 @@ def search(
     def int8_layers(plan: Plan) -> Int8Layers:
         if not groups:
             return in_int8
-        chosen = {name: in_int8.tables[name] for name in fixed}
-        chosen |= {
-            name: in_int8.tables[name].with_modes(plan[LAYERS_OF + source])
-            for source, members in groups.items()
-            for name in members
-            if plan[LAYERS_OF + source].any()
-        }
-        return Int8Layers(chosen, model.timestep_max)
+        chosen, scales = {name: in_int8.tables[name] for name in fixed}, {}
+        for source, members in groups.items():
+            row = plan[LAYERS_OF + source]
+            if row.any():
+                chosen |= {name: in_int8.tables[name].with_modes(_layer_row(row)) for name in members}
+            if (row == MODULATED).all():
+                scales |= {name: of_changes[name] for name in members}
+        return Int8Layers(chosen, model.timestep_max, scales, model.timesteps_fall)
 
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
     sensitivity = measure_sensitivity(
@@ -285,6 +300,7 @@ def search(
         point.model_copy(
             update={
                 "layers": of_fixed | _by_layer(point.layers, groups),
+                "modulated": [name for source in point.modulated for name in groups[source]],
                 "density": _density(point.sparse, blocks, len(sites), sensitivity.steps),
             }
         )
@@ -349,14 +365,26 @@ def _by_layer(of_groups: Mapping[str, list[int]], groups: Mapping[str, Collectio
     return {name: of_groups[source] for source, members in groups.items() for name in members}
 
 
-def layer_seconds(cost: KernelCost, layers: Sequence[Layer], batch: int, modes: Collection[LayerMode]) -> list[float]:
-    """Time of layers together in 16 bits and in each `LayerMode` of some; infinite in others, up to as many as attention has."""
+def layer_seconds(
+    cost: KernelCost, layers: Sequence[Layer], batch: int, modes: Collection[int], cache_bytes: int = 2
+) -> list[float]:
+    """Time of layers together in 16 bits and in each `LayerMode` of some, or `MODULATED`; infinite in others, up to as many as
+    attention has."""
+
+    def seconds(layer: Layer, mode: int) -> float:
+        if mode == MODULATED:
+            return cost.modulated_seconds(layer, batch, cache_bytes)
+        return cost.layer_seconds(layer, batch, LayerMode(mode))
+
     return [
-        sum(cost.layer_seconds(layer, batch, LayerMode(mode)) for layer in layers)
-        if mode in (LayerMode.EXACT, *modes)
-        else math.inf
+        sum(seconds(layer, mode) for layer in layers) if mode in (LayerMode.EXACT, *modes) else math.inf
         for mode in range(len(Mode))
     ]
+
+
+def _layer_row(row: Tensor) -> Tensor:
+    """[T] `LayerMode` of a group's row, in which `MODULATED` is static."""
+    return row.masked_fill(row == MODULATED, int(LayerMode.STATIC))
 
 
 def search_plan(
@@ -411,7 +439,16 @@ def search_plan(
             allowed=set(of_sites.unique().tolist()) <= set(allowed),
             int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * sensitivity.steps).sum()),
             modes={site: row for site, row in rows.items() if not site.startswith(LAYERS_OF)},
-            layers={site.removeprefix(LAYERS_OF): row for site, row in rows.items() if site.startswith(LAYERS_OF)},
+            layers={
+                site.removeprefix(LAYERS_OF): _layer_row(row).tolist()
+                for site, row in plan.items()
+                if site.startswith(LAYERS_OF)
+            },
+            modulated=[
+                site.removeprefix(LAYERS_OF)
+                for site, row in plan.items()
+                if site.startswith(LAYERS_OF) and (row == MODULATED).all()
+            ],
             sparse=sparse_rows(plan, sensitivity.shares),
         )
 
@@ -419,7 +456,10 @@ def search_plan(
     fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in compared.items()}
     in_int8 = [mode for mode in LayerMode if mode and groups.any() and of_modes[groups, mode].isfinite().all()]
     points = []
-    for suffix, of_layers in [("", LayerMode.EXACT), *((f", layers {m.name.lower()}", m) for m in in_int8[-1:])]:
+    compared_layers = [("", int(LayerMode.EXACT)), *((f", layers {m.name.lower()}", int(m)) for m in in_int8[-1:])]
+    if groups.any() and of_modes[groups, MODULATED].isfinite().all():
+        compared_layers.append((", layers static by changes", MODULATED))
+    for suffix, of_layers in compared_layers:
         for name, modes in fixed.items():
             rows = {
                 s: torch.full_like(modes, int(of_layers)) if s.startswith(LAYERS_OF) else modes.clone() for s in sites
@@ -509,7 +549,8 @@ def fastest_plan(
     Args:
         cost, time: [S, T, choices] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen, whatever
             its time, which may be infinite too.
-        whole: rows of layers, which have mode 0 in all bins or in none: an engine holds one of both weights.
+        whole: rows of layers, which have mode 0 in all bins or in none, as an engine holds one of both weights, and likewise
+            `MODULATED`, as every step has to add to the caches.
         masked: rows of sites with levels, which are `DENSE` in all bins or in none: an engine's node has a mask or none.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -522,13 +563,14 @@ def fastest_plan(
     weights = (cost / limit).flatten().numpy()
     one_each = kron(eye_array(count), np.ones((1, choices)))
     bins, joined = cost.shape[1], []
-    # The first choices of a row, together, in all bins or in none.
-    for row, first in (*((row, 1) for row in whole), *((row, len(Mode)) for row in masked)):
+    # Choices of a row that are taken, together, in all bins or in none.
+    dense = slice(0, len(Mode))
+    of_layers = [(row, slice(mode, mode + 1)) for row in whole for mode in (LayerMode.EXACT, MODULATED)]
+    for row, together in (*of_layers, *((row, dense) for row in masked)):
         for index in range(1, bins):
-            same = np.zeros(count * choices)
-            start, other = row * bins * choices, (row * bins + index) * choices
-            same[start : start + first], same[other : other + first] = 1, -1
-            joined.append(csr_array(same[None]))
+            same = np.zeros((count, choices))
+            same[row * bins, together], same[row * bins + index, together] = 1, -1
+            joined.append(csr_array(same.reshape(1, -1)))
     result = milp(
         (time / time.amax()).flatten().numpy(),
         integrality=np.ones(count * choices),
@@ -556,5 +598,5 @@ def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:
     for point in points:
         rows = (*point.modes.values(), *point.layers.values())
         sparse = tuple((site, *row) for site, row in point.sparse.items())
-        kept.setdefault((*(mode for row in rows for mode in row), sparse), point)
+        kept.setdefault((*(mode for row in rows for mode in row), *point.modulated, sparse), point)
     return list(kept.values())

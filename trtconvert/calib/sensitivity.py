@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from trtconvert.models.denoiser import intercepted
 
 LAYERS_OF = "layers of "
 """What the name of a group of layers begins with, among those of sites."""
+
+MODULATED = len(LayerMode)
+"""Choice of a group of layers beside those of `LayerMode`: static in all bins, with caches of their own (MoDiff)."""
 
 INT8_MODES = tuple(mode for mode in Mode if mode != Mode.FP16)
 """Modes that quantise something; FP16 is exact here."""
@@ -159,8 +162,8 @@ class Sensitivity:
     Attributes:
         sites: names, in the order of the first axis; those of groups begin with `LAYERS_OF`.
         error: [S, T, choices] mean squared error at the denoiser's output when one site alone runs in each `Mode`, or one group
-            of layers in each `LayerMode`; zero for FP16, NaN for modes that were not measured. At a level, that of exact
-            attention with the mask besides: errors of rounding and of what is left out add up.
+            of layers in each `LayerMode`, or `MODULATED`; zero for FP16, NaN for modes that were not measured. At a level, that
+            of exact attention with the mask besides: errors of rounding and of what is left out add up.
         gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
         steps: [T] share of the denoising steps that fall into each bin.
         shares: of attention, of the levels between.
@@ -198,7 +201,7 @@ def measure_sensitivity(
     modes: Collection[Mode] = tuple(Mode),
     layers: Int8Layers | None = None,
     groups: Mapping[str, Collection[str]] | None = None,
-    layer_modes: Mapping[str, Collection[LayerMode]] | None = None,
+    layer_modes: Mapping[str, Collection[int]] | None = None,
     blocks: Mapping[str, SiteBlocks] | None = None,
     shares: Sequence[float] = (),
     seeds: range,
@@ -211,7 +214,8 @@ def measure_sensitivity(
         sites: their modes do not matter.
         modes: to measure; each takes a pass through the model for each site in every step.
         layers: whose modes do not matter either; groups: their names, by the first layer that reads the same tensor.
-        layer_modes: to measure, of each group; each takes a pass in every step.
+        layer_modes: to measure, of each group, `MODULATED` among them, which needs scales of changes, and keeps caches from step
+            to step; each takes a pass in every step.
         blocks: of the sites that may have block masks; shares: of attention that may be lost. Each takes a pass in every step.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
@@ -225,7 +229,7 @@ def measure_sensitivity(
     if layers is not None:
         choices |= {
             LAYERS_OF + name: [
-                (mode, partial(_with_layers, model, layers, members, mode)) for mode in layer_modes[name]
+                (mode, _kept(mode, partial(_with_layers, model, layers, members, mode))) for mode in layer_modes[name]
             ]
             for name, members in groups.items()
         }
@@ -289,8 +293,19 @@ def _with_mask(model: DiffusionModel, name: str, masks: Tensor, timestep_max: fl
     return intercepted(model, attend)
 
 
-def _with_layers(model: DiffusionModel, layers: Int8Layers, names: Collection[str], mode: LayerMode) -> Denoiser:
+def _kept(mode: int, make: Callable[[], Denoiser]) -> Callable[[], Denoiser]:
+    """What makes a denoiser once where its caches go on from step to step, else for each call."""
+    return cache(make) if mode == MODULATED else make
+
+
+def _with_layers(model: DiffusionModel, layers: Int8Layers, names: Collection[str], mode: int) -> Denoiser:
     """The denoiser with some layers alone in a mode."""
+    if mode == MODULATED:
+        tables = {name: layers.tables[name].with_modes(LayerMode.STATIC) for name in names}
+        changes_of = {name: layers.change_scales[name] for name in names}
+        alone = Int8Layers(tables, layers.timestep_max, changes_of, model.timesteps_fall)
+        return intercepted(model, layers=alone.handler())
+    mode = LayerMode(mode)
     tables = {name: layers.tables[name].with_modes(mode) for name in names}
     return intercepted(model, layers=Int8Layers(tables, layers.timestep_max).handler())
 

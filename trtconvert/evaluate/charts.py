@@ -385,7 +385,8 @@ def frontier(tried: search.Frontier) -> Frontier:
             "exact" if point.psnr >= EXACT_DB else f"{point.psnr:.1f} dB",
             [f"{point.figures[name]:.4g}" for name in further],
             f"{point.int8_values:.0%}",
-            f"{sum(map(any, point.layers.values()))} of {len(point.layers)}",
+            f"{sum(map(any, point.layers.values()))} of {len(point.layers)}"
+            + (f", {len(point.modulated)} by changes" if point.modulated else ""),
             f"{point.density:.1%}",
             point.keeps_budget,
             point.allowed,

@@ -1,0 +1,193 @@
+"""Plans that choose which layers quantise changes from step to step: what that costs in time, and saves in error."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from support import Quiet, refusal, run, tiny_recipe
+from tiny_layers import WITH_CONV, build
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.schedules import compute_sigma_schedule
+from trtconvert.bundle import read_manifest
+from trtconvert.calib.budget import Measure
+from trtconvert.calib.calibrate import calibrate, parts_to_convert
+from trtconvert.calib.cost import KernelCost
+from trtconvert.calib.frontier import read_frontier
+from trtconvert.calib.identity import KERNEL_COST
+from trtconvert.calib.layer_scales import layer_tables
+from trtconvert.calib.plan import layer_seconds, search_plan
+from trtconvert.calib.sensitivity import (
+    LAYERS_OF,
+    MODULATED,
+    Int8Layers,
+    Int8Sites,
+    Sensitivity,
+    measure_sensitivity,
+)
+from trtconvert.errors import UserError
+from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import Layer, TensorRef
+from trtconvert.models.denoiser import intercepted
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
+
+BINS, STATIC = 2, int(LayerMode.STATIC)
+LAYER = Layer("a", "linear", 1024, 4096, 4096, "a", TensorRef("a", 0, (4096, 1024), (1024, 1)))
+
+
+def test_caches_cost_what_they_read_and_write():
+    cost = KernelCost.load(caches=True)
+    static = cost.layer_seconds(LAYER, 2, LayerMode.STATIC)
+    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
+    traffic = 2 * 2 * 4096 * (1024 + 4096) * 2 / table["bandwidth"]
+    assert cost.modulated_seconds(LAYER, 2, 2) == pytest.approx(static + traffic)
+    assert cost.modulated_seconds(LAYER, 2, 4) == pytest.approx(static + 2 * traffic)
+    of_choices = layer_seconds(cost, [LAYER, LAYER], 2, {STATIC, MODULATED})
+    assert of_choices[MODULATED] == pytest.approx(2 * (static + traffic)) and of_choices[1] == math.inf
+
+
+def without_bandwidth(path):
+    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({name: rows for name, rows in table.items() if name != "bandwidth"}))
+    return path
+
+
+def test_a_table_without_the_bandwidth_is_refused(tmp_path):
+    path = without_bandwidth(tmp_path / "old.json")
+    KernelCost.load(path)
+    with pytest.raises(UserError, match="cannot price the caches") as refused:
+        KernelCost.load(path, caches=True)
+    assert "trtconvert measure" in refused.value.remedy
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bandwidth": 0}))
+    with pytest.raises(UserError, match="does not hold times"):
+        KernelCost.load(path)
+
+
+def searched(min_psnr, modulated_seconds=1.3):
+    """A search over a site and two groups of layers: static ones ruin the samples, and changes do not."""
+    names = ["site", LAYERS_OF + "q", LAYERS_OF + "skip"]
+    error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
+    error[..., 0] = 0
+    error[0, :, 1:4] = 1e-5
+    error[1, :, STATIC], error[1, :, MODULATED] = 1e-2, 1e-5
+    error[2, :, STATIC], error[2, :, MODULATED] = 1e-5, 1e-5
+    inf = math.inf
+    seconds = torch.tensor([[4, 3, 2, 1, inf], *[[4, inf, inf, 1, modulated_seconds]] * 2], dtype=torch.float64)
+    half = torch.full((BINS,), 0.5, dtype=torch.float64)
+    sensitivity = Sensitivity(names, error, torch.ones(BINS, dtype=torch.float64), half)
+
+    def measure(plan):
+        rows = torch.stack([plan[name] for name in names]).long()[..., None]
+        return {"psnr": -10 * math.log10(max(float(error.gather(-1, rows).sum()), 1e-15))}
+
+    budget = [Measure("psnr", lambda *_: 0.0, True, min_psnr)]
+    points = search_plan(
+        sensitivity, seconds, compute_sigma_schedule(1000, "linear"), budget, measure, {Mode.FP16, Mode.BALANCED}
+    )
+    return next(point for point in points if point.keeps_budget and point.allowed), points
+
+
+def test_caches_hold_a_budget_that_static_layers_miss():
+    chosen, points = searched(40.0)
+    assert chosen.modulated == ["q"]  # and not "skip", whose caches would take time for nothing
+    assert chosen.layers == {"q": [STATIC] * BINS, "skip": [STATIC] * BINS}
+    assert {"fp16 everywhere, layers static", "fp16 everywhere, layers static by changes"} <= {p.name for p in points}
+
+
+@pytest.mark.parametrize(("psnr", "seconds"), [(10.0, 1.3), (40.0, 5.0)])
+def test_they_are_not_chosen_where_they_pay_nothing(psnr, seconds):
+    assert searched(psnr, seconds)[0].modulated == []
+
+
+def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
+    model, section = build(), LayersSection(modes="auto", include=WITH_CONV, kinds=["linear", "conv"], modiff="auto")
+    parts = parts_to_convert(model, AttentionSection(), section)
+    made = calibrate(
+        model, CalibrationSection(samples=2, batch=2, steps=4, bins=BINS), "x", parts.sites, tmp_path, Quiet(),
+        layers=parts.layers, of_layers=section,
+    )  # fmt: skip
+    modes = {layer.name: torch.full((BINS,), STATIC, dtype=torch.int32) for layer in parts.layers}
+    tables = layer_tables(model.denoiser, parts.layers, made.layers, modes)
+    scales = {layer.name: made.layers[layer.source].change_scale for layer in parts.layers}
+    assert all(scale is not None for scale in scales.values())
+    layers = Int8Layers(tables, model.timestep_max, scales, model.timesteps_fall)  # pyright: ignore[reportArgumentType]
+    no_modes = torch.zeros(BINS, dtype=torch.int32)
+    sites = Int8Sites(
+        {site: AttentionTables(**named, modes=no_modes) for site, named in made.tables.items()}, 1000.0, "dynamic", True
+    )
+    groups = {"mlp.0": ["mlp.0"]}
+    found = measure_sensitivity(
+        model, sites, BINS, modes=[Mode.FP16], layers=layers, groups=groups,
+        layer_modes={"mlp.0": [STATIC, MODULATED]}, seeds=range(2), steps=4, done=lambda: None,
+    )  # fmt: skip
+    alone = Int8Layers({"mlp.0": tables["mlp.0"]}, 1000.0, {"mlp.0": scales["mlp.0"]}, True)  # pyright: ignore
+    errors = []
+
+    def watched(*inputs, **named):
+        exact = model.denoiser(*inputs, **named)
+        moved = intercepted(model, layers=alone.handler())(*inputs, **named)
+        errors.append(float((moved - exact).double().square().mean()))
+        return exact
+
+    with torch.no_grad():
+        model.sample(watched, range(2), steps=4, solver="ddim")
+    row = found.error[found.sites.index(LAYERS_OF + "mlp.0")]
+    assert row[:, MODULATED].tolist() == pytest.approx([sum(errors[2:]) / 2, sum(errors[:2]) / 2], rel=1e-4)
+    assert (row[:, MODULATED] > 0).all() and not torch.equal(row[:, MODULATED], row[:, STATIC])
+
+
+def auto_recipe(folder, attention="auto", modiff="auto", plan=None, **layers):
+    recipe = tiny_recipe(
+        folder,
+        model={"source": "tiny_layers:build"},
+        attention={"modes": attention},
+        layers={"modes": "auto", "include": WITH_CONV, "modiff": modiff} | layers,
+        calibration={"samples": 2, "steps": 4},
+        verify={"min_psnr": 10, "min_site_sqnr": 5},
+    )
+    plan = {"samples": 1, "steps": 2, "min_psnr": 10, "candidates": ["balanced"]} | (plan or {})
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"plan": plan}))
+    return recipe
+
+
+def test_a_build_takes_the_layers_that_the_plan_chose(tmp_path):
+    point = "fp16 everywhere, layers static by changes"
+    bundle = tmp_path / "bundle"
+    outcome = run("build", auto_recipe(tmp_path, plan={"point": point}), "-o", bundle, "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    manifest, frontier = read_manifest(bundle), read_frontier(bundle / "frontier.json")
+    chosen = next(each for each in frontier.points if each.name == point)
+    records = manifest.components["denoiser"].layers
+    assert chosen.modulated and {layer.name for layer in records if layer.modulated} == set(chosen.modulated)
+    assert manifest.components["denoiser"].caches
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"attention": "precision"}, "true or patterns where attention.modes are stated"),
+        ({"modes": "static"}, "set layers.modes to auto, or layers.modiff to true"),
+        ({"plan": {"layer_candidates": ["dynamic"]}}, "static among plan.layer_candidates"),
+        ({"modiff": "automatic"}, "true or false"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_when_it_is_read(tmp_path, change, expected):
+    outcome = run("build", auto_recipe(tmp_path, **change), "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(outcome, expected)
+
+
+def test_old_tables_are_refused_before_the_calibration(tmp_path):
+    recipe = auto_recipe(tmp_path, plan={"kernel_cost": without_bandwidth(tmp_path / "old.json").name})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    refusal(outcome, "cannot price the caches of layers.modiff: auto")
+    assert not list((tmp_path / "cache").glob("observed-*"))
+
+
+def test_a_frontier_with_caches_of_unknown_layers_is_refused():
+    point = searched(40.0)[0]
+    with pytest.raises(ValueError, match="modulated: other"):
+        type(point).model_validate(point.model_dump() | {"modulated": ["other"]})
