@@ -248,11 +248,13 @@ def with_guidance(
     twins = [replace(specs[name], name=twin) for name, twin in record.negative.items()]
     scale = InputSpec(record.scale, "float32", model.inputs[0].shape[:1])
     passed = {twin: model.as_passed[name] for name, twin in record.negative.items() if name in model.as_passed}
+    # Both halves count, and none more than once: larger scales are the same sum, and multiply the errors of both.
+    scales = torch.tensor([0.5, 1.0, 0.75])
     return replace(
         model,
         inputs=(*model.inputs, *twins, scale),
         dims=dims,
-        as_passed={**model.as_passed, **passed, record.scale: torch.tensor([2.0, 1.0, 3.0])},
+        as_passed={**model.as_passed, **passed, record.scale: scales},
         guidance=record,
     )
 

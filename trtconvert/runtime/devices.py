@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras
 
 
+_KNOWN_CALLS = 256
+"""Combinations of shapes and types whose checks are remembered."""
+
+
 class DataParallel:
     """A component with a session on each of several devices.
 
@@ -72,14 +76,14 @@ class DataParallel:
         ]
         self.signature = Signature(component, together)
         self.device = parts[0].device
-        self._streams: dict[
-            int, list[torch.cuda.Stream | None]
-        ] = {}  # of the other devices, by the caller's on the first
+        # Of the other devices, by the caller's on the first.
+        self._streams: dict[int, list[torch.cuda.Stream | None]] = {}
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"trtconvert-{part.device}") for part in parts[1:]
         ]  # one each: what is handed over runs in order
         self._own = Trajectory()
-        self._counts: WeakKeyDictionary[Trajectory, int] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Trajectory, int] = WeakKeyDictionary()  # samples of the last call
+        self._known: dict[tuple, list[int]] = {}  # by shapes and types
 
     @property
     def weights_memory(self) -> int:
@@ -111,7 +115,7 @@ class DataParallel:
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         """As `__call__`, with the caches of a trajectory; None for the component's own."""
         tensors = self.signature.ordered(inputs, named)
-        _, sizes = self.signature.check(tensors)
+        counts = self._counts_of(tensors)
         if self.signature.watch is not None:
             self.signature.watch(tensors)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -121,12 +125,26 @@ class DataParallel:
                 got="a recording",
                 remedy="call it outside of torch.cuda.graph, or load the bundle on one device",
             )
-        counts = self._share_out(sizes)
-        own = trajectory or self._own
-        if self._counts.setdefault(own, sizes[self._batch]) != sizes[self._batch]:
-            self._counts[own] = sizes[self._batch]
+        own, whole = trajectory or self._own, sum(counts)
+        if self._last.setdefault(own, whole) != whole:
+            self._last[own] = whole
             self.reset_cache(trajectory)
         return self._joined(tensors, counts, trajectory)
+
+    def _counts_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Samples for each device that gets some, of inputs that are checked once for all of such shapes and types.
+
+        Raises:
+            UserError: see `__call__`.
+        """
+        try:
+            return self._known[tuple([(x.shape, x.dtype, x.layout) for x in tensors])]
+        except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
+            _, sizes = self.signature.check(tensors)
+        if len(self._known) >= _KNOWN_CALLS:
+            self._known.clear()
+        counts = self._known[tuple([(x.shape, x.dtype, x.layout) for x in tensors])] = self._share_out(sizes)
+        return counts
 
     def _share_out(self, sizes: Mapping[str, int]) -> list[int]:
         """Samples for each device that gets some: for as many of the first devices as there can be.
@@ -188,7 +206,8 @@ class DataParallel:
         for part, stream, thread, inputs in zip(self._parts[1:], streams[1:], self._threads, cut[1:], strict=False):
             with _on(stream, part.device):
                 # In the order of the caller's stream, where the inputs are made, and of the one on the other device.
-                moved = tuple([x.to(part.device, non_blocking=True) if stream is not None else x for x in inputs])
+                # From pinned memory nothing is read once the call has returned.
+                moved = tuple([x.to(part.device, non_blocking=x.is_cuda) for x in inputs])
             try:
                 running.append(thread.submit(_run, part, stream, trajectory, moved))
             except RuntimeError:  # of a pool that was shut down
