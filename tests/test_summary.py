@@ -92,6 +92,17 @@ def test_an_engine_says_how_its_layers_are_computed(manifest, digits_build):
     assert re.search(r"ONNX .* attention and layers: INT8, the op's function body", text)
 
 
+def test_a_refittable_engine_says_which_layers_new_weights_reach(manifest, digits_build):
+    component = manifest.components["denoiser"]
+    constants = {f"{layer}, {table}": (layer, table) for layer in "ab" for table in ("weight", "weight_scale")}
+    fields = {"layers": "plugin", "refittable": True, "int8_constants": constants, "target": "sm90"}
+    engines = [component.engines[0].model_copy(update=fields)]
+    changed = {"denoiser": component.model_copy(update={"engines": engines})}
+    told = shown(manifest.model_copy(update={"components": changed}), digits_build.bundle)
+    assert ("", "sm90: refittable") in told
+    assert ("", "sm90: 2 INT8 layers in plugins, which new weights and LoRAs reach; the others run in 16 bits") in told
+
+
 def test_modes_by_timestep_are_told_in_runs(manifest, digits_build):
     component = manifest.components["denoiser"]
     rows = [[LayerMode.WEIGHT_ONLY] + [LayerMode.DYNAMIC] * 3] * 2 + [[LayerMode.STATIC] * 4]

@@ -154,6 +154,9 @@ def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
     names = ("refittable", "version_compatible", "hardware_compatible", "weight_streaming")
     if options := [name.replace("_", " ") for name in names if getattr(engine, name)]:
         yield ", ".join(options)
+    if engine.refittable and engine.layers:
+        anew = len({layer for layer, _ in engine.int8_constants.values()})
+        yield f"{anew} INT8 layers in plugins, which new weights and LoRAs reach; the others run in 16 bits"
     same: dict[tuple[int, int, float | None, float | None], int] = {}
     for site in engine.native_sites:
         key = (site.query_tokens, site.key_tokens, site.native_us, site.plugin_us)

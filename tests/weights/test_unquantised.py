@@ -54,6 +54,26 @@ def test_parts_of_one_parameter_and_transposed_ones(tmp_path):
         assert torch.equal(ref.of(stored), layer.weight.of(model_tensors(model)))
 
 
+def test_tensors_that_do_not_lie_row_by_row(tmp_path):
+    """As those of convolutions with channels last, and parts of a parameter that was turned."""
+    conv = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+    turned = nn.Parameter(torch.randn(32, 64).T)
+
+    def forward(module, x):
+        rows = module.conv(x).flatten(2).sum(-1).repeat(1, 2)
+        return nn.functional.linear(rows, module.turned[32:])
+
+    model = tiny_layers.Called(forward, conv=conv, turned=turned)
+    layers = tiny_layers.layers_of(model, torch.randn(3, 16, 4, 4))
+    assert [layer.kind for layer in layers] == ["conv", "linear"] and not model.conv.weight.is_contiguous()
+    found = kept(model, layers, tmp_path)
+    stored = {name: found[name].float() for name in found.shapes}
+    assert all(x.is_contiguous() for x in stored.values())
+    for layer in layers:
+        ref = found.refs[layer.name]["weight"]
+        assert ref is not None and torch.equal(ref.of(stored), layer.weight.of(model_tensors(model)))
+
+
 def test_a_prefix_that_the_state_dict_has_not(tmp_path):
     inner = tiny_layers.Called(lambda m, x: m.layer(x), layer=nn.Linear(32, 32))
     outer = tiny_layers.Called(lambda m, x: m.model(x, x), model=inner)

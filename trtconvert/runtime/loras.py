@@ -171,7 +171,7 @@ class BuiltWeights:
             given = [name for name in layers.names_of(layer) if name in of_layers]
 
             def made(where: torch.device, layer: str = layer, given: Sequence[str] = given) -> NewWeights:
-                weights = {name: of_layers[name].to(where, torch.float32) for name in given}
+                weights = {name: of_layers[name].to(where, torch.float32).contiguous() for name in given}
                 exact = {
                     name: layers.exact_numbers(name, weights)
                     for name, origin in layers.exact_of(layer).items()

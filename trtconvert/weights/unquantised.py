@@ -8,7 +8,7 @@ two bytes for each weight.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def save_unquantised(model: nn.Module, layers: Iterable[Layer], onnx: Path, pref
     tensors = {name.removeprefix(prefix): x for name, x in model_tensors(model).items()}
     refs = {
         layer.name: {
-            part: None if ref is None else replace(ref, name=ref.name.removeprefix(prefix))
+            part: None if ref is None else _of_contiguous(replace(ref, name=ref.name.removeprefix(prefix)), tensors)
             for part, ref in (("weight", layer.weight), ("bias", layer.bias))
         }
         for layer in layers
@@ -49,6 +49,23 @@ def save_unquantised(model: nn.Module, layers: Iterable[Layer], onnx: Path, pref
         for name in names:
             file.add(name, tensors[name].cpu(), _smallest(tensors[name]))
         file.close({_METADATA: said})
+
+
+def _of_contiguous(ref: TensorRef, tensors: Mapping[str, Tensor]) -> TensorRef:
+    """Where a part of a tensor is once that lies row by row, as it does in a file."""
+    whole = tensors[ref.name]
+    if whole.is_contiguous() or not whole.numel():
+        return ref
+    places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64)
+    places.copy_(torch.arange(whole.numel()).view(whole.shape))
+    part = replace(ref, name="places").of({"places": places})
+    begin = int(part.flatten()[0])
+    stride = tuple(
+        int(part.select(axis, 1).flatten()[0]) - begin if size > 1 else 0 for axis, size in enumerate(ref.shape)
+    )
+    moved = replace(ref, offset=begin, stride=stride)
+    assert torch.equal(replace(moved, name="row").of({"row": torch.arange(whole.numel())}), part)
+    return moved
 
 
 def _smallest(tensor: Tensor) -> torch.dtype:
