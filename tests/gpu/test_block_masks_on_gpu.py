@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import tiny_models
 import tiny_sparse
@@ -13,7 +14,7 @@ import torch
 from gpu_attention import QUANTISED
 from gpu_engines import output_of_plan
 from rich.console import Console
-from tolerances import HALF_DENOISER
+from tolerances import HALF_DENOISER, HALF_LAYERS
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,6 +28,7 @@ from trtconvert.diffusion_model import InputSpec
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.nodes.attention import attention_nodes, block_mask_of
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
 from trtconvert.pipeline import build as build_bundle
@@ -91,6 +93,16 @@ def attention():
     )
 
 
+def built(model: ir.Model, feed: dict[str, Tensor], dims: dict[str, tuple[int, int, int]]) -> bytes:
+    """A plan of a lowered model whose inputs all have the dimension "batch" first."""
+    inputs = [
+        TensorRecord(name=name, dtype=str(x.dtype).removeprefix("torch."), shape=["batch", *x.shape[1:]])
+        for name, x in feed.items()
+    ]
+    with Reporter(Console(quiet=True)).stage("engine") as bar:
+        return tensorrt.build_lowered(tensorrt.load(), model, Path("m.onnx"), inputs, [dims], EngineSection(), bar)
+
+
 @pytest.mark.parametrize("lower", [lower_to_plugin, lower_to_native])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_blocks_that_are_left_out_are_not_computed(attention, mode, lower):
@@ -110,15 +122,9 @@ def test_blocks_that_are_left_out_are_not_computed(attention, mode, lower):
     lower(model)
     feed = {"x": x.clone(), "timestep": torch.tensor([100.0])}
     feed["x"][:, HEADS:, 128:256] = torch.nan if lower is lower_to_plugin else 10.0
-    records = [
-        TensorRecord(name="x", dtype="float16", shape=["batch", *x.shape[1:]]),
-        TensorRecord(name="timestep", dtype="float32", shape=["batch"]),
-    ]
-    profiles = [{"batch": (1, 1, 2)}]
-    watch = Reporter(Console(quiet=True))
-    with watch.stage("engine") as bar:
-        plan = tensorrt.build_lowered(trt, model, Path("m.onnx"), records, profiles, EngineSection(), bar)
-    on_gpu = {"x": feed["x"].half().cuda(), "timestep": feed["timestep"].cuda()}
+    feed["x"] = feed["x"].half()
+    plan = built(model, feed, {"batch": (1, 1, 2)})
+    on_gpu = {name: value.cuda() for name, value in feed.items()}
     got = output_of_plan(trt, plan, on_gpu)
     assert got.isfinite().all()
     sites = Int8Sites(tables, 1000.0, "dynamic", True, masks={"denoiser": masks})
@@ -127,3 +133,39 @@ def test_blocks_that_are_left_out_are_not_computed(attention, mode, lower):
     if mode in (Mode.FP16, Mode.PRECISION) and lower is lower_to_plugin:
         on_gpu["timestep"].fill_(900.0)
         assert output_of_plan(trt, plan, on_gpu).isnan().any()
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+def test_text_and_image_in_tensors_of_their_own_keep_their_masks(text_first):
+    """Packed projections, and tokens in two tensors, beside a mask that follows the timestep."""
+    sizes = {"x": 512, "text": 128} if text_first else {"x": 128, "text": 512}
+    shapes = {"x": ("batch", sizes["x"], 64), "timestep": ("batch",), "text": ("batch", sizes["text"], 64)}
+    model = replace(
+        tiny_models.build(),
+        denoiser=tiny_models.Joint("slices", text_first).eval().requires_grad_(False),
+        inputs=tuple(InputSpec(name, "float32", shape) for name, shape in shapes.items()),
+        output=InputSpec("prediction", "float32", shapes["x"]),
+    )
+    inputs = model.example(1, {"batch": 2}) | {"timestep": torch.tensor([100.0, 900.0])}
+    tables = {}
+
+    def attend(call):
+        one = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+        tables[call.name] = AttentionTables(**{name: x.repeat_interleave(2, 0) for name, x in vars(one).items()})
+        return call.exact()
+
+    intercepted(model, attend)(**inputs)
+    masks = torch.rand(2, 2, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.6
+    masks = {site: masks | torch.eye(5, dtype=torch.bool) for site in tables}
+    options = SiteOptions(1000.0, "dynamic", True)
+    traced = trace(model, tables, options, dims=model.dims, dtype=torch.float16, masks=masks)
+    lower_to_plugin(traced)
+    (node,) = attention_nodes(traced).values()
+    assert node.attributes.get_int("parts", 1) == 2 and block_mask_of(node) is not None
+    feed = {name: x if name == "timestep" else x.half() for name, x in inputs.items()}
+    got = output_of_plan(
+        tensorrt.load(), built(traced, feed, {"batch": (1, 2, 4)}), {n: x.cuda() for n, x in feed.items()}
+    )
+    expected = intercepted(model, Int8Sites(tables, 1000.0, "dynamic", True, masks=masks).handler())(**inputs)
+    dense = intercepted(model, Int8Sites(tables, 1000.0, "dynamic", True).handler())(**inputs)
+    assert relative_error(got.cpu(), expected) < HALF_LAYERS < relative_error(dense, expected) / 3
