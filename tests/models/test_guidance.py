@@ -15,10 +15,12 @@ from tolerances import FLIPPED_CALL, SAME_ARITHMETIC, WHOLE_DENOISER
 from torch import Tensor
 
 from trtconvert import models, runtime
+from trtconvert.bundle import read_manifest
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.guidance import FusedGuidance, GuidedDenoiser
+from trtconvert.manifest_checks import contradiction
 from trtconvert.models.digits import _SCHEDULE
 from trtconvert.models.guidance import fused_form
 from trtconvert.models.samplers import initial_noise, sample
@@ -218,6 +220,21 @@ def test_a_bundle_gives_the_sum_with_a_scale_for_each_sample(digits_build, fused
     assert relative_error(found[0], both[3]) < WHOLE_DENOISER  # 1 is the conditional prediction alone
     with pytest.raises(UserError, match=r"other inputs than it has.*\n.*negative_label, guidance_scale"):
         fused["denoiser"](x, timestep, label)
+
+
+def test_a_manifest_of_guidance_that_cannot_be_is_told(fused_build):
+    manifest = read_manifest(fused_build)
+    component = manifest.components["denoiser"]
+    assert component.guidance is not None and contradiction(manifest) == ""
+    for changes, told in (
+        ({"scale": "timesteps"}, "guidance.scale: timesteps, which is no input"),
+        ({"scale": "label"}, "guidance.scale: label, which is no input with a float32 number"),
+        ({"negative": {}}, "guidance.negative: none"),
+        ({"negative": {"label": "label"}}, "guidance.negative.label: label, where two inputs"),
+        ({"negative": {"label": "x"}}, "guidance.negative.label: x, which has another type or shape"),
+    ):
+        other = component.model_copy(update={"guidance": component.guidance.model_copy(update=changes)})
+        assert told in contradiction(manifest.model_copy(update={"components": {"denoiser": other}}))
 
 
 def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
