@@ -362,7 +362,7 @@ def _against_new_weights(component: ComponentRecord, model: ir.Model, onnx: Path
             "engine.refittable: true"
         )
     if lacking := _against_plugins(options):
-        return f"the plugin library has {lacking}"
+        return f"the plugin library has {lacking}, not for {_gpus(options)}"
     if not refittable_layers(model, opt_sizes(component.profiles or [component.dims])):
         return "none is of a type, and of a size that is known, for which our kernels gain"
     return ""
