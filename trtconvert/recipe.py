@@ -167,7 +167,7 @@ class AttentionSection(_Section):
         description="Leave out the blocks of 128 queries × 128 keys that hold almost no attention, as the calibration finds them "
         "for each site, timestep bin and head. A number is the share of each query block's attention that may be lost, in all "
         "bins: 0.01 for a hundredth. `auto`: the plan's search chooses one of plan.sparse_candidates, or none, per site and bin, "
-        "with the modes. For sites with 512 keys or more, and one size of everything but the batch.",
+        "with the modes. For sites with 385 tokens or more that attend to themselves, and one size of everything but the batch.",
     )
 
 

@@ -141,7 +141,11 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         kept = sizes.pop(component.onnx + UNQUANTISED, 0)
         _row(table, f"ONNX{of}", f"{_size(sum(sizes.values()))}, any ONNX Runtime, {_in_onnx(component)}")
         if kept:
-            _row(table, "", f"and {_size(kept)} that INT8 layers were quantised from, for LoRAs and new weights of engines")
+            _row(
+                table,
+                "",
+                f"and {_size(kept)} that INT8 layers were quantised from, for LoRAs and new weights of engines",
+            )
 
 
 def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
@@ -224,8 +228,8 @@ def _masks(component: ComponentRecord) -> Iterator[tuple[str, str]]:
             yield "", f"{site.name}: {', '.join(f'{density:.0%}' for density in site.density)}"
         if len(masked) > SHOWN_MASKS:
             yield "", f"and {len(masked) - SHOWN_MASKS} more with less to leave out; {MANIFEST} has all"
-    for group in dense_groups(component.sites):
-        yield ("" if masked else "block masks"), f"none: {group}"
+    for index, group in enumerate(dense_groups(component.sites)):
+        yield ("" if masked or index else "block masks"), f"none: {group}"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -103,14 +103,15 @@ def test_other_sites_are_not_looked_at():
     ("change", "reason"),
     [
         ({}, ""),
-        ({"key_tokens": 385}, ""),
-        ({"key_tokens": 384}, "384 keys, 385 are needed"),
+        ({"query_tokens": 385, "key_tokens": 385}, ""),
+        ({"query_tokens": 384, "key_tokens": 384}, "384 keys, 385 are needed"),
+        ({"key_tokens": 512}, "another sequence, 900 queries to 512 keys"),
         ({"masked": True}, "an attention mask of its own"),
         ({"folds": 4}, "4 elements"),
     ],
 )
 def test_sites_that_stay_dense_say_why(change, reason):
-    found = obstacle_to_blocks(replace(SITE, **change))
+    found = obstacle_to_blocks(replace(SITE, **{"query_tokens": 900, **change}))
     assert reason in found and bool(reason) == bool(found)
 
 

@@ -31,6 +31,9 @@ def obstacle_to_blocks(site: Site) -> str:
         return (
             f"it has {site.key_tokens} keys, {(MIN_KEY_BLOCKS - 1) * BLOCK + 1} are needed for {MIN_KEY_BLOCKS} blocks"
         )
+    if site.query_tokens != site.key_tokens:
+        # Of a prompt that is longer than those of the calibration, more is needed.
+        return f"it attends to another sequence, {site.query_tokens} queries to {site.key_tokens} keys"
     if site.masked:
         return "it has an attention mask of its own"
     if site.folds > 1:
