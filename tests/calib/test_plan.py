@@ -1,11 +1,13 @@
 """The plan's search: optimal for its error model, faithful to its budget, and its sensitivities true to the model."""
 
+import ctypes
 import importlib.util
 import itertools
 import json
 import math
 
 import pytest
+import scipy.optimize
 import torch
 from support import refusal, reused, run, tiny_recipe
 
@@ -57,6 +59,21 @@ def test_limits_far_from_one_are_kept():
     for scale in (1e-9, 1e9):
         plan = fastest_plan(SITES, cost * scale, time, 0.5 * scale)
         assert all(torch.equal(plan[s], fastest_plan(SITES, cost, time, 0.5)[s]) for s in SITES)
+
+
+def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
+    """On larger problems HiGHS prints lines of its own, as C does."""
+    solve = scipy.optimize.milp
+
+    def noisy(*given, **options):
+        ctypes.CDLL(None).puts(b"of the solver")
+        return solve(*given, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", noisy)
+    fastest_plan(SITES, *random_choices(0), 0.5)
+    print("result", flush=True)
+    found = capfd.readouterr()
+    assert found.out == "result\n" and "of the solver" in found.err
 
 
 def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf):

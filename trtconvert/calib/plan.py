@@ -16,8 +16,12 @@ check the figures on other seeds, and fail it.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -562,30 +566,47 @@ def fastest_plan(
     # Scaled to about one, so that the solver's tolerances mean the same for every model.
     weights = (cost / limit).flatten().numpy()
     one_each = kron(eye_array(count), np.ones((1, choices)))
-    bins, joined = cost.shape[1], []
     # Choices of a row that are taken, together, in all bins or in none.
-    dense = slice(0, len(Mode))
-    of_layers = [(row, slice(mode, mode + 1)) for row in whole for mode in (LayerMode.EXACT, MODULATED)]
-    for row, together in (*of_layers, *((row, dense) for row in masked)):
+    bins, first = cost.shape[1], np.arange(choices)
+    together = [(row, first[[mode]]) for row in whole for mode in (LayerMode.EXACT, MODULATED)]
+    together += [(row, first[: len(Mode)]) for row in masked]
+    joined = []
+    for row, chosen in together:
         for index in range(1, bins):
-            same = np.zeros((count, choices))
-            same[row * bins, together], same[row * bins + index, together] = 1, -1
-            joined.append(csr_array(same.reshape(1, -1)))
-    result = milp(
-        (time / time.amax()).flatten().numpy(),
-        integrality=np.ones(count * choices),
-        # A choice that breaks the limit alone is no choice; it would only widen the numbers' range.
-        bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
-        constraints=LinearConstraint(
-            csr_array(vstack([one_each, csr_array(np.minimum(weights, 2)[None]), *joined])),
-            np.concatenate([np.ones(count), [-np.inf], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
-            np.concatenate([np.ones(count), [1.0], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
-        ),
-        options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
-    )
+            columns = np.concatenate([row * bins * choices + chosen, (row * bins + index) * choices + chosen])
+            signs = np.repeat([1.0, -1.0], len(chosen))
+            joined.append(csr_array((signs, columns, [0, len(columns)]), shape=(1, count * choices)))
+    with _printing_on_stderr():
+        result = milp(
+            (time / time.amax()).flatten().numpy(),
+            integrality=np.ones(count * choices),
+            # A choice that breaks the limit alone is no choice; it would only widen the numbers' range.
+            bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
+            constraints=LinearConstraint(
+                csr_array(vstack([one_each, csr_array(np.minimum(weights, 2)[None]), *joined])),
+                np.concatenate([np.ones(count), [-np.inf], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
+                np.concatenate([np.ones(count), [1.0], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
+            ),
+            options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
+        )
     assert result.success, result.message  # FP16 everywhere is always feasible
     chosen = torch.from_numpy(result.x).view(*cost.shape).argmax(-1).int()
     return dict(zip(sites, chosen, strict=True))
+
+
+@contextmanager
+def _printing_on_stderr() -> Iterator[None]:
+    """HiGHS prints some lines of its own by C's printf, and the standard output is the result's (`--json`)."""
+    sys.stdout.flush()
+    kept, flush = os.dup(1), ctypes.CDLL(None).fflush
+    flush(None)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _key(plan: Plan) -> tuple[int, ...]:
