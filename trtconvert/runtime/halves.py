@@ -8,6 +8,7 @@ call for that half alone, with the scale 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -186,7 +187,7 @@ Slices = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class _Half:
-    """The prediction of some rows, or a part of it.
+    """The prediction of some rows, or a part of it, times a number.
 
     Attributes:
         shape, dtype: of it; slices: what it is of the whole prediction of its rows.
@@ -196,13 +197,25 @@ class _Half:
     shape: tuple[int, ...]
     dtype: torch.dtype
     slices: Slices = ()
+    weight: float = 1.0
 
     @property
     def device(self) -> torch.device:
         return self.rows.first.device
 
     def value(self) -> Tensor:
-        return self.of(self.rows.alone())
+        found = self.of(self.rows.alone())
+        return found if self.weight == 1 else found * self.weight
+
+    def is_of(self, other: _Half) -> bool:
+        """Whether it is the same part of the same rows as another one, whatever the weights are."""
+        return self.rows is other.rows and self.slices == other.slices
+
+    def pairs_with(self, other: _Half) -> bool:
+        """Whether both are the same part of two halves of the same samples."""
+        fits = self.slices == other.slices and self.shape == other.shape and self.rows is not other.rows
+        halves = self.rows.call.halves
+        return fits and halves is other.rows.call.halves and halves.belong_together(self.rows, other.rows)
 
     def of(self, prediction: Tensor) -> Tensor:
         """The part of a prediction of all that the rows give."""
@@ -237,9 +250,11 @@ class _Shift:
 
     def added_to(self, half: _Half) -> Tensor | None:
         """The sum with one of the two halves, which is that of guidance; None with something else."""
-        if half.rows is self.negative.rows and half.slices == self.negative.slices:
+        if half.weight != 1:
+            return None
+        if half.is_of(self.negative):
             return self._guided(self.factor, half)
-        if half.rows is self.conditional.rows and half.slices == self.conditional.slices:
+        if half.is_of(self.conditional):
             return self._guided(1 + self.factor, half)  # c + s · (c − u) = u + (1 + s) · (c − u)
         return None
 
@@ -339,30 +354,41 @@ def _same(x: Prediction) -> Prediction:
     return Prediction.of(x._part)
 
 
-def _subtracted(x: Any, y: Any, *, alpha: float = 1) -> Prediction | None:
-    halves = [z._part for z in (x, y) if isinstance(z, Prediction) and isinstance(z._part, _Half)]
-    if len(halves) != 2 or alpha != 1:
+def _subtracted(x: Any, y: Any, *, alpha: float = 1) -> Tensor | None:
+    if not _is_half(x) or not isinstance(y, Prediction) or not isinstance(alpha, (int, float)):
         return None
-    conditional, negative = halves
-    one, other = negative.rows, conditional.rows
-    fits = negative.slices == conditional.slices and negative.shape == conditional.shape
-    if (
-        not fits
-        or one is other
-        or one.call.halves is not other.call.halves
-        or not one.call.halves.belong_together(one, other)
-    ):
+    if isinstance(y._part, _Shift):
+        return replace(y._part, factor=-alpha * y._part.factor).added_to(x._part)
+    conditional, negative = x._part, replace(y._part, weight=y._part.weight * alpha)
+    if conditional.weight != negative.weight:
+        return _weighted(conditional, replace(negative, weight=-negative.weight))
+    if not conditional.pairs_with(negative):
         return None
-    return Prediction.of(_Shift(negative, conditional, torch.promote_types(negative.dtype, conditional.dtype)))
+    dtype, factor = torch.promote_types(negative.dtype, conditional.dtype), conditional.weight
+    one, other = replace(negative, weight=1.0), replace(conditional, weight=1.0)
+    return Prediction.of(_Shift(one, other, dtype, factor))
+
+
+def _weighted(x: _Half, y: _Half) -> Tensor | None:
+    """The sum of both halves with weights that make it one of guidance: a · c + (1 − a) · u = u + a · (c − u)."""
+    if not math.isclose(x.weight + y.weight, 1.0, rel_tol=1e-6) or not x.pairs_with(y):
+        return None
+    x, y = (x, y) if x.weight >= y.weight else (y, x)
+    negative, conditional = replace(y, weight=1.0), replace(x, weight=1.0)
+    shift = _Shift(negative, conditional, torch.promote_types(x.dtype, y.dtype), x.weight)
+    return shift.added_to(negative)
 
 
 def _multiplied(x: Any, y: Any) -> Prediction | None:
     shift, factor = (x, y) if isinstance(x, Prediction) else (y, x)
-    if not isinstance(shift._part, _Shift) or isinstance(factor, Prediction):
+    if isinstance(factor, Prediction):
         return None
     part = shift._part
     if isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu":
         factor = factor.item()
+    if isinstance(part, _Half):
+        is_number = isinstance(factor, (int, float))
+        return Prediction.of(replace(part, weight=part.weight * factor)) if is_number else None
     if isinstance(factor, Tensor):
         if not _is_of_samples(factor, part.shape):
             return None
@@ -377,8 +403,10 @@ def _added(x: Any, y: Any, *, alpha: float = 1) -> Tensor | None:
     one, other = x._part, y._part
     if isinstance(other, _Shift):
         other = replace(other, factor=other.factor * alpha)
-    elif alpha != 1:
-        return None
+    elif isinstance(alpha, (int, float)):
+        other = replace(other, weight=other.weight * alpha)
+    if isinstance(one, _Half) and isinstance(other, _Half):
+        return _weighted(one, other)
     half, shift = (one, other) if isinstance(one, _Half) else (other, one)
     return shift.added_to(half) if isinstance(half, _Half) and isinstance(shift, _Shift) else None
 
@@ -388,8 +416,14 @@ def _between(x: Any, y: Any, weight: Any) -> Tensor | None:
     if not (isinstance(x, Prediction) and isinstance(y, Prediction)) or isinstance(weight, Prediction):
         return None
     shift = _subtracted(y, x)
-    shift = _multiplied(shift, weight) if shift is not None else None
+    if not isinstance(shift, Prediction):
+        return None
+    shift = _multiplied(shift, weight)
     return _added(x, shift) if shift is not None else None
+
+
+def _is_half(x: Any) -> bool:
+    return isinstance(x, Prediction) and isinstance(x._part, _Half)
 
 
 def _is_of_samples(factor: Tensor, shape: Sequence[int]) -> bool:
