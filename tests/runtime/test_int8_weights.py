@@ -132,6 +132,36 @@ def test_layers_are_those_of_a_build_with_the_loras(load, tmp_path, dtype, layer
     assert loaded.set_loras([]) == 0
 
 
+class Zeros(nn.Module):
+    """Layers with the same weights as yet, so small that exporters make one constant of them, and one that is called where it
+    is a plugin and where it is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(1, 32, 1)
+        self.a, self.b, self.tied, self.out = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+        for layer in (self.a, self.b):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x, timestep):
+        tokens = self.conv_in(x).flatten(2).transpose(1, 2)
+        tokens = tokens + self.a(tokens) + self.b(tokens.sin()) + self.tied(tokens.cos())
+        tokens = tokens + self.tied(tokens[:, :2].mean(1))[:, None]
+        return x - self.out(tokens).transpose(1, 2).reshape(x.shape)
+
+
+def test_equal_weights_are_apart_and_shared_ones_are_not(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(int8_layers, "_FEWEST_ROWS", 64)  # the second call of `tied` has 4 rows
+    made = int8_model(as_stored(tiny_layers.build(Zeros), torch.float16), include=["*", "tied#2"], moved=True)
+    loaded = load(made.graph(torch.float16), layers="plugin", of=of_module(made))
+    assert {layer for layer, _ in loaded.record.int8_constants.values()} == {"a", "b", "tied"}
+    file = file_of(made, tmp_path, ["b", "tied"])
+    loaded.set_loras([(file, 1.0)])
+    assert "tied.weight" in HostRefitter.given or "tied.weight.T" in HostRefitter.given
+    assert_engine_is_of(merged(made, (file, 1.0)), torch.float16, "plugin")
+
+
 @functools.cache
 def with_geglu() -> Int8Model:
     """In INT8 late, in 16 bits early."""

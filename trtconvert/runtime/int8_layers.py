@@ -61,7 +61,7 @@ class Int8Layers:
 
     Attributes:
         shapes: of the weights and biases that they were quantised from, by the names of the state dict.
-        exact: what 16-bit products call their weights and biases, where an engine has such.
+        exact: what the engine's 16-bit products call their weights and biases.
     """
 
     def __init__(self, model: ir.Model, unquantised: Path, constants: Mapping[str, tuple[str, str]]) -> None:
@@ -75,6 +75,7 @@ class Int8Layers:
         self._by_exact = {
             name: layer
             for layer in reversed(self._layers.values())  # the first of tied ones has the 16-bit weight
+            if not layer.constants
             for name in (layer.exact, layer.exact_bias)
         }
 

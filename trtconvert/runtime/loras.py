@@ -109,14 +109,15 @@ class BuiltWeights:
         Raises:
             UserError: it leaves the range of its type.
         """
-        layers = self.layers
+        layers, (tensor, turned) = self.layers, self._places[name]
         if layers is not None and name in self._of_layers and wanted.get(origin := layers.origin(name)):
-            return _where_there_is_room(
+            made = _where_there_is_room(
                 lambda where: layers.exact_numbers(name, self._full([origin], wanted, where)), device
             )
-        tensor, turned = self._places[name]
-        additions = wanted.get(name, ())
-        stored = _as_torch(tensor)
+            if not is_finite(made):
+                raise _out_of_range(origin, wanted[origin], made.dtype)
+            return made
+        stored, additions = _as_torch(tensor), wanted.get(name, ())
         if not additions:
             return stored.T if turned else stored
         made, finite = _where_there_is_room(lambda where: _sum(stored, turned, additions, where), device)
@@ -132,11 +133,10 @@ class BuiltWeights:
         Raises:
             UserError: see `with_additions`.
         """
-        new = NewWeights()
+        new, layers = NewWeights(), self.layers
         for name in names:
-            if name in self._places and name not in self._of_layers:
+            if name in self._places and (layers is None or name not in layers.shapes or name in self._in_16_bits):
                 new.by_name[name] = self.with_additions(name, wanted, device)
-        layers = self.layers
         if layers is None:
             return new
         for layer in layers.readers(names):

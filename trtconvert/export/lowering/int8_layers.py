@@ -464,16 +464,16 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     graph = last.graph
     assert isinstance(graph, ir.Graph) and old.dtype is not None
     weight, scale, bias = layer.weight, layer.weight.scale, layer.bias
-    outputs = len(scale)
+    # Equal weights are one constant, unless they may differ later.
+    outputs, name = len(scale), layer.refitted or weight.name
     in_two = (2, outputs // 2) if layer.geglu else (outputs,)
     inputs = [
         *rows,
-        _packed(graph, weight, in_two),
-        _constant(graph, f"{weight.name}: scale", scale.reshape(in_two)),
+        _packed(graph, weight, in_two, f"trtconvert/{name}, packed"),
+        _constant(graph, f"{name}: scale", scale.reshape(in_two)),
     ]
     if bias is not None:
-        of = layer.refitted or last.name or old.name
-        inputs.append(_constant(graph, f"{weight.name}: bias of {of}", bias.reshape(in_two)))
+        inputs.append(_constant(graph, f"{name}: bias of {last.name or old.name}", bias.reshape(in_two)))
     mode_set = sum(1 << mode for mode in sorted(set(_modes(weight.activation))))
     attributes = {
         "mode_set": mode_set,
@@ -491,9 +491,8 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     ir.convenience.replace_nodes_and_values(graph, last, layer.nodes, [node], [old], node.outputs)
 
 
-def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...]) -> ir.Value:
-    """A weight as INT32 [*rows, K / 4], four channels in each."""
-    name = f"trtconvert/{weight.name}, packed"
+def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...], name: str) -> ir.Value:
+    """A weight as INT32 [*rows, K / 4], four channels in each, of a name."""
     if name in graph.initializers:
         return graph.initializers[name]
     channels = weight.shape.numpy()[1 - weight.axis]
