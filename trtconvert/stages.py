@@ -321,13 +321,17 @@ def export_stage(
     recipe: Recipe, calibration: Stage, plan: Stage, model: Callable[[], DiffusionModel], cache: Cache, report: Reporter
 ) -> Stage:
     """Trace the denoiser to ONNX, and lower it to native attention beside."""
-    reads = {
-        "calibration": calibration.key,
-        "plan": plan.key,
-        "dtype": recipe.model.dtype,
-        "shapes": _ranges(recipe),
-        "modiff": recipe.layers.modiff,
-    } | _kept_unquantised(recipe) | _guidance(recipe)
+    reads = (
+        {
+            "calibration": calibration.key,
+            "plan": plan.key,
+            "dtype": recipe.model.dtype,
+            "shapes": _ranges(recipe),
+            "modiff": recipe.layers.modiff,
+        }
+        | _kept_unquantised(recipe)
+        | _guidance(recipe)
+    )
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
@@ -581,7 +585,9 @@ def _kept_unquantised(recipe: Recipe) -> dict[str, Any]:
     return {"unquantised": True} if recipe.engine.refittable else {}
 
 
-def _save_unquantised(module: nn.Module, layers: Mapping[str, ConvertedLayer], onnx_file: Path, prefix: str = "") -> None:
+def _save_unquantised(
+    module: nn.Module, layers: Mapping[str, ConvertedLayer], onnx_file: Path, prefix: str = ""
+) -> None:
     """Keep what INT8 layers are quantised from, for LoRAs and new weights of refittable engines."""
     from trtconvert.weights.unquantised import save_unquantised
 
