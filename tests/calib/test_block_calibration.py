@@ -119,6 +119,7 @@ def test_two_ranks_find_what_one_does(tmp_path):
     torchrun(2, "calibrate", recipe, "-o", both, "--cache", tmp_path / "both")
     outcome = run("calibrate", recipe, "-o", one, "--cache", tmp_path / "one")
     assert outcome.exit_code == 0, outcome.output
+    assert "blocks that 2 sites need, by the share of attention that may be lost: " in outcome.output
     found, expected = Calibration.load(both).blocks, Calibration.load(one).blocks
     for name, blocks in expected.items():
         assert torch.equal(found[name].block_bits, blocks.block_bits)

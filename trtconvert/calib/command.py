@@ -7,6 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 from trtconvert import models
 from trtconvert.cache import Cache
 from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks
@@ -95,6 +97,11 @@ def summary(made: Calibration) -> list[str]:
         *([f"inputs of layers: {len(made.layers)}"] if made.layers else []),
         f"{sum(p.observed)} denoiser calls observed; per bin: {', '.join(map(str, p.observed))}",
     ]
+    if made.blocks:
+        densities = torch.stack([blocks.densities().mean(0) for blocks in made.blocks.values()]).mean(0).tolist()
+        shares = next(iter(made.blocks.values())).shares
+        each = ", ".join(f"{density:.0%} at {share:g}" for share, density in zip(shares, densities, strict=True))
+        lines.append(f"blocks that {len(made.blocks)} sites need, by the share of attention that may be lost: {each}")
     if made.outliers:
         worst = max(
             (float(share.max()), site, name[0])
