@@ -20,6 +20,7 @@ from pydantic import (
     JsonValue,
     StrictBool,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -479,13 +480,14 @@ class EngineSection(_Section):
             raise ValueError("shapes or profiles, not both")
         return self
 
-    @model_validator(mode="after")
-    def _replaceable(self) -> EngineSection:
-        if self.refittable and self.layers == "native":
+    @field_validator("refittable")
+    @classmethod
+    def _replaceable(cls, refittable: bool, info: ValidationInfo) -> bool:
+        if refittable and info.data.get("layers") == "native":
             raise ValueError(
-                "layers: auto, plugin or exact with refittable: weights of TensorRT's own INT8 layers cannot be replaced"
+                "false with engine.layers: native, whose INT8 weights cannot be replaced; or engine.layers: auto, plugin or exact"
             )
-        return self
+        return refittable
 
     def ranges(self) -> list[dict[str, Range]]:
         """What each optimisation profile asks for, at least one."""
