@@ -238,6 +238,16 @@ def test_each_half_of_guidance_has_a_device(digits_build, on_two):
     assert relative_error(found, drawn(runtime.load(digits_build.bundle, device="cpu")["denoiser"])) < SAME_ARITHMETIC
 
 
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_caches_of_some_samples_alone_cannot_be_forgotten(digits_build, devices):
+    denoiser = runtime.load(digits_build.bundle, devices=devices)["denoiser"]
+    denoiser.reset_cache()
+    with pytest.raises(
+        UserError, match=r"all samples of a trajectory(.|\n)*reset_cache\(\[1\]\)(.|\n)*leave the argument out"
+    ):
+        denoiser.reset_cache([1])  # type: ignore[arg-type]
+
+
 def test_the_command_takes_devices(digits_build, tmp_path):
     outcome = run("run", digits_build.bundle, "-n", 3, "--steps", 2, "--devices", "cpu,cpu", "-o", tmp_path / "x.png")
     assert outcome.exit_code == 0 and "shared out among 2 sessions" in " ".join(outcome.output.split()), outcome.output
@@ -252,6 +262,9 @@ def test_the_command_takes_devices(digits_build, tmp_path):
         ({"devices": ["gpu0"]}, "there is no device 'gpu0'"),
         ({"devices": []}, "a list of one or more"),
         ({"devices": "cuda:0"}, "a list of one or more"),
+        ({"devices": 0.5}, "a list of one or more"),
+        ({"devices": b"cpu"}, "a list of one or more"),
+        ({"devices": {"cpu", "cuda:0"}}, "a list of one or more"),
         ({"devices": ["cpu"], "device": "cpu"}, "with device or with devices"),
     ],
 )

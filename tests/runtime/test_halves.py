@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from contextlib import AbstractContextManager
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -148,7 +153,98 @@ def test_halves_of_other_samples_are_not_taken_for_pairs(mode):
     assert engine.scales == [[1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("use", [lambda p: p.mul_(2), lambda p: p.chunk(2)[0].add_(1), lambda p: p.zero_()])
+def of_channels(p: Tensor) -> Tensor:
+    return p[:, :2]
+
+
+@pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
+@pytest.mark.parametrize("use", [lambda p: p.reshape(-1), lambda p: p.flatten(), lambda p: p.contiguous().view(-1)])
+def test_channels_lie_as_torch_takes_them_for(mode, use):
+    """It asks a tensor for its strides, and knows none but those of the tensor that was promised."""
+    with mode:
+        torch.testing.assert_close(
+            use(of_channels(called(Engine()))), (torch.cat([X, X]) + C[:, None])[:, :2].reshape(-1)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p.numpy(),
+        np.asarray,
+        lambda p: p.tolist(),
+        copy.deepcopy,
+        lambda p: pickle.loads(pickle.dumps(p)),
+        lambda p: p.data_ptr() and p,
+    ],
+)
+def test_numbers_can_be_had_where_torch_asks_nobody(read):
+    with torch.no_grad():
+        found = read(of_channels(called(Engine())))
+        torch.testing.assert_close(torch.as_tensor(found) + 0, (torch.cat([X, X]) + C[:, None])[:, :2])
+
+
+def first_channel(u: Tensor) -> None:
+    u[:, 0] = 0
+
+
+def first_sample(u: Tensor) -> None:
+    u[0] = 0
+
+
+@pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
+@pytest.mark.parametrize("write", [first_channel, first_sample, lambda u: u.view(-1).mul_(2), lambda u: u.T.zero_()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_written_into_a_view_is_in_the_sum(mode, write, dtype):
+    def drawn(both: Tensor) -> Tensor:
+        u, c = both.to(dtype).chunk(2)
+        write(u)
+        return u + G * (c - u)
+
+    engine = Engine()
+    with mode:
+        torch.testing.assert_close(drawn(called(engine)), drawn(torch.cat([X, X]) + C[:, None]))
+    assert engine.scales == [[1.0, 1.0]] * 2  # no third one, for a sum without what was written
+
+
+def test_a_step_leaves_nothing_in_memory():
+    """Python looks for rings once in many steps, and a GPU has no room for what they hold."""
+    kept = []
+    gc.disable()
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.cat([X, X])
+                kept.append(weakref.ref(x))
+                u, c = called(Engine(), x).chunk(2)
+                u + G * (c - u)
+                del x, u, c
+    finally:
+        gc.enable()
+    assert [x() for x in kept] == [None] * 3
+
+
+def test_inputs_of_other_dimensions_are_left_to_the_denoiser_to_refuse():
+    def refusing(**inputs: Tensor) -> Tensor:
+        raise UserError(f"x has {inputs['x'].dim()} dimensions")
+
+    with pytest.raises(UserError, match="x has 3 dimensions"):
+        Halves(refusing, "t", GUIDANCE, "Model").prediction(
+            {"x": X[None], "t": torch.zeros(1), "c": C[:1]}, X[None], torch.zeros(())
+        )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.mul_(2),
+        lambda p: p.chunk(2)[0].add_(1),
+        lambda p: p.zero_(),
+        lambda p: torch.mul(X, 2, out=p.chunk(2)[0]),
+        lambda p: torch._foreach_mul_([p], 2),
+    ],
+)
 def test_writing_into_a_half_is_refused(mode, use):
     with mode, pytest.raises(UserError, match=r"writes into what its denoiser gave(.|\n)*engine.guidance: separate"):
         use(called(Engine()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -202,16 +202,17 @@ class DataParallel:
             for start, count in zip(starts, counts, strict=True)
         ]
         streams, first = self._streams_here(), tensors[0].device
-        running: list[Future[Any]] = []
-        for part, stream, thread, inputs in zip(self._parts[1:], streams[1:], self._threads, cut[1:], strict=False):
-            with _on(stream, part.device):
+        moved = list[tuple[Tensor, ...]]()  # all of them, before anything runs that would have to be waited for
+        for part, stream, inputs in zip(self._parts[1:], streams[1:], cut[1:], strict=False):
+            with _on(stream, part.device), _naming(part):
                 # In the order of the caller's stream, where the inputs are made, and of the one on the other device.
                 # From pinned memory nothing is read once the call has returned.
-                moved = tuple([x.to(part.device, non_blocking=x.is_cuda) for x in inputs])
-            try:
-                running.append(thread.submit(_run, part, stream, trajectory, moved))
-            except RuntimeError:  # of a pool that was shut down
-                raise was_closed() from None
+                moved.append(tuple([x.to(part.device, non_blocking=x.is_cuda) for x in inputs]))
+        further = zip(self._threads, self._parts[1:], streams[1:], moved, strict=False)
+        try:
+            running = [thread.submit(_run, part, stream, trajectory, of) for thread, part, stream, of in further]
+        except RuntimeError:  # of a pool that was shut down
+            raise was_closed() from None
         calls = [partial(_run, self._parts[0], None, trajectory, tuple(cut[0])), *(future.result for future in running)]
         outputs, failed = list[tuple[Tensor, ...]](), list[tuple[Component, BaseException]]()
         for part, result in zip(self._parts, calls, strict=False):
@@ -365,7 +366,7 @@ def parse_devices(
 
     if device is not None:
         raise refused("a bundle is loaded with device or with devices", f"device={device!r} and devices={devices!r}")
-    if isinstance(devices, (str, int, torch.device)) or not devices:
+    if not isinstance(devices, Sequence) or isinstance(devices, (str, bytes)) or not devices:
         raise refused("devices are a list of one or more", repr(devices))
     found = list[torch.device]()
     for given in devices:

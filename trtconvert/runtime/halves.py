@@ -3,19 +3,21 @@
 A pipeline calls its model with the conditions of both halves, in one call or in one for each, and adds up u + s · (c − u) itself.
 What it gets here are predictions that nothing has computed so far. The sum tells which half is which and what the scale is, at
 every step anew, and then the denoiser runs, once. Who does something else with a half gets what it asks for, at the price of a
-call for that half alone, with the scale 1.
+call for that half alone, with the scale 1; from then on the half is a tensor like any other.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trtconvert.errors import UserError, warn
 from trtconvert.guidance import FusedGuidance
@@ -33,7 +35,7 @@ class Halves:
     """
 
     def __init__(self, denoiser: Callable[..., Tensor], timestep: str, guidance: FusedGuidance, model: str) -> None:
-        self._denoiser, self._timestep, self._guidance, self._model = denoiser, timestep, guidance, model
+        self._denoiser, self.timestep, self._guidance, self._model = denoiser, timestep, guidance, model
         # Of any number of rows: a call without guidance may have more than the engine takes samples.
         self._any = AnyBatch(denoiser) if hasattr(denoiser, "signature") else denoiser  # type: ignore[arg-type]
         self._compared: set[tuple[Any, ...]] = set()
@@ -47,11 +49,13 @@ class Halves:
             sample: what is denoised, as it was passed: the prediction has its type, and lies on its device.
             timestep: as it was passed.
         """
-        first = next(x for name, x in named.items() if name != self._timestep)
+        first = next(x for name, x in named.items() if name != self.timestep)
+        if first.dim() != len(self._guidance.output):
+            return self._denoiser(**self._guidance.inputs(named, named, timestep))  # which says what it takes
         pairs = zip(self._guidance.output, first.shape, strict=True)
         shape = [size if isinstance(size, int) else given for size, given in pairs]
         call = _Call(self, dict(named), first, timestep, sample.dtype)
-        return Prediction.of(_Half(call.rows(0, shape[0]), tuple(shape), sample.dtype))
+        return Prediction.of(_Half(_Rows(call, 0, shape[0]), tuple(shape), sample.dtype))
 
     def shared(self, name: str) -> bool:
         """Whether an input is the same for both halves: it has no twin."""
@@ -87,7 +91,7 @@ class Halves:
             return False
         ones = (negative.start, negative.count) == (conditional.start, conditional.count)
         at_once = ones and _is_same(negative.call.timestep, conditional.call.timestep)
-        known = {self._timestep} if at_once else set()  # a step passes the same one to both calls
+        known = {self.timestep} if at_once else set()  # a step passes the same one to both calls
         common = [(x, y) for name, x, y in pairs if self.shared(name) and name not in known and not _is_same(x, y)]
         if not common:
             return True
@@ -108,6 +112,7 @@ class _Call:
 
     Attributes:
         named: its tensors; first: what is denoised; timestep: as it was passed; dtype: of the prediction.
+        alone: predictions of rows as they are, as far as somebody asked for them.
     """
 
     halves: Halves
@@ -115,7 +120,7 @@ class _Call:
     first: Tensor
     timestep: Tensor
     dtype: torch.dtype
-    _rows: dict[tuple[int, int], _Rows] = field(default_factory=dict)
+    alone: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _versions: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,51 +139,50 @@ class _Call:
                 remedy="build with engine.guidance: separate",
             )
 
-    def rows(self, start: int, stop: int) -> _Rows:
-        """The inputs of some rows, the same object for the same ones."""
-        if (start, stop) not in self._rows:
-            count = self.first.shape[0]
 
-            def taken(name: str, x: Tensor) -> Tensor:
-                own = name == self._timestep or x is self.first or not self.halves.shared(name)
-                if not own or (start, stop) == (0, count):
-                    return x
-                each = x.shape[0] // count  # inputs may have several rows for a sample, as for frames
-                return x[start * each : stop * each]
-
-            named = {name: taken(name, x) for name, x in self.named.items()}
-            first = next(x for name, x in named.items() if name != self._timestep)
-            self._rows[start, stop] = _Rows(self, start, named, first)
-        return self._rows[start, stop]
-
-    @property
-    def _timestep(self) -> str:
-        return self.halves._timestep
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Rows:
-    """Some rows of a call.
+    """Some rows of a call. Nothing of the call refers to them: rings would keep what is denoised in memory for many steps.
 
     Attributes:
-        start: the first of them; named: their inputs; first: what is denoised.
+        start, stop: the first of them, and the one behind the last.
     """
 
     call: _Call
     start: int
-    named: dict[str, Tensor]
-    first: Tensor
-    _alone: Tensor | None = None
+    stop: int
 
     @property
     def count(self) -> int:
-        return self.first.shape[0]
+        return self.stop - self.start
+
+    @cached_property
+    def named(self) -> dict[str, Tensor]:
+        """Their inputs."""
+        halves = self.call.halves
+
+        def of_all(name: str, x: Tensor) -> bool:
+            return halves.shared(name) and name != halves.timestep and x is not self.call.first
+
+        return {name: x if of_all(name, x) else self._taken(x) for name, x in self.call.named.items()}
+
+    @property
+    def first(self) -> Tensor:
+        """What is denoised."""
+        return self._taken(self.call.first)
+
+    def _taken(self, x: Tensor) -> Tensor:
+        if self.count == (count := self.call.first.shape[0]):
+            return x
+        each = x.shape[0] // count  # inputs may have several rows for a sample, as for frames
+        return x[self.start * each : self.stop * each]
 
     def alone(self) -> Tensor:
         """Their prediction as they are, computed once."""
-        if self._alone is None:
-            self._alone = self.call.halves.run_alone(self)
-        return self._alone
+        found, place = self.call.alone, (self.start, self.stop)
+        if place not in found:
+            found[place] = self.call.halves.run_alone(self)
+        return found[place]
 
 
 Slices = tuple[tuple[int, int, int], ...]
@@ -204,16 +208,16 @@ class _Half:
         return self.rows.first.device
 
     def value(self) -> Tensor:
-        found = self.of(self.rows.alone())
+        found = self.of(self.rows.alone()).contiguous()  # as torch takes it for: reshape asks before it views
         return found if self.weight == 1 else found * self.weight
 
     def is_of(self, other: _Half) -> bool:
         """Whether it is the same part of the same rows as another one, whatever the weights are."""
-        return self.rows is other.rows and self.slices == other.slices
+        return self.rows == other.rows and self.slices == other.slices
 
     def pairs_with(self, other: _Half) -> bool:
         """Whether both are the same part of two halves of the same samples."""
-        fits = self.slices == other.slices and self.shape == other.shape and self.rows is not other.rows
+        fits = self.slices == other.slices and self.shape == other.shape and self.rows != other.rows
         halves = self.rows.call.halves
         return fits and halves is other.rows.call.halves and halves.belong_together(self.rows, other.rows)
 
@@ -273,6 +277,7 @@ class Prediction(Tensor):
     """A prediction that nothing has computed so far."""
 
     _part: _Half | _Shift
+    _numbers: Tensor | None = None
 
     @classmethod
     def of(cls, part: _Half | _Shift) -> Prediction:
@@ -289,20 +294,49 @@ class Prediction(Tensor):
             UserError: the operation writes into a prediction.
         """
         named = kwargs or {}
-        if (rule := _RULES.get(func)) is not None and (found := rule(*args, **named)) is not None:
-            return found
-        if rule is None and (found := func.decompose(*args, **named)) is not NotImplemented:
-            return found  # as chunk, which torch takes apart before it comes here but in inference mode
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Prediction):
-                raise UserError(
-                    "the pipeline writes into what its denoiser gave, before the sum of guidance",
-                    expected="a pipeline that adds up both halves, as negative + scale * (conditional - negative)",
-                    got=str(func),
-                    remedy="build with engine.guidance: separate",
-                )
-        args, named = tree_map_only(Prediction, lambda x: x._part.value(), (args, named))
+        rule = _RULES.get(func)
+        if all(x._numbers is None for x in tree_leaves((args, named)) if isinstance(x, Prediction)):
+            if rule is not None and (found := rule(*args, **named)) is not None:
+                return found
+            if rule is None and (found := func.decompose(*args, **named)) is not NotImplemented:
+                return found  # as chunk, which torch takes apart before it comes here but in inference mode
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | named
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if any(isinstance(x, Prediction) for x in tree_leaves([given.get(name) for name in written])):
+            raise UserError(
+                "the pipeline writes into what its denoiser gave, before the sum of guidance",
+                expected="a pipeline that adds up both halves, as negative + scale * (conditional - negative)",
+                got=str(func),
+                remedy="build with engine.guidance: separate",
+            )
+        args, named = tree_map_only(Prediction, Prediction.computed, (args, named))
         return func(*args, **named)
+
+    def computed(self) -> Tensor:
+        """Its numbers, which it is from then on: who got a view of them may write into them."""
+        if self._numbers is None:
+            self._numbers = self._part.value()
+        return self._numbers
+
+    # What torch does not hand over to subclasses. ----------------------------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.computed().numpy(force=force)
+
+    def __array__(self, *args: Any) -> Any:
+        return self.computed().__array__(*args)
+
+    def tolist(self) -> Any:
+        return self.computed().tolist()
+
+    def data_ptr(self) -> int:
+        return self.computed().data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.computed(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.computed().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}(shape {list(self.shape)}, not computed)"
@@ -316,8 +350,8 @@ def _narrowed(part: _Half, dim: int, start: int, end: int) -> Prediction | None:
     shape = (*part.shape[:dim], end - start, *part.shape[dim + 1 :])
     if dim:
         return Prediction.of(replace(part, shape=shape, slices=(*part.slices, (dim, start, end))))
-    rows, first = part.rows, part.rows.start
-    return Prediction.of(replace(part, shape=shape, rows=rows.call.rows(first + start, first + end)))
+    first = part.rows.start
+    return Prediction.of(replace(part, shape=shape, rows=replace(part.rows, start=first + start, stop=first + end)))
 
 
 def _slice(

@@ -17,7 +17,7 @@ from trtconvert.bundle import NEXT, ComponentRecord
 from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.signature import Signature, dtype_of
-from trtconvert.runtime.trajectory import FORGOTTEN, Apart, Trajectory, require_finite
+from trtconvert.runtime.trajectory import FORGOTTEN, Apart, Trajectory, require_finite, whose
 
 if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras
@@ -122,9 +122,13 @@ class OnnxRuntimeComponent:
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
         """All samples begin anew in the next call. They do so by themselves where the batch is another, or timesteps go back to
-        more noise."""
+        more noise.
+
+        Raises:
+            UserError: an argument that is no trajectory.
+        """
         with self._one_at_a_time:
-            self._kept.pop(trajectory or self._trajectory, None)
+            self._kept.pop(whose(trajectory, self._trajectory), None)
 
     @property
     def caches(self) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from trtconvert.runtime.loras import (
 from trtconvert.runtime.refit import read_weights, refit
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
-from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite
+from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite, whose
 
 _PER_THREAD = 2
 """Handle of cudaStreamPerThread."""
@@ -233,11 +233,16 @@ class TensorRTComponent:
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
         """All samples begin anew in the next call on each stream, in the order of its work. They do so by themselves where the
         batch is another, or timesteps go back to more noise: only a sampler that begins with less noise than the one before it
-        had left has to say so. Recorded into a graph of the caller's, the graph begins anew whenever it is launched."""
+        had left has to say so. Recorded into a graph of the caller's, the graph begins anew whenever it is launched.
+
+        Raises:
+            UserError: an argument that is no trajectory.
+        """
+        forgotten = whose(trajectory, self._trajectory)
         for lane in list(self._lanes.values()):
             with lane.lock, torch.cuda.device(self.device):
                 if not lane.closed:
-                    lane.forget_caches(trajectory or self._trajectory)
+                    lane.forget_caches(forgotten)
 
     @property
     def caches(self) -> dict[str, Tensor]:

@@ -28,6 +28,22 @@ class Trajectory:
     """Calls that follow each other: those of a component by itself, or of an `Apart`."""
 
 
+def whose(trajectory: Trajectory | None, own: Trajectory) -> Trajectory:
+    """A trajectory that a caller names; the component's own where none is named.
+
+    Raises:
+        UserError: it is none.
+    """
+    if trajectory is None or isinstance(trajectory, Trajectory):
+        return trajectory or own
+    raise UserError(
+        "caches are forgotten for all samples of a trajectory",
+        expected="reset_cache(), for the component's own calls",
+        got=f"reset_cache({trajectory!r})",
+        remedy="leave the argument out; samples that begin by themselves get caches of their own by denoiser.apart()",
+    )
+
+
 class Apart:
     """A component with caches of its own, for calls between those of somebody else: other samples, or other conditions of the
     same ones. Where a component has no caches it is called as it is.
