@@ -114,7 +114,7 @@ def _of_caches(component: ComponentRecord) -> Iterator[str]:
 
 def _of_guidance(component: ComponentRecord) -> Iterator[str]:
     guidance = component.guidance
-    if guidance is None:
+    if guidance is None or not component.inputs:
         return
     if not component.is_denoiser:
         yield "guidance: without a timestep"
@@ -129,6 +129,15 @@ def _of_guidance(component: ComponentRecord) -> Iterator[str]:
             yield f"guidance.negative.{name}: {twin}, where two inputs are expected"
         elif (inputs[name].dtype, inputs[name].shape) != (inputs[twin].dtype, inputs[twin].shape):
             yield f"guidance.negative.{name}: {twin}, which has another type or shape"
+    parts = [component.inputs[0].name, component.timestep_input, guidance.scale]
+    parts += [name for pair in guidance.negative.items() for name in pair]
+    if twice := [name for name in parts if parts.count(name) > 1]:
+        yield f"guidance: {twice[0]}, which has several parts in it"
+    rows = {tensor.name for tensor in component.inputs if tensor.shape[:1] == component.inputs[0].shape[:1]}
+    if alone := sorted(rows - set(parts)):
+        yield f"guidance: {alone[0]}, which has an entry for each sample, and no part in it"
+    if component.caches:
+        yield "guidance: beside caches, which have a row for each half"
 
 
 def _symbol(dim: str) -> str:
@@ -162,6 +171,10 @@ def _of_parts(component: ComponentRecord, bins: int) -> Iterator[str]:
             yield f"sites.{index}.sparse: {len(site.sparse)}, where there are {len(site.modes)} modes"
         if len(site.density) != len(site.sparse):
             yield f"sites.{index}.density: {len(site.density)}, where sparse has {len(site.sparse)}"
+        if any(not share and density < 1 for share, density in zip(site.sparse, site.density, strict=False)):
+            yield f"sites.{index}.density: less than 1 where nothing may be lost"
+        if site.sparse and site.dense:
+            yield f"sites.{index}.dense: a reason why it has no block mask, and sparse, which gives it one"
     for index, layer in enumerate(component.layers):
         if bool(layer.kernel) != (layer.kind == "conv"):
             yield f"layers.{index}.kernel: {layer.kernel} of a layer of the kind {layer.kind}"

@@ -232,9 +232,21 @@ def test_a_manifest_of_guidance_that_cannot_be_is_told(fused_build):
         ({"negative": {}}, "guidance.negative: none"),
         ({"negative": {"label": "label"}}, "guidance.negative.label: label, where two inputs"),
         ({"negative": {"label": "x"}}, "guidance.negative.label: x, which has another type or shape"),
+        (
+            {"negative": {"label": "negative_label", "negative_label": "label"}},
+            "guidance: label, which has several parts",
+        ),
+        ({"scale": "timestep"}, "guidance: timestep, which has several parts in it"),
     ):
         other = component.model_copy(update={"guidance": component.guidance.model_copy(update=changes)})
         assert told in contradiction(manifest.model_copy(update={"components": {"denoiser": other}}))
+    further = component.inputs[-1].model_copy(update={"name": "style"})
+    other = component.model_copy(update={"inputs": [*component.inputs, further]})
+    assert "guidance: style, which has an entry for each sample, and no part in it" in contradiction(
+        manifest.model_copy(update={"components": {"denoiser": other}})
+    )
+    other = component.model_copy(update={"inputs": []})
+    assert "inputs: none" in contradiction(manifest.model_copy(update={"components": {"denoiser": other}}))
 
 
 def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
