@@ -233,22 +233,22 @@ class LayersSection(_Section):
 
     @model_validator(mode="after")
     def _modulated_are_static(self) -> LayersSection:
-        if self.modiff is not False:
-            modes = [self.modes] if isinstance(self.modes, str) else self.modes
-            if not {"auto", "static"} & set(modes):
-                raise ValueError(
-                    "modiff is for static layers: set layers.modes to static or auto, or layers.modiff to false"
-                )
-            if isinstance(self.modes, list) and set(self.modes) != {"static"}:
-                raise ValueError(
-                    "modiff is for layers that are static in all timestep bins: set layers.modes to static"
-                )
-            if self.modiff == "auto" and self.modes != "auto":
-                raise ValueError(
-                    "modiff: auto is for layers whose modes are searched: set layers.modes to auto, or layers.modiff to true"
-                )
-            if self.offsets:
-                raise ValueError("changes have no offsets: set layers.offsets or layers.modiff to false")
+        if self.modiff is False:
+            return self
+        modes = {self.modes} if isinstance(self.modes, str) else set(self.modes)
+        problems = (
+            (not {"auto", "static"} & modes, "modes",
+             "static or auto with layers.modiff, which is for static layers; or layers.modiff: false"),
+            (isinstance(self.modes, list) and modes != {"static"}, "modes",
+             "static with layers.modiff, which is for layers that are static in all timestep bins"),
+            (self.modiff == "auto" and self.modes != "auto", "modiff",
+             "true or patterns where layers.modes are stated: auto is for the search of layers.modes: auto"),
+            (self.offsets, "offsets", "false with layers.modiff: changes have no offsets"),
+        )  # fmt: skip
+        for wrong, field, expected in problems:
+            if wrong:
+                context = {"expected": expected, "place": ("layers", field), "got": getattr(self, field)}
+                raise PydanticCustomError("modiff", "{expected}", context)
         return self
 
 
@@ -765,7 +765,7 @@ def _place(document: Any, error: Any) -> tuple:
     if error["type"] == "missing":
         return error["loc"]
     keys, node = [], document
-    for part in error["loc"] or error.get("ctx", {}).get("place", ()):
+    for part in error.get("ctx", {}).get("place") or error["loc"]:
         if (isinstance(node, dict) and part in node) or (isinstance(node, list) and isinstance(part, int)):
             keys.append(part)
             node = node[part]
@@ -803,6 +803,7 @@ _EXPECTED = {
     "float_type": "a number",
     "float_parsing": "a number",
     "too_short": "at least one entry",
+    "too_long": "at most {max_length} entries",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "invalid-json-value": "text, a number, true or false, a list or a mapping",
@@ -825,7 +826,9 @@ def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
             )
         )
     got = error.get("ctx", {}).get("got", error["input"])
-    expected = list(dict.fromkeys(_EXPECTED.get(e["type"]) or e["msg"] for e in errors))
+    expected = list(
+        dict.fromkeys(_EXPECTED.get(e["type"], "").format_map(e.get("ctx", {})) or e["msg"] for e in errors)
+    )
     expected = [text.removeprefix("Value error, ").removeprefix("Input should be ") for text in expected]
     names = [
         name for e in errors if e["type"] == "literal_error" for name in re.findall("'(.*?)'", e["ctx"]["expected"])

@@ -198,7 +198,7 @@ def calibrate_stage(
         with fitting(source, recipe.model.dtype):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.sparse_shares:
-            refuse_without_blocks(source, parts.sites, covering(profiles))
+            refuse_without_blocks(source, parts.sites, covering(profiles), recipe.calibration.bins)
         if recipe.calibration.from_ is not None:
             made = taken(
                 recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
@@ -771,9 +771,11 @@ def _site_records(calibration: Stage, plan: Stage, sparse: bool) -> list[SiteRec
         sparse: whether the recipe asks for block masks.
     """
     from trtconvert.attention.blocks import obstacle_to_blocks
+    from trtconvert.calib.calibration import Calibration
 
     modes, scalings, shares = _plan(plan)["sites"], _scalings(plan), _sparse(plan)
-    densities = {site: mask.double().mean((1, 2, 3)).tolist() for site, mask in _masks(calibration, plan).items()}
+    blocks = Calibration.load(calibration.folder / CALIBRATION).blocks if shares else {}
+    densities = {site: blocks[site].density(row) for site, row in shares.items()}
     reasons = json.loads((plan.folder / PLAN).read_text())["dense"]
 
     def dense(site: Site) -> str:

@@ -80,6 +80,8 @@ def test_what_any_sample_or_batch_needs_is_kept_in_its_own_bin():
     assert torch.equal(mixed[0], blocks.level(0.3)[0]) and torch.equal(mixed[2], blocks.level(0.05)[2])
     assert torch.equal(mask_at(mixed, torch.tensor([600.0, 0.0]), 1000.0), mixed[[2, 0]])
     assert blocks.densities()[1].tolist() == [1, 1] and blocks.densities()[0, 1] == blocks.level(0.3)[0].double().mean()
+    assert blocks.density([0.3, 0.0, 0.05, 0.0]) == pytest.approx(mixed.double().mean((1, 2, 3)).tolist(), rel=1e-12)
+    assert torch.equal(blocks.at(0.05, torch.tensor([2, 0])), blocks.level(0.05)[[2, 0]])
     # One observer of all calls finds the same.
     whole = BlockObserver([SITE], SHARES, 1000.0, 4)
     for each in calls:

@@ -9,6 +9,7 @@ import tiny_sparse
 import torch
 from support import Quiet, refusal, run, tiny_recipe, torchrun
 
+from trtconvert.attention.blocks import pack
 from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.calib import calibrate as module
@@ -69,11 +70,16 @@ def test_the_file_gives_back_the_blocks_and_older_files_have_none(made, tmp_path
     assert old.blocks == {} and old.tables.keys() == made.tables.keys()
 
 
+def every_bit(heads):
+    return pack(torch.ones(BINS, len(SHARES), heads, 5, 5, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"block_bits": torch.zeros(BINS, 2, 2, 4, dtype=torch.uint8)}, "leave queries without a key"),
-        ({"block_bits": torch.full((BINS, 2, 3, 4), 255, dtype=torch.uint8)}, "3 heads"),
+        ({"block_bits": every_bit(3)}, "3 heads"),
+        ({"block_bits": every_bit(2) | 1}, "behind the last block"),
     ],
 )
 def test_damaged_blocks_are_refused(made, tmp_path, change, said):
@@ -157,8 +163,20 @@ def test_models_without_block_masks_are_refused(options, dims, problem, remedy):
     model = tiny_sparse.build(**options)
     found = parts_to_convert(model, AttentionSection(), LayersSection(modes="off")).sites
     with pytest.raises(UserError, match=problem) as refused:
-        refuse_without_blocks(model, found, {**model.dims, **dims})
+        refuse_without_blocks(model, found, {**model.dims, **dims}, BINS)
     assert remedy in refused.value.remedy
+
+
+def test_masks_of_gigabytes_are_refused_before_the_calibration(local, sites):
+    """A video of 131,072 tokens, 24 heads and 40 sites; and what is said of it serves."""
+    large = [replace(site, heads=24, query_tokens=131072, key_tokens=131072) for site in sites[:1] * 40]
+    with pytest.raises(UserError, match="too large for a graph") as refused:
+        refuse_without_blocks(local, large, local.dims, 10)
+    assert refused.value.got == "9.4 GiB, of 10 timestep bins" and "calibration.bins to 4 or less" in refused.value.remedy
+    refuse_without_blocks(local, large, local.dims, 4)
+    with pytest.raises(UserError) as refused:
+        refuse_without_blocks(local, large * 5, local.dims, 1)
+    assert "calibration.bins" not in refused.value.remedy
 
 
 def test_samples_of_another_size_are_refused(tmp_path):

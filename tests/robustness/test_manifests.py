@@ -65,6 +65,21 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
         ({"components__denoiser__sites__0__modes": [1]}, "sites.0.modes: 1, where there are 2 timestep bins"),
         ({"components__denoiser__sites__0__name": ""}, "components.denoiser.sites.0.name: "),
         ({"components__denoiser__sites__0__reason": "none"}, "modes, and a reason why it has none"),
+        (
+            {
+                "components__denoiser__sites__0__sparse": [0.1, 0.0],
+                "components__denoiser__sites__0__density": [0.5, 0.5],
+            },
+            "sites.0.density: less than 1 where nothing may be lost",
+        ),
+        (
+            {
+                "components__denoiser__sites__0__sparse": [0.1, 0.0],
+                "components__denoiser__sites__0__density": [0.5, 1.0],
+                "components__denoiser__sites__0__dense": "too many",
+            },
+            "sites.0.dense: a reason why it has no block mask",
+        ),
         ({"components__denoiser__dims": {}}, "dims: without batch, which an input has"),
         ({"components__denoiser__dims": {"batch": [4, 2, 1]}}, "components.denoiser.dims: "),
         ({"components__denoiser__dims": {"batch": [0, 1, 2]}}, "components.denoiser.dims: "),

@@ -23,6 +23,13 @@ from trtconvert.errors import UserError
 MIN_KEY_BLOCKS = 4
 """Fewer blocks of keys have too little to leave out."""
 
+MAX_TABLE_BYTES = 4 << 30
+"""Of the masks of all sites, a byte for each block, head and timestep bin: exports hold them in memory, and so do engines on the
+GPU. Videos of 32,760 tokens take a quarter of a gigabyte, those of 118,800 more than this."""
+
+_ONES = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8))
+"""[256] how many bits of a byte are set."""
+
 
 def obstacle_to_blocks(site: Site) -> str:
     """Why a site that is converted stays dense; empty where it may have a block mask."""
@@ -39,6 +46,16 @@ def obstacle_to_blocks(site: Site) -> str:
     if site.folds > 1:
         return f"a sample has {site.folds} elements of its batch, frames or windows"
     return ""
+
+
+def block_counts(site: Site) -> tuple[int, int]:
+    """Blocks of queries and of keys."""
+    return math.ceil(site.query_tokens / BLOCK), math.ceil(site.key_tokens / BLOCK)
+
+
+def table_bytes(sites: Iterable[Site], bins: int) -> int:
+    """What the masks of all sites take at most in a graph and its engines, where no two timestep bins have the same."""
+    return sum(bins * site.heads * math.prod(block_counts(site)) for site in sites if not obstacle_to_blocks(site))
 
 
 @dataclass(frozen=True)
@@ -109,9 +126,20 @@ class SiteBlocks:
             found[chosen] = self.level(share)[chosen]
         return found
 
+    def at(self, share: float, bins: Tensor) -> Tensor:
+        """[B, H, Bq, Bk] boolean, the blocks of one of `shares` in some timestep bins [B]."""
+        return unpack(self.block_bits[bins, self.shares.index(share)], *self.block_counts.tolist())
+
     def densities(self) -> Tensor:
-        """[T, L] FP64, the share of blocks that is needed."""
-        return torch.stack([self.level(share).double().mean((1, 2, 3)) for share in self.shares], 1)
+        """[T, L] FP64, the share of blocks that is needed. Counted in the bits: unpacked, long sequences have gigabytes."""
+        heads, blocks = self.block_bits.shape[2], math.prod(self.block_counts.tolist())
+        needed = torch.stack([_ONES[bits.int()].sum((1, 2)) for bits in self.block_bits])
+        return needed.double() / (heads * blocks)
+
+    def density(self, shares: Sequence[float]) -> list[float]:
+        """The share of blocks that each timestep bin computes at a share of its own, see `mask`."""
+        rows = self.densities().tolist()
+        return [row[self.shares.index(share)] if share else 1.0 for row, share in zip(rows, shares, strict=True)]
 
     def flaw(self, bins: int) -> str:
         """What keeps it from being used; empty if nothing."""
@@ -125,6 +153,8 @@ class SiteBlocks:
             bins, len(shares), size
         ):  # fmt: skip
             return f"with block_bits of {list(bits.shape)} {bits.dtype}, where [{bins}, {len(shares)}, heads, {size}] is needed"
+        if (unused := -math.prod(counts.tolist()) % 8) and (bits[..., -1] & ((1 << unused) - 1)).any():
+            return "with block_bits behind the last block"
         if not all(self.level(share).any(-1).all() for share in self.shares):
             return "with block_bits that leave queries without a key"
         return ""

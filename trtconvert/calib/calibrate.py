@@ -6,7 +6,6 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trtconvert.attention.blocks import BlockObserver, SiteBlocks, obstacle_to_blocks
+from trtconvert.attention.blocks import (
+    MAX_TABLE_BYTES,
+    BlockObserver,
+    SiteBlocks,
+    block_counts,
+    obstacle_to_blocks,
+    table_bytes,
+)
 from trtconvert.attention.ranges import RangeObserver, offsets
-from trtconvert.attention.reference import BLOCK
 from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.cache import versions
@@ -79,9 +84,11 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
         if not modulated_sources(converted, layers.model_copy(update={"modiff": [pattern]})):
             able = [layer.name for layer in converted if not layer.weight_only]
             raise UserError(
-                f"the pattern '{pattern}' of layers.modiff matches no layer with INT8 activations",
+                f"the pattern '{pattern}' of layers.modiff matches no layer with INT8 activations"
+                if isinstance(layers.modiff, list)
+                else "layers.modiff finds no layer with INT8 activations",
                 expected="a pattern of one of: " + (several(able, 8) or "none: the recipe converts no such layer"),
-                got=f"'{pattern}'",
+                got=f"'{pattern}'" if isinstance(layers.modiff, list) else str(layers.modiff).lower(),
                 remedy="correct layers.modiff in the recipe, or set it to false",
             )
     return Parts(chosen, left, converted, others)
@@ -220,14 +227,14 @@ def calibrate(
 
 
 def refuse_without_blocks(
-    model: DiffusionModel, sites: Sequence[Site], dims: Mapping[str, tuple[int, int, int]]
+    model: DiffusionModel, sites: Sequence[Site], dims: Mapping[str, tuple[int, int, int]], bins: int
 ) -> None:
     """
     Args:
-        sites: that are converted; dims: symbolic dimension: (min, opt, max), of the engine.
+        sites: that are converted; dims: symbolic dimension: (min, opt, max), of the engine; bins: timestep bins.
     Raises:
         UserError: block masks cannot be had, as attention.sparse asks: sizes vary, or are not those of the calibration, or no
-            site may have one.
+            site may have one; or they would be larger than `MAX_TABLE_BYTES`.
     """
     require_one_size(
         model,
@@ -255,11 +262,19 @@ def refuse_without_blocks(
             got=f"{len(reasons)} sites, of which {name}: {reason}",
             remedy="set attention.sparse to off, or convert the model at a larger size",
         )
+    if (size := table_bytes(sites, bins)) > MAX_TABLE_BYTES:
+        fitting = bins * MAX_TABLE_BYTES // size
+        fewer = f"set calibration.bins to {fitting} or less, " if fitting else ""
+        raise UserError(
+            "the block masks of attention.sparse would be too large for a graph and its engines",
+            expected=f"{MAX_TABLE_BYTES / 2**30:g} GiB at most, a byte for each block, head and timestep bin",
+            got=f"{size / 2**30:.1f} GiB, of {bins} timestep bins",
+            remedy=f"{fewer}convert the model at a smaller size, or set attention.sparse to off",
+        )
 
 
 def _blocks(shards: Shards, site: Site, shares: Sequence[float], bins: int) -> SiteBlocks:
-    counts = (math.ceil(site.query_tokens / BLOCK), math.ceil(site.key_tokens / BLOCK))
-    return SiteBlocks.of(shards.blocks(site.name), shares, counts, bins)
+    return SiteBlocks.of(shards.blocks(site.name), shares, block_counts(site), bins)
 
 
 def _layer_scales(
@@ -486,8 +501,8 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
                 got="shares of " + ", ".join(f"{share:g}" for share in held) if held else "none of that site",
                 remedy="calibrate again with attention.sparse in the recipe, or set it to off",
             )
-        counts = [math.ceil(site.query_tokens / BLOCK), math.ceil(site.key_tokens / BLOCK)]
-        if found is not None and found.block_counts.tolist() != counts:
+        counts = block_counts(site)
+        if found is not None and tuple(found.block_counts.tolist()) != counts:
             raise UserError(
                 f"{path} has the blocks of other sizes",
                 expected=f"{counts[0]} × {counts[1]} blocks of {site.name}, which has {site.query_tokens} queries",

@@ -62,7 +62,7 @@ def calibrate_recipe(
             if recipe.sparse_shares:
                 for ranges in recipe.engine.ranges():
                     asked = {name: (size.min, size.opt, size.max) for name, size in ranges.items()}
-                    refuse_without_blocks(model, parts.sites, dict(model.dims) | asked)
+                    refuse_without_blocks(model, parts.sites, dict(model.dims) | asked, section.bins)
             made = calibrate(
                 model, section, weights, parts.sites, work, bar, ranks, skip_bad=skip_bad, layers=parts.layers,
                 of_layers=recipe.layers, shares=recipe.sparse_shares,

@@ -235,7 +235,7 @@ def measure_sensitivity(
         }
     for name, of_site in blocks.items():
         choices[name] += [
-            (len(Mode) + number, partial(_with_mask, model, name, of_site.level(share), model.timestep_max))
+            (len(Mode) + number, partial(_with_mask, model, name, of_site, share))
             for number, share in enumerate(shares)
         ]
     names = list(choices)
@@ -280,13 +280,14 @@ def _with_site(model: DiffusionModel, sites: Int8Sites, name: str, mode: Mode) -
     return intercepted(model, lambda call: sites.attention(call, tables) if call.name == name else call.exact())
 
 
-def _with_mask(model: DiffusionModel, name: str, masks: Tensor, timestep_max: float) -> Denoiser:
-    """The denoiser with one site alone attending exactly to the blocks of a mask."""
+def _with_mask(model: DiffusionModel, name: str, blocks: SiteBlocks, share: float) -> Denoiser:
+    """The denoiser with one site alone attending exactly to the blocks that are left at a share."""
 
     def attend(call: SiteCall) -> Tensor:
         if call.name != name:
             return call.exact()
-        chosen = expand_blocks(mask_at(masks, call.timestep, timestep_max), call.q.shape[2], call.k.shape[2])
+        index = timestep_bin(call.timestep, model.timestep_max, len(blocks.block_bits)).cpu()
+        chosen = expand_blocks(blocks.at(share, index).to(call.q.device), call.q.shape[2], call.k.shape[2])
         grouped = call.q.shape[1] != call.k.shape[1]
         return scaled_dot_product_attention(call.q, call.k, call.v, chosen, scale=call.scale, enable_gqa=grouped)
 
