@@ -111,6 +111,15 @@ def test_more_samples_than_all_devices_take_go_in_turns():
     assert len(drawn) == 8 and parts[1].sizes == [4]
 
 
+@pytest.mark.parametrize("rows", [11, 3])
+def test_rows_that_cannot_be_shared_out_are_told(rows):
+    x, timestep, _, table = inputs_of(4)
+    parts = [Part(), Part()]
+    with pytest.raises(UserError, match=rf"'frames' has rows for other samples(.|\n)*4 rows, or a(.|\n)*\[{rows}, 1\]"):
+        DataParallel(parts)(x, timestep, torch.randn(rows, 1), table)
+    assert not parts[0].sizes
+
+
 def test_parts_run_at_the_same_time():
     meet = threading.Barrier(3)
     inputs = inputs_of(6)

@@ -225,6 +225,11 @@ def test_a_step_leaves_nothing_in_memory():
     assert [x() for x in kept] == [None] * 3
 
 
+def test_conditions_of_other_samples_are_told_in_the_call():
+    with pytest.raises(UserError, match=r"'c' has rows for other samples(.|\n)*4 rows, or a multiple(.|\n)*\[3\]"):
+        called(Engine(), c=C[:3])
+
+
 def test_inputs_of_other_dimensions_are_left_to_the_denoiser_to_refuse():
     def refusing(**inputs: Tensor) -> Tensor:
         raise UserError(f"x has {inputs['x'].dim()} dimensions")

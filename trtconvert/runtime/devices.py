@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError
 from trtconvert.runtime.component import Component, was_closed
-from trtconvert.runtime.signature import Ranges, Signature
+from trtconvert.runtime.signature import Ranges, Signature, rows_each
 from trtconvert.runtime.trajectory import Apart, Trajectory
 
 if TYPE_CHECKING:
@@ -193,12 +193,10 @@ class DataParallel:
     def _joined(self, tensors: Sequence[Tensor], counts: Sequence[int], trajectory: Trajectory | None) -> Any:
         whole, starts = sum(counts), [sum(counts[:place]) for place in range(len(counts))]
 
-        def rows(x: Tensor, own: bool, start: int, count: int) -> Tensor:
-            each = x.shape[0] // whole if own else 0  # there may be several rows for a sample, as for frames
-            return x[start * each : (start + count) * each] if own else x
-
+        named = zip(self.signature.names, tensors, self._rows, strict=True)
+        rows = [rows_each(name, x, whole) if own else 0 for name, x, own in named]
         cut = [
-            [rows(x, own, start, count) for x, own in zip(tensors, self._rows, strict=True)]
+            [x[start * n : (start + count) * n] if n else x for x, n in zip(tensors, rows, strict=True)]
             for start, count in zip(starts, counts, strict=True)
         ]
         streams, first = self._streams_here(), tensors[0].device

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trtconvert.errors import UserError, warn
 from trtconvert.guidance import FusedGuidance
 from trtconvert.runtime.batches import AnyBatch
+from trtconvert.runtime.signature import rows_each
 
 _aten = torch.ops.aten
 
@@ -113,6 +114,10 @@ class _Call:
     Attributes:
         named: its tensors; first: what is denoised; timestep: as it was passed; dtype: of the prediction.
         alone: predictions of rows as they are, as far as somebody asked for them.
+        each: rows for each sample, of those that are not for all.
+
+    Raises:
+        UserError: an input has rows for other samples than what is denoised.
     """
 
     halves: Halves
@@ -121,9 +126,13 @@ class _Call:
     timestep: Tensor
     dtype: torch.dtype
     alone: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    each: dict[str, int] = field(init=False)
     _versions: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        halves, count = self.halves, self.first.shape[0]
+        own = {name: x for name, x in self.named.items() if not halves.shared(name) or x is self.first}
+        self.each = {halves.timestep: 1} | {name: rows_each(name, x, count) for name, x in own.items()}
         self._versions = {name: x._version for name, x in self.named.items() if not x.is_inference()}
 
     def require_unchanged(self) -> None:
@@ -159,23 +168,16 @@ class _Rows:
     @cached_property
     def named(self) -> dict[str, Tensor]:
         """Their inputs."""
-        halves = self.call.halves
-
-        def of_all(name: str, x: Tensor) -> bool:
-            return halves.shared(name) and name != halves.timestep and x is not self.call.first
-
-        return {name: x if of_all(name, x) else self._taken(x) for name, x in self.call.named.items()}
+        each, whole = self.call.each, self.count == self.call.first.shape[0]
+        return {
+            name: x if whole or not (n := each.get(name)) else x[self.start * n : self.stop * n]
+            for name, x in self.call.named.items()
+        }
 
     @property
     def first(self) -> Tensor:
         """What is denoised."""
-        return self._taken(self.call.first)
-
-    def _taken(self, x: Tensor) -> Tensor:
-        if self.count == (count := self.call.first.shape[0]):
-            return x
-        each = x.shape[0] // count  # inputs may have several rows for a sample, as for frames
-        return x[self.start * each : self.stop * each]
+        return self.call.first[self.start : self.stop]
 
     def alone(self) -> Tensor:
         """Their prediction as they are, computed once."""

@@ -189,6 +189,23 @@ class Signature:
         return min(profile[dim][0] for profile in self.profiles), max(profile[dim][2] for profile in self.profiles)
 
 
+def rows_each(name: str, x: Tensor, samples: int) -> int:
+    """Rows of an input for each sample; several as for frames.
+
+    Raises:
+        UserError: they cannot be shared out evenly.
+    """
+    rows = x.shape[0] if x.dim() else 0
+    if not rows or rows % samples:
+        raise UserError(
+            f"'{name}' has rows for other samples than what is denoised",
+            expected=f"{samples} rows, or a multiple of them",
+            got=str(list(x.shape)),
+            remedy="give an entry for each sample; one sample's for all can be repeated by .expand()",
+        )
+    return rows // samples
+
+
 def dtype_of(spec: TensorRecord) -> torch.dtype:
     """Torch's type of a record's."""
     return getattr(torch, spec.dtype)
