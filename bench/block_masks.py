@@ -24,9 +24,9 @@ from trtconvert.attention.blocks import mask_at
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import expand_blocks
 from trtconvert.attention.sites import SiteCall
+from trtconvert.calib.block_plan import stated_blocks
 from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.cost import AttentionShape, KernelCost
-from trtconvert.calib.plan import stated_blocks
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted, on_device
 from trtconvert.recipe import load_recipe
@@ -52,7 +52,7 @@ def main() -> None:
     model = on_device(models.load(recipe.model, recipe.loras), given.device)
     sites = parts_to_convert(model, recipe.attention, recipe.layers.model_copy(update={"modes": "off"})).sites
     sizes = {name: (opt, opt, opt) for name, (_, opt, _) in model.dims.items()}
-    refuse_without_blocks(model, sites, sizes)
+    refuse_without_blocks(model, sites, sizes, recipe.calibration.bins)
     with tempfile.TemporaryDirectory() as work:
         made = calibrate(model, recipe.calibration, "", sites, Path(work) / "observed", Quiet(), shares=shares)
 

@@ -70,8 +70,8 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
 from trtconvert.calib.layer_observer import LayerObserver
+from trtconvert.calib.layer_plan import layer_modes
 from trtconvert.calib.layer_scales import choose_scales, layer_tables
-from trtconvert.calib.plan import layer_modes
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import AttentionCase, Choice, site_plans

@@ -24,8 +24,8 @@ import torch
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
+from trtconvert.calib.layer_plan import layer_modes
 from trtconvert.calib.layer_scales import is_modulated, layer_tables
-from trtconvert.calib.plan import layer_modes
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import psnr

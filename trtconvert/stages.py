@@ -244,8 +244,10 @@ def plan_stage(
             modulated = point.modulated
             scalings = json.loads((searched.folder / SCALINGS).read_text())
         else:
+            from trtconvert.calib.block_plan import stated_blocks
             from trtconvert.calib.calibration import Calibration
-            from trtconvert.calib.plan import layer_modes, make_plan, site_scalings, stated_blocks
+            from trtconvert.calib.layer_plan import layer_modes
+            from trtconvert.calib.plan import make_plan, site_scalings
 
             source, sites = model(), [site for site in _sites(calibration) if not site.obstacle]
             bins = recipe.calibration.bins

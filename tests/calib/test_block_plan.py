@@ -17,18 +17,14 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, expand_blocks
 from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.attention.sites import Site
+from trtconvert.calib.block_plan import seconds_of_choices, sparse_rows, stated_blocks
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.frontier import PlanPoint
 from trtconvert.calib.identity import KERNEL_COST
-from trtconvert.calib.plan import (
-    fastest_plan,
-    search_plan,
-    seconds_of_choices,
-    sparse_rows,
-    stated_blocks,
-)
+from trtconvert.calib.knapsack import fastest_plan
+from trtconvert.calib.plan import search_plan
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, choice_of, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted

@@ -25,8 +25,9 @@ from trtconvert.calib.histogram import (
     HistogramObserver,
     SiteHistograms,
 )
+from trtconvert.calib.knapsack import fastest_plan
 from trtconvert.calib.observer import observe
-from trtconvert.calib.plan import fastest_plan, make_plan
+from trtconvert.calib.plan import make_plan
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError

@@ -17,8 +17,10 @@ from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
+from trtconvert.calib.knapsack import fastest_plan
+from trtconvert.calib.layer_plan import layer_modes
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
-from trtconvert.calib.plan import fastest_plan, layer_modes, search_plan
+from trtconvert.calib.plan import search_plan
 from trtconvert.calib.sensitivity import (
     LAYERS_OF,
     MODULATED,

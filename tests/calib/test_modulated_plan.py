@@ -19,8 +19,9 @@ from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.identity import KERNEL_COST
+from trtconvert.calib.layer_plan import layer_seconds
 from trtconvert.calib.layer_scales import layer_tables
-from trtconvert.calib.plan import layer_seconds, search_plan
+from trtconvert.calib.plan import search_plan
 from trtconvert.calib.sensitivity import (
     LAYERS_OF,
     MODULATED,
@@ -170,7 +171,7 @@ def test_a_build_takes_the_layers_that_the_plan_chose(tmp_path):
     ("change", "expected"),
     [
         ({"attention": "precision"}, "true or patterns where attention.modes are stated"),
-        ({"modes": "static"}, "set layers.modes to auto, or layers.modiff to true"),
+        ({"modes": "static"}, "true or patterns where layers.modes are stated"),
         ({"plan": {"layer_candidates": ["dynamic"]}}, "static among plan.layer_candidates"),
         ({"modiff": "automatic"}, "true or false"),
     ],

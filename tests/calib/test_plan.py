@@ -20,7 +20,8 @@ from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
-from trtconvert.calib.plan import fastest_plan, search_plan, site_scalings
+from trtconvert.calib.knapsack import fastest_plan
+from trtconvert.calib.plan import search_plan, site_scalings
 from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import feature_distance

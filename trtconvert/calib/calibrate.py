@@ -499,7 +499,8 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
                 f"{path} lacks the blocks that attention needs",
                 expected=f"those of {site.name} where a share of {', '.join(f'{share:g}' for share in missing)} may be lost",
                 got="shares of " + ", ".join(f"{share:g}" for share in held) if held else "none of that site",
-                remedy="calibrate again with attention.sparse in the recipe, or set it to off",
+                remedy="calibrate again with attention.sparse in the recipe, or set it to off"
+                + (f"; or ask for shares among {', '.join(f'{share:g}' for share in held)}" if held else ""),
             )
         counts = block_counts(site)
         if found is not None and tuple(found.block_counts.tolist()) != counts:

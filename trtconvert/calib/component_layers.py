@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.calib.layer_observer import LayerObserver
+from trtconvert.calib.layer_plan import layer_modes
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
-from trtconvert.calib.plan import layer_modes
 from trtconvert.calib.sensitivity import Int8Layers
 from trtconvert.diffusion_model import ModelComponent
 from trtconvert.errors import GateError, UserError

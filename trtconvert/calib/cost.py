@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import TILE
+from trtconvert.attention.sites import Site
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError
@@ -37,6 +38,11 @@ class AttentionShape:
     query_tokens: int
     key_tokens: int
     head_dim: int
+
+    @staticmethod
+    def of(site: Site, batch: int) -> AttentionShape:
+        """Of a site's call with so many samples."""
+        return AttentionShape(batch * site.folds, site.heads, site.query_tokens, site.key_tokens, site.head_dim)
 
     @property
     def flops(self) -> float:
@@ -251,3 +257,8 @@ def _interpolated(work: float, points: Sequence[tuple[float, float]]) -> float:
     measured, times = (np.array(column) for column in zip(*points, strict=True))
     inside = float(np.exp(np.interp(np.log(work), np.log(measured), np.log(times))))
     return inside * max(1.0, work / measured[-1])
+
+
+def priced(seconds: Tensor) -> list[Mode]:
+    """Modes whose time is known at every site, which a plan may have everywhere."""
+    return [mode for mode in Mode if seconds[:, mode].isfinite().all()]

@@ -16,46 +16,37 @@ check the figures on other seeds, and fail it.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.modes import INT8_VALUES, Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.schedules import sigma_rule_modes
 from trtconvert.attention.sites import Site
+from trtconvert.calib.block_plan import dense_choices, density, fixed_masks, seconds_of_choices, sparse_rows
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.calib.cost import AttentionShape, KernelCost, priced
 from trtconvert.calib.frontier import Frontier, PlanPoint
-from trtconvert.calib.layer_scales import layer_tables
+from trtconvert.calib.knapsack import Plan, fastest_plan
+from trtconvert.calib.layer_plan import SearchedLayers, layer_row
 from trtconvert.calib.sensitivity import (
     LAYERS_OF,
     MODULATED,
-    Int8Layers,
     Int8Sites,
     Sensitivity,
     choice_of,
     measure_sensitivity,
 )
-from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
 from trtconvert.models.denoiser import intercepted
 from trtconvert.progress import Bar
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
-
-Plan = dict[str, Tensor]
-"""Site: [T] INT32 `Mode` per timestep bin; group of layers, whose name begins with `LAYERS_OF`: `LayerMode` or `MODULATED`. Where
-sites may have block masks, the choice of a mode and a level, see `choice_of`."""
 
 BISECTIONS = 6
 """Halvings of the modelled error's range in decades: the limit is known to 2**-6 of it."""
@@ -77,29 +68,6 @@ def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, b
         names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
         modes = torch.tensor([Mode[name.upper()] for name in names], dtype=torch.int32)
     return {site: modes.clone() for site in sites}
-
-
-def layer_modes(section: LayersSection, layers: Iterable[Layer], bins: int) -> Plan:
-    """The modes of layers that a recipe states; `auto` is STATIC, where no search decides.
-
-    Args:
-        layers: that are converted; none where they are off.
-    """
-    if section.off:
-        return {}
-    names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
-    rows = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
-    plan = {}
-    for layer in layers:
-        plan[layer.name] = torch.tensor([_mode_of(layer, mode) for mode in rows], dtype=torch.int32)
-    return plan
-
-
-def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
-    """What a layer has where a mode is asked for: convolutions have no scales per token."""
-    if layer.weight_only:
-        return LayerMode.WEIGHT_ONLY
-    return LayerMode.STATIC if layer.kind == "conv" and mode == LayerMode.DYNAMIC else mode
 
 
 def kernel_cost(
@@ -136,46 +104,7 @@ def site_scalings(
     searched = {"auto": section.candidates, "sigma-rule": ["precision", "balanced", "aggressive"]}
     modes = {Mode[name.upper()] for name in searched.get(stated[0], stated)}
     cost = KernelCost.load(section.kernel_cost)
-    return {site.name: cost.scaling(_shape(site, batch), modes) for site in sites}
-
-
-def stated_blocks(
-    share: float,
-    section: PlanSection,
-    sites: Iterable[Site],
-    modes: Mapping[str, Tensor],
-    blocks: Mapping[str, SiteBlocks],
-    batch: int,
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The shares of attention that each site loses per timestep bin where a recipe states one share for all.
-
-    Args:
-        share: that the recipe states; sites, modes: that are converted, and [T] their modes; batch: for which times are taken.
-    Returns:
-        The shares of the sites that get block masks, and why others of `blocks` get none: where most blocks are needed, going
-        through them by a mask takes longer.
-    Raises:
-        UserError: as `KernelCost.load`.
-    """
-    cost = KernelCost.load(section.kernel_cost, masks=True)
-    chosen, dense = {}, {}
-    for site in sites:
-        if (of_site := blocks.get(site.name)) is None:
-            continue
-        shape, rows = _shape(site, batch), [Mode(int(mode)) for mode in modes[site.name]]
-        densities = of_site.densities()[:, of_site.shares.index(share)].tolist()
-        seconds = [cost.seconds(shape, mode) for mode in rows]
-        masked = [s * cost.masked_ratio(shape, m, d) for s, m, d in zip(seconds, rows, densities, strict=True)]
-        if sum(masked) < sum(seconds):
-            chosen[site.name] = [share if density < 1 else 0.0 for density in densities]
-        else:
-            needed = sum(densities) / len(densities)
-            dense[site.name] = f"{needed:.0%} of its blocks are needed, too many to gain time"
-    return chosen, dense
-
-
-def _shape(site: Site, batch: int) -> AttentionShape:
-    return AttentionShape(batch * site.folds, site.heads, site.query_tokens, site.key_tokens, site.head_dim)
+    return {site.name: cost.scaling(AttentionShape.of(site, batch), modes) for site in sites}
 
 
 def search(
@@ -207,188 +136,71 @@ def search(
         cache_bytes: of a number in the caches of layers that quantise changes, where `layers.modiff` is auto.
     """
     cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares))
-    seconds = cost.table([_shape(site, batch) for site in sites], [scalings[site.name] for site in sites])
+    shapes = [AttentionShape.of(site, batch) for site in sites]
+    seconds = cost.table(shapes, [scalings[site.name] for site in sites])
     blocks = {site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks}
-    seeds = range(section.seed, section.seed + section.samples)
-    tables = calibration.tables
-    stated = layer_modes(of_layers, layers, bins)
-    of_changes = {
-        layer.name: scale
-        for layer in layers
-        if of_layers.modiff == "auto" and (scale := calibration.layers[layer.source].change_scale) is not None
-    }
-    in_int8 = Int8Layers(
-        layer_tables(model.denoiser, layers, calibration.layers, stated),
-        model.timestep_max,
-        of_changes,
-        model.timesteps_fall,
-    )
-    groups: dict[str, list[str]] = {}
-    if of_layers.modes == "auto":
-        for layer in layers:
-            if not layer.weight_only:
-                groups.setdefault(layer.source, []).append(layer.name)
-    searched = {name for members in groups.values() for name in members}
-    fixed = {name: modes for name, modes in stated.items() if name not in searched}
-    by_name = {layer.name: layer for layer in layers}
-    modes_of: dict[str, set[int]] = {
-        source: {int(_mode_of(by_name[source], mode)) for mode in allowed_layers if mode != LayerMode.EXACT}
-        | ({MODULATED} if members[0] in of_changes else set())
-        for source, members in groups.items()
-    }
-    if groups:
-        rows = [
-            layer_seconds(cost, [by_name[name] for name in members], batch, modes_of[source], cache_bytes)
-            for source, members in groups.items()
-        ]
-        seconds = torch.cat([seconds, torch.tensor(rows, dtype=torch.float64)])
-    of_searches = len(FRONTIER_DB) + BISECTIONS
+    searched = SearchedLayers.of(model, layers, calibration, of_layers, allowed_layers, bins)
+    modulated = any(MODULATED in modes for modes in searched.modes.values())
+    of_search = len(FRONTIER_DB) + BISECTIONS
     bar.total(
         section.steps
         + bins
-        + (1 + bool(groups) + bool(of_changes and groups)) * (len(_priced(seconds[: len(sites)])) + 2)
-        + of_searches
-        + (len(shares) + of_searches if blocks else 0)
+        + (1 + bool(searched.groups) + modulated) * (len(priced(seconds)) + 2)
+        + of_search
+        + (len(shares) + of_search if blocks else 0)
     )
+    of_groups = searched.seconds(cost, batch, cache_bytes)
     if blocks:
-        seconds = torch.stack(
-            [
-                seconds_of_choices(cost, _shape(site, batch), of_site, blocks.get(site.name), shares, bins)
-                for site, of_site in zip(sites, seconds, strict=False)
-            ]
-            + [_without_levels(of_group, len(shares), bins) for of_group in seconds[len(sites) :]]
-        )
+        rows = zip(sites, shapes, seconds, strict=True)
+        of_sites = [seconds_of_choices(cost, shape, x, blocks.get(s.name), shares, bins) for s, shape, x in rows]
+        seconds = torch.stack([*of_sites, *(dense_choices(x, len(shares), bins) for x in of_groups)])
+    else:
+        seconds = torch.cat([seconds, of_groups])
 
     def int8_sites(plan: Plan) -> Int8Sites:
-        named = {site: AttentionTables(**tables[site], modes=row % len(Mode)) for site, row in plan.items()}
-        masks = {site: blocks[site].mask(row) for site, row in sparse_rows(plan, shares).items()}
-        return Int8Sites(named, model.timestep_max, scalings, attention.smooth_k, masks=masks)
+        rows = {site.name: plan[site.name] for site in sites}
+        tables = {
+            name: AttentionTables(**calibration.tables[name], modes=row % len(Mode)) for name, row in rows.items()
+        }
+        masks = {name: blocks[name].mask(row) for name, row in sparse_rows(rows, shares).items()}
+        return Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, masks=masks)
 
-    def int8_layers(plan: Plan) -> Int8Layers:
-        if not groups:
-            return in_int8
-        chosen, scales = {name: in_int8.tables[name] for name in fixed}, {}
-        for source, members in groups.items():
-            row = plan[LAYERS_OF + source]
-            if row.any():
-                chosen |= {name: in_int8.tables[name].with_modes(_layer_row(row)) for name in members}
-            if (row == MODULATED).all():
-                scales |= {name: of_changes[name] for name in members}
-        return Int8Layers(chosen, model.timestep_max, scales, model.timesteps_fall)
-
+    seeds = range(section.seed, section.seed + section.samples)
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
     sensitivity = measure_sensitivity(
-        model, int8_sites(exact), bins, modes=allowed, layers=in_int8, groups=groups, layer_modes=modes_of,
-        blocks=blocks, shares=shares if blocks else (), seeds=seeds, steps=section.steps, done=bar.step,
+        model, int8_sites(exact), bins, modes=allowed, layers=searched.int8, groups=searched.names,
+        layer_modes=searched.modes, blocks=blocks, shares=shares if blocks else (), seeds=seeds, steps=section.steps,
+        done=bar.step,
     )  # fmt: skip
-    with torch.no_grad():
-        full = model.sample(model.denoiser, seeds, steps=section.steps, solver="ddim")
+
+    @torch.no_grad()
+    def drawn(denoiser: Denoiser) -> Tensor:
+        return model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+
+    full = drawn(model.denoiser)
     measured: dict[tuple[int, ...], dict[str, float]] = {}
 
     def measure(plan: Plan) -> dict[str, float]:
-        key = _key(plan)
+        key = tuple(int(choice) for row in plan.values() for choice in row)
         if key not in measured:
-            with torch.no_grad():
-                of_sites = {name: modes for name, modes in plan.items() if not name.startswith(LAYERS_OF)}
-                chosen = int8_layers(plan)
-                layer_handler = chosen.handler() if chosen.tables else None
-                denoiser = intercepted(model, int8_sites(of_sites).handler(), layer_handler)
-                images = model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
-            measured[key] = figures(budget, images, full)
+            in_int8 = searched.in_plan(plan)
+            of_plan = intercepted(model, int8_sites(plan).handler(), in_int8.handler() if in_int8.tables else None)
+            measured[key] = figures(budget, drawn(of_plan), full)
         bar.step()
         return measured[key]
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, allowed)
-    of_fixed = {name: modes.tolist() for name, modes in fixed.items()}
     points = [
         point.model_copy(
             update={
-                "layers": of_fixed | _by_layer(point.layers, groups),
-                "modulated": [name for source in point.modulated for name in groups[source]],
-                "density": _density(point.sparse, blocks, len(sites), sensitivity.steps),
+                "layers": searched.rows(point.layers),
+                "modulated": [name for source in point.modulated for name in searched.names[source]],
+                "density": density(point.sparse, blocks, len(sites), sensitivity.steps),
             }
         )
         for point in points
     ]
     return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
-
-
-def seconds_of_choices(
-    cost: KernelCost,
-    shape: AttentionShape,
-    seconds: Tensor,
-    blocks: SiteBlocks | None,
-    shares: Sequence[float],
-    bins: int,
-) -> Tensor:
-    """[T, choices] time of a site in each choice of a mode and a level, see `Sensitivity`; infinite at levels of a site without
-    blocks, and where a share leaves none out.
-
-    Args:
-        seconds: [modes] of a call without a mask.
-    """
-    found = _without_levels(seconds, len(shares), bins)
-    if blocks is None:
-        return found
-    places = [blocks.shares.index(share) for share in shares]
-    densities = blocks.densities()[:, places]
-    for mode in Mode:
-        for level in range(1, len(shares) + 2):
-            for index in range(bins):
-                density = float(densities[index, level - 1]) if level <= len(shares) else 1.0
-                if density < 1 or level > len(shares):
-                    ratio = cost.masked_ratio(shape, mode, density)
-                    found[index, choice_of(mode, level)] = seconds[mode] * ratio
-    return found
-
-
-def _without_levels(seconds: Tensor, shares: int, bins: int) -> Tensor:
-    """[modes] → [T, choices], infinite at all levels but `DENSE`."""
-    levels = seconds.new_full((bins, len(Mode) * (shares + 1)), math.inf)
-    return torch.cat([seconds.expand(bins, -1), levels], 1)
-
-
-def sparse_rows(plan: Plan, shares: Sequence[float]) -> dict[str, list[float]]:
-    """The shares of attention that the sites with block masks lose, per timestep bin."""
-    of_level = [0.0, *shares, 0.0]
-    levels = {site: (row // len(Mode)).tolist() for site, row in plan.items()}
-    return {site: [of_level[level] for level in row] for site, row in levels.items() if any(row)}
-
-
-def _density(
-    sparse: Mapping[str, Sequence[float]], blocks: Mapping[str, SiteBlocks], sites: int, steps: Tensor
-) -> float:
-    """The share of the blocks of all sites and denoising steps that a plan computes."""
-    left_out = [
-        float(((1 - blocks[site].mask(row).double().mean((1, 2, 3))) * steps).sum()) for site, row in sparse.items()
-    ]
-    return 1 - sum(left_out) / sites
-
-
-def _by_layer(of_groups: Mapping[str, list[int]], groups: Mapping[str, Collection[str]]) -> dict[str, list[int]]:
-    return {name: of_groups[source] for source, members in groups.items() for name in members}
-
-
-def layer_seconds(
-    cost: KernelCost, layers: Sequence[Layer], batch: int, modes: Collection[int], cache_bytes: int = 2
-) -> list[float]:
-    """Time of layers together in 16 bits and in each `LayerMode` of some, or `MODULATED`; infinite in others, up to as many as
-    attention has."""
-
-    def seconds(layer: Layer, mode: int) -> float:
-        if mode == MODULATED:
-            return cost.modulated_seconds(layer, batch, cache_bytes)
-        return cost.layer_seconds(layer, batch, LayerMode(mode))
-
-    return [
-        sum(seconds(layer, mode) for layer in layers) if mode in (LayerMode.EXACT, *modes) else math.inf
-        for mode in range(len(Mode))
-    ]
-
-
-def _layer_row(row: Tensor) -> Tensor:
-    """[T] `LayerMode` of a group's row, in which `MODULATED` is static."""
-    return row.masked_fill(row == MODULATED, int(LayerMode.STATIC))
 
 
 def search_plan(
@@ -434,7 +246,7 @@ def search_plan(
         found = measure(plan)
         chosen = torch.stack([plan[site] for site in sites])
         of_sites = chosen[~groups] % len(Mode)
-        rows = {site: (row % len(Mode)).tolist() for site, row in plan.items()}
+        of_groups = {s.removeprefix(LAYERS_OF): row for s, row in plan.items() if s.startswith(LAYERS_OF)}
         return PlanPoint(
             name=name,
             speed=float(time[..., Mode.FP16].sum() / time.gather(-1, chosen.long()[..., None]).sum()),
@@ -442,21 +254,13 @@ def search_plan(
             keeps_budget=keeps_budget(budget, found),
             allowed=set(of_sites.unique().tolist()) <= set(allowed),
             int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * sensitivity.steps).sum()),
-            modes={site: row for site, row in rows.items() if not site.startswith(LAYERS_OF)},
-            layers={
-                site.removeprefix(LAYERS_OF): _layer_row(row).tolist()
-                for site, row in plan.items()
-                if site.startswith(LAYERS_OF)
-            },
-            modulated=[
-                site.removeprefix(LAYERS_OF)
-                for site, row in plan.items()
-                if site.startswith(LAYERS_OF) and (row == MODULATED).all()
-            ],
+            modes={s: (row % len(Mode)).tolist() for s, row in plan.items() if not s.startswith(LAYERS_OF)},
+            layers={source: layer_row(row).tolist() for source, row in of_groups.items()},
+            modulated=[source for source, row in of_groups.items() if (row == MODULATED).all()],
             sparse=sparse_rows(plan, sensitivity.shares),
         )
 
-    compared = _fixed_plans(sigmas, bins, _priced(of_modes[~groups]))
+    compared = _fixed_plans(sigmas, bins, priced(of_modes[~groups]))
     fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in compared.items()}
     in_int8 = [mode for mode in LayerMode if mode and groups.any() and of_modes[groups, mode].isfinite().all()]
     points = []
@@ -469,7 +273,7 @@ def search_plan(
                 s: torch.full_like(modes, int(of_layers)) if s.startswith(LAYERS_OF) else modes.clone() for s in sites
             }
             points.append(point(name + suffix, rows))
-    points += [point(name, rows) for name, rows in _fixed_masks(sensitivity, time, of_modes, groups, allowed).items()]
+    points += [point(name, rows) for name, rows in fixed_masks(sensitivity, time, of_modes, groups, allowed).items()]
     whole = groups.nonzero().flatten().tolist()
     masked = seconds[..., len(Mode) :].isfinite().any(-1).any(-1).nonzero().flatten().tolist()
 
@@ -498,35 +302,6 @@ def search_plan(
     return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
 
 
-def _fixed_masks(
-    sensitivity: Sensitivity, time: Tensor, of_modes: Tensor, groups: Tensor, allowed: Collection[Mode]
-) -> dict[str, Plan]:
-    """Plans without a search that leave one share out at all sites that may, in the fastest mode that is allowed everywhere."""
-    priced = [mode for mode in _priced(of_modes[~groups]) if mode in allowed]
-    mode = min(priced, key=lambda mode: float(of_modes[~groups, mode].sum()))
-    plans, last = {}, sensitivity.levels - 1
-    for level, share in enumerate(sensitivity.shares, 1):
-        plan = {}
-        for row, site in enumerate(sensitivity.sites):
-            of_site = torch.full(
-                (len(sensitivity.steps),), int(LayerMode.EXACT if groups[row] else mode), dtype=torch.int32
-            )
-            known = time[row, :, choice_of(mode, level)].isfinite()
-            if known.any() and not groups[row]:
-                of_site = torch.where(known, choice_of(mode, level), choice_of(mode, last)).int()
-                of_site[sensitivity.steps == 0] = choice_of(Mode.FP16, last)
-            elif not groups[row]:
-                of_site[sensitivity.steps == 0] = int(Mode.FP16)
-            plan[site] = of_site
-        plans[f"{mode.name.lower()} everywhere, {share:g} of attention left out"] = plan
-    return plans
-
-
-def _priced(seconds: Tensor) -> list[Mode]:
-    """Modes whose time is known at every site, which a plan may have everywhere."""
-    return [mode for mode in Mode if seconds[:, mode].isfinite().all()]
-
-
 def _fixed_plans(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, Tensor]:
     """Plans without a search: one of `modes` everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning
     report, table 4.4)."""
@@ -538,79 +313,6 @@ def _fixed_plans(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, 
     late = torch.where(rule == int(Mode.PRECISION), everywhere(Mode.FP16), everywhere(Mode.AGGRESSIVE))
     plans = {f"{mode.name.lower()} everywhere": everywhere(mode) for mode in modes}
     return plans | {"sigma rule": rule, "aggressive, late steps fp16": late}
-
-
-def fastest_plan(
-    sites: list[str],
-    cost: Tensor,
-    time: Tensor,
-    limit: float,
-    whole: Sequence[int] = (),
-    masked: Sequence[int] = (),
-) -> Plan:
-    """The plan of least total time whose total cost is at most `limit`, to proven optimality.
-
-    Args:
-        cost, time: [S, T, choices] of each choice, not negative; FP16 costs nothing. What costs infinity is not chosen, whatever
-            its time, which may be infinite too.
-        whole: rows of layers, which have mode 0 in all bins or in none, as an engine holds one of both weights, and likewise
-            `MODULATED`, as every step has to add to the caches.
-        masked: rows of sites with levels, which are `DENSE` in all bins or in none: an engine's node has a mask or none.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array, eye_array, kron, vstack
-
-    count = cost.shape[0] * cost.shape[1]
-    choices = cost.shape[-1]
-    time = time.masked_fill(cost.isinf(), 0)
-    # Scaled to about one, so that the solver's tolerances mean the same for every model.
-    weights = (cost / limit).flatten().numpy()
-    one_each = kron(eye_array(count), np.ones((1, choices)))
-    # Choices of a row that are taken, together, in all bins or in none.
-    bins, first = cost.shape[1], np.arange(choices)
-    together = [(row, first[[mode]]) for row in whole for mode in (LayerMode.EXACT, MODULATED)]
-    together += [(row, first[: len(Mode)]) for row in masked]
-    joined = []
-    for row, chosen in together:
-        for index in range(1, bins):
-            columns = np.concatenate([row * bins * choices + chosen, (row * bins + index) * choices + chosen])
-            signs = np.repeat([1.0, -1.0], len(chosen))
-            joined.append(csr_array((signs, columns, [0, len(columns)]), shape=(1, count * choices)))
-    with _printing_on_stderr():
-        result = milp(
-            (time / time.amax()).flatten().numpy(),
-            integrality=np.ones(count * choices),
-            # A choice that breaks the limit alone is no choice; it would only widen the numbers' range.
-            bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
-            constraints=LinearConstraint(
-                csr_array(vstack([one_each, csr_array(np.minimum(weights, 2)[None]), *joined])),
-                np.concatenate([np.ones(count), [-np.inf], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
-                np.concatenate([np.ones(count), [1.0], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
-            ),
-            options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
-        )
-    assert result.success, result.message  # FP16 everywhere is always feasible
-    chosen = torch.from_numpy(result.x).view(*cost.shape).argmax(-1).int()
-    return dict(zip(sites, chosen, strict=True))
-
-
-@contextmanager
-def _printing_on_stderr() -> Iterator[None]:
-    """HiGHS prints some lines of its own by C's printf, and the standard output is the result's (`--json`)."""
-    sys.stdout.flush()
-    kept, flush = os.dup(1), ctypes.CDLL(None).fflush
-    flush(None)
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _key(plan: Plan) -> tuple[int, ...]:
-    return tuple(int(mode) for modes in plan.values() for mode in modes)
 
 
 def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:
