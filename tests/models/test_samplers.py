@@ -151,6 +151,8 @@ def test_images_are_clamped(schedule):
         {"prediction": "v"},
         {"guidance": 2.0, "conditions": {"label": torch.zeros(1)}},
         {"guidance": 2.0},
+        {"guidance": None},
+        {"guidance": torch.tensor([1.0, 2.0])},
     ],
 )
 def test_bad_arguments_are_refused_with_a_remedy(schedule, change):

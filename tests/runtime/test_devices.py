@@ -282,6 +282,11 @@ def test_devices_that_cannot_be_are_refused(digits_build, arguments, told):
         runtime.load(digits_build.bundle, **arguments)
 
 
+def test_several_devices_are_another_argument(digits_build):
+    with pytest.raises(UserError, match=r"several are devices=(.|\n)*remedy: correct the argument device"):
+        runtime.load(digits_build.bundle, device=["cuda:0"])  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is asked for one")
 def test_gpus_that_are_not_there_are_refused(digits_build):
     with pytest.raises(BackendUnavailable, match="does not run on 'cuda:0'"):

@@ -84,20 +84,23 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, digits_build, batch):
     assert relative_error(together[-1], alone) <= SAME_ARITHMETIC
 
 
+WIDER, OF_THE_MODEL = "widen engine.shapes in the recipe", "give it in that shape"
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "got"),
+    ("name", "value", "got", "remedy"),
     [
-        ("x", torch.zeros(9, 1, 8, 8), "[9, 1, 8, 8]"),
-        ("x", torch.zeros(2, 3, 8, 8), "[2, 3, 8, 8]"),
-        ("x", torch.zeros(2, 1, 8, 9), "[2, 1, 8, 9]"),
-        ("x", torch.zeros(2, 1, 64), "[2, 1, 64]"),
-        ("x", torch.zeros(0, 1, 8, 8), "[0, 1, 8, 8]"),
-        ("timestep", torch.tensor(5.0), "[]"),
-        ("timestep", torch.zeros(9), "[9]"),
+        ("x", torch.zeros(9, 1, 8, 8), "[9, 1, 8, 8]", WIDER),
+        ("x", torch.zeros(2, 3, 8, 8), "[2, 3, 8, 8]", OF_THE_MODEL),
+        ("x", torch.zeros(2, 1, 8, 9), "[2, 1, 8, 9]", WIDER),
+        ("x", torch.zeros(2, 1, 64), "[2, 1, 64]", OF_THE_MODEL),
+        ("x", torch.zeros(0, 1, 8, 8), "[0, 1, 8, 8]", WIDER),
+        ("timestep", torch.tensor(5.0), "[]", OF_THE_MODEL),
+        ("timestep", torch.zeros(9), "[9]", WIDER),
     ],
 )
-def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got):
-    parts = (f"the shape of '{name}'", "batch 1..8", f"got: {got}", "engine.shapes")
+def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got, remedy):
+    parts = (f"the shape of '{name}'", "batch 1..8", f"got: {got}", f"remedy: {remedy}")
     refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
 
 

@@ -158,6 +158,15 @@ def sample(
             got=repr(prediction),
             remedy="take the prediction_type that the model was trained with",
         )
+    try:
+        guidance = float(guidance)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            "There is no such guidance.",
+            expected="a number, for all samples",
+            got=repr(guidance),
+            remedy="give one; a denoiser that applies guidance inside takes one for each sample as its own input",
+        ) from None
     fused = guidance_of(denoiser)
     guided = guidance != 1 and fused is None
     conditions = dict(conditions or {})
@@ -171,7 +180,7 @@ def sample(
                 remedy="pass the model's empty condition, or guidance=1",
             )
         if fused is not None:
-            scales = torch.full((len(noise),), float(guidance), dtype=torch.float32, device=noise.device)
+            scales = torch.full((len(noise),), guidance, dtype=torch.float32, device=noise.device)
             conditions = fused.inputs(null_conditions, conditions, scales)
         else:
             conditions = {name: torch.cat([null_conditions[name], conditions[name]]) for name in conditions}

@@ -349,10 +349,18 @@ def parse_devices(
     """The devices of a bundle, the first of which has its other components.
 
     Raises:
-        UserError: device and devices were given; none of them, one that is none, a GPU twice, or GPUs beside the CPU.
+        UserError: device and devices were given; several as device; none of them, one that is none, a GPU twice, or GPUs beside
+            the CPU.
     """
     if devices is None:
-        return [device]
+        if isinstance(device, str) or not isinstance(device, Collection):
+            return [device]
+        raise UserError(
+            "a bundle is loaded with several devices in the place of one",
+            expected='one, such as device="cuda:0"; several are devices=["cuda:0", "cuda:1"]',
+            got=f"device={device!r}",
+            remedy="correct the argument device",
+        )
 
     def refused(problem: str, got: object) -> UserError:
         return UserError(

@@ -136,9 +136,12 @@ class Signature:
             ranges = [f"{d} {self._described(d)}" if isinstance(d, str) else str(d) for d in spec.shape]
             stepped = any(d in self.component.steps for d in spec.shape)
             between = "; between its steps a model computes otherwise, and takes a bundle of its own" if stepped else ""
-            remedy = (
-                self._widening(spec, x) if self._of_options else "widen engine.shapes in the recipe and build again"
-            )
+            pairs = zip(x.shape, spec.shape, strict=False)
+            own = x.dim() != len(spec.shape) or any(isinstance(dim, int) and size != dim for size, dim in pairs)
+            if self._of_options:
+                remedy = self._widening(spec, x)
+            else:
+                remedy = "give it in that shape" if own else "widen engine.shapes in the recipe and build again"
             raise UserError(
                 f"the shape of '{spec.name}' is outside what the bundle was built for",
                 expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
