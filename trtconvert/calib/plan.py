@@ -225,19 +225,10 @@ def search_plan(
         All points that were sampled, fastest first; FP16 everywhere is one of them. Where there are block masks, the search
             without any is made as well.
     """
-    sites, bins = sensitivity.sites, len(sensitivity.gain)
+    sites = sensitivity.sites
     groups = torch.tensor([name.startswith(LAYERS_OF) for name in sites])
-    unseen = sensitivity.steps == 0
-    cost = sensitivity.cost().clone()
-    levels = sensitivity.levels
-    left_out = [choice_of(mode, level) for mode in Mode if mode not in allowed for level in range(levels)]
-    cost[~groups] = cost[~groups].index_fill(-1, torch.tensor(left_out, dtype=torch.long), math.inf)
-    # A layer is INT8 in all bins or in none: what no step falls into costs nothing and decides nothing.
-    cost[groups] = torch.where(
-        unseen[:, None] & sensitivity.error[groups].isfinite().any(1, keepdim=True), 0.0, cost[groups]
-    )
     seconds = seconds if seconds.dim() == 3 else seconds[:, None]
-    cost.masked_fill_(seconds.isinf(), math.inf)
+    cost = _cost_of_choices(sensitivity, groups, allowed).masked_fill(seconds.isinf(), math.inf)
     time = seconds * sensitivity.steps[:, None].clamp_min(1e-6)  # [S, T, choices]; unseen bins count a little
     of_modes = seconds[..., : len(Mode)].amax(1)  # without a mask, the same in all bins
     int8_values = torch.tensor(INT8_VALUES)
@@ -260,20 +251,9 @@ def search_plan(
             sparse=sparse_rows(plan, sensitivity.shares),
         )
 
-    compared = _fixed_plans(sigmas, bins, priced(of_modes[~groups]))
-    fixed = {name: modes.masked_fill(unseen, int(Mode.FP16)) for name, modes in compared.items()}
-    in_int8 = [mode for mode in LayerMode if mode and groups.any() and of_modes[groups, mode].isfinite().all()]
-    points = []
-    compared_layers = [("", int(LayerMode.EXACT)), *((f", layers {m.name.lower()}", int(m)) for m in in_int8[-1:])]
-    if groups.any() and of_modes[groups, MODULATED].isfinite().all():
-        compared_layers.append((", layers static by changes", MODULATED))
-    for suffix, of_layers in compared_layers:
-        for name, modes in fixed.items():
-            rows = {
-                s: torch.full_like(modes, int(of_layers)) if s.startswith(LAYERS_OF) else modes.clone() for s in sites
-            }
-            points.append(point(name + suffix, rows))
-    points += [point(name, rows) for name, rows in fixed_masks(sensitivity, time, of_modes, groups, allowed).items()]
+    compared = _fixed_plans(sensitivity, of_modes, groups, sigmas)
+    compared |= fixed_masks(sensitivity, time, of_modes, groups, allowed)
+    points = [point(name, plan) for name, plan in compared.items()]
     whole = groups.nonzero().flatten().tolist()
     masked = seconds[..., len(Mode) :].isfinite().any(-1).any(-1).nonzero().flatten().tolist()
 
@@ -302,8 +282,46 @@ def search_plan(
     return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
 
 
-def _fixed_plans(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, Tensor]:
-    """Plans without a search: one of `modes` everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning
+def _cost_of_choices(sensitivity: Sensitivity, groups: Tensor, allowed: Collection[Mode]) -> Tensor:
+    """[S, T, choices] modelled error of each choice; infinite for modes that sites may not have.
+
+    Args:
+        groups: [S] which rows are layers.
+    """
+    cost = sensitivity.cost()
+    left_out = [choice_of(mode, level) for mode in Mode if mode not in allowed for level in range(sensitivity.levels)]
+    cost[~groups] = cost[~groups].index_fill(-1, torch.tensor(left_out, dtype=torch.long), math.inf)
+    # A layer is INT8 in all bins or in none: what no step falls into costs nothing and decides nothing.
+    unseen, known = sensitivity.steps == 0, sensitivity.error[groups].isfinite().any(1, keepdim=True)
+    cost[groups] = torch.where(unseen[:, None] & known, 0.0, cost[groups])
+    return cost
+
+
+def _fixed_plans(sensitivity: Sensitivity, of_modes: Tensor, groups: Tensor, sigmas: Tensor) -> dict[str, Plan]:
+    """Plans without a search, see `_fixed_modes`: each with all layers in 16 bits, in the last `LayerMode` that all may have, and
+    by changes.
+
+    Args:
+        of_modes: [S, modes] times; groups: [S] which rows are layers.
+    """
+    layers = {"": int(LayerMode.EXACT)}
+    if groups.any():
+        in_int8 = [mode for mode in LayerMode if mode and of_modes[groups, mode].isfinite().all()]
+        layers |= {f", layers {mode.name.lower()}": int(mode) for mode in in_int8[-1:]}
+        layers |= {", layers static by changes": MODULATED} if of_modes[groups, MODULATED].isfinite().all() else {}
+    plans = {}
+    for suffix, of_layers in layers.items():
+        for name, modes in _fixed_modes(sigmas, len(sensitivity.steps), priced(of_modes[~groups])).items():
+            of_sites = modes.masked_fill(sensitivity.steps == 0, int(Mode.FP16))
+            plans[name + suffix] = {
+                site: torch.full_like(modes, of_layers) if is_group else of_sites.clone()
+                for site, is_group in zip(sensitivity.sites, groups, strict=True)
+            }
+    return plans
+
+
+def _fixed_modes(sigmas: Tensor, bins: int, modes: Iterable[Mode]) -> dict[str, Tensor]:
+    """[T] modes that follow no search: one of `modes` everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning
     report, table 4.4)."""
     rule = sigma_rule_modes(sigmas, bins)
 
