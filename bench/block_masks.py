@@ -79,7 +79,7 @@ def main() -> None:
     for share in shares:
         masks = {name: blocks.mask([share] * recipe.calibration.bins) for name, blocks in made.blocks.items()}
         density = torch.stack([mask.double().mean((1, 2, 3)) for mask in masks.values()])  # [sites, bins]
-        chosen, _ = stated_blocks(share, recipe.plan, sites, modes, made.blocks, 1)
+        chosen, _ = stated_blocks(share, recipe.plan, sites, modes, made.blocks, 1, made.provenance.observed)
         dense = sum(cost.seconds(shape, mode) for shape in shapes.values()) * recipe.calibration.bins
         saved = sum(
             cost.seconds(shapes[name], mode) * (1 - cost.masked_ratio(shapes[name], mode, float(of_bin)))

@@ -73,6 +73,8 @@ def provenance_in(header: dict[str, Any]) -> Provenance:
         raise ValueError(f"{'.'.join(map(str, first['loc']))} of the provenance: {first['msg']}") from error
     if len(made.observed) != made.bins:
         raise ValueError(f"calls of {len(made.observed)} timestep bins, where there are {made.bins}")
+    if not any(made.observed):
+        raise ValueError("no call in any timestep bin")
     return made
 
 

@@ -262,8 +262,9 @@ def plan_stage(
             }
             sparse, dense, modulated = {}, {}, []
             for share in recipe.sparse_shares:
-                blocks = Calibration.load(calibration.folder / CALIBRATION).blocks
-                sparse, dense = stated_blocks(share, section, sites, plan, blocks, batch)
+                found = Calibration.load(calibration.folder / CALIBRATION)
+                calls = found.provenance.observed
+                sparse, dense = stated_blocks(share, section, sites, plan, found.blocks, batch, calls)
         made = {"sites": modes, "layers": layers, "scalings": scalings, "sparse": sparse, "dense": dense}
         made["modulated"] = modulated
         (folder / PLAN).write_text(json.dumps(made, indent=1))

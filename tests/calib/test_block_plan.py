@@ -195,9 +195,28 @@ def test_a_stated_share_is_taken_where_it_gains_time():
     sites = [Site(name, 24, 24, 128, 0.1, False, 16384, 16384) for name in ("few", "many", "none")]
     modes = {site.name: torch.tensor([Mode.PRECISION, Mode.FP16]) for site in sites}
     blocks = {"few": blocks_of((0.4,)), "many": blocks_of((1.0,))}
-    chosen, dense = stated_blocks(0.01, PlanSection(), sites, modes, blocks, 1)
+    chosen, dense = stated_blocks(0.01, PlanSection(), sites, modes, blocks, 1, [3, 3])
     assert chosen == {"few": [0.01, 0.0]}
     assert dense == {"many": "100% of its blocks are needed, too many to gain time"}
+
+
+@pytest.mark.parametrize(("calls", "taken"), [([1, 9], False), ([5, 1], True), ([1, 0], True), ([0, 1], False)])
+def test_a_stated_share_is_judged_by_the_steps_that_the_calibration_saw(calls, taken):
+    """In the first bin a mask gains a little; in the last one it only costs. One of two denoisers has no step there."""
+    site = Site("a", 24, 24, 128, 0.1, False, 16384, 16384)
+    modes = {"a": torch.tensor([Mode.PRECISION, Mode.PRECISION])}
+    chosen, dense = stated_blocks(0.01, PlanSection(), [site], modes, {"a": blocks_of((0.9,))}, 1, calls)
+    assert bool(chosen) == taken != bool(dense)
+
+
+def test_a_mode_that_was_not_measured_is_judged_by_another(tmp_path):
+    """Tables of before FP8."""
+    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
+    rows = [row for row in table["rows"] if row["mode"] != Mode.FP8]
+    (tmp_path / "old.json").write_text(json.dumps(table | {"rows": rows}))
+    site, modes = Site("a", 24, 24, 128, 0.1, False, 16384, 16384), {"a": torch.tensor([Mode.FP8, Mode.FP8])}
+    section = PlanSection(kernel_cost=tmp_path / "old.json")
+    assert stated_blocks(0.01, section, [site], modes, {"a": blocks_of((0.2,))}, 1, [1, 1])[0] == {"a": [0.01, 0.0]}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 import tolerances
@@ -382,7 +383,7 @@ def test_coverage_that_cannot_be_shown_is_refused(records, coverage, tmp_path, g
     assert got in refused.value.got and SITE in refused.value.got
 
 
-@pytest.mark.parametrize("damage", ["twice", "pipe", "device", "type", "provenance"])
+@pytest.mark.parametrize("damage", ["twice", "pipe", "device", "type", "provenance", "unseen"])
 def test_what_is_no_calibration_is_refused_by_its_header(records, tmp_path, damage):
     path = tmp_path / "c.safetensors"
     Calibration(scales(records[0], 99.0, BINS), provenance()).save(path)
@@ -401,6 +402,7 @@ def test_what_is_no_calibration_is_refused_by_its_header(records, tmp_path, dama
             "twice": header.replace(entry, entry + b"," + entry),
             "type": header.replace(entry, entry.replace(b"F32", b"F8_E4M3")),
             "provenance": header.replace(b'\\"observed\\":[1,', b'\\"observed\\":[-1,'),
+            "unseen": re.sub(rb'(\\"observed\\":)\[[1,]+', lambda m: m[0].replace(b"1", b"0"), header),
         }[damage]
         assert changed != header
         path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + len(header) :])
@@ -410,6 +412,7 @@ def test_what_is_no_calibration_is_refused_by_its_header(records, tmp_path, dama
         "device": "a device, not a file",
         "type": "of the type F8_E4M3",
         "provenance": "observed.0 of the provenance: ",
+        "unseen": "no call in any timestep bin",
     }[damage]
     readers = (Calibration.load,) if damage == "type" else (Calibration.load, read_provenance)
     for read in readers:

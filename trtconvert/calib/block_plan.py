@@ -25,11 +25,14 @@ def stated_blocks(
     modes: Mapping[str, Tensor],
     blocks: Mapping[str, SiteBlocks],
     batch: int,
+    calls: Sequence[int],
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The shares of attention that each site loses per timestep bin where a recipe states one share for all.
 
     Args:
         share: that the recipe states; sites, modes: that are converted, and [T] their modes; batch: for which times are taken.
+        calls: [T] of the denoiser that the calibration saw in each bin. Bins without any decide nothing: one of two denoisers
+            never comes to the other's.
     Returns:
         The shares of the sites that get block masks, and why others of `blocks` get none: where most blocks are needed, going
         through them by a mask takes longer.
@@ -42,13 +45,17 @@ def stated_blocks(
         if (of_site := blocks.get(site.name)) is None:
             continue
         shape, rows = AttentionShape.of(site, batch), [Mode(int(mode)) for mode in modes[site.name]]
-        densities = of_site.densities()[:, of_site.shares.index(share)].tolist()
-        seconds = [cost.seconds(shape, mode) for mode in rows]
+        densities = of_site.density([share] * len(rows))
+        # Of a mode that nobody measured, as FP8 in older tables, the time of another serves: it is the ratio that decides.
+        seconds = [
+            min(cost.seconds(shape, mode), cost.seconds(shape, Mode.FP16)) * n
+            for mode, n in zip(rows, calls, strict=True)
+        ]
         masked = [s * cost.masked_ratio(shape, m, d) for s, m, d in zip(seconds, rows, densities, strict=True)]
         if sum(masked) < sum(seconds):
             chosen[site.name] = [share if density < 1 else 0.0 for density in densities]
         else:
-            needed = sum(densities) / len(densities)
+            needed = sum(d * n for d, n in zip(densities, calls, strict=True)) / sum(calls)
             dense[site.name] = f"{needed:.0%} of its blocks are needed, too many to gain time"
     return chosen, dense
 
