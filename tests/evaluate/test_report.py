@@ -226,6 +226,13 @@ def test_the_frontier_puts_faster_to_the_right_and_better_up():
     assert charts.frontier(FRONTIER.model_copy(update={"chosen": ""})).chosen is None
 
 
+def test_of_several_exact_plans_the_fastest_is_named():
+    slower = FRONTIER.points[-1].model_copy(update={"name": "exact too", "speed": FRONTIER.points[-1].speed / 1.01})
+    found = charts.frontier(FRONTIER.model_copy(update={"points": [*FRONTIER.points, slower]}))
+    assert [point.exact for point in found.points[-2:]] == [True, False]
+    assert [point.psnr for point in found.points[-2:]] == ["exact"] * 2
+
+
 def test_a_plan_whose_samples_are_nan_lies_on_the_lower_edge():
     nothing = FRONTIER.points[0].model_copy(update={"name": "broken", "figures": {"psnr": math.nan, "lpips": math.nan}})
     found = charts.frontier(FRONTIER.model_copy(update={"points": [nothing, *FRONTIER.points]}))

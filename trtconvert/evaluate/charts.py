@@ -309,7 +309,7 @@ class Point:
         int8_values: share of sites and steps whose second product is INT8 too.
         layers: how many layers are INT8; blocks: share of attention's blocks that is computed.
         kept: whether the plan keeps the budget; allowed: whether the search might choose it; chosen: whether it was built;
-            exact: whether its samples are full precision's.
+            exact: whether it is the fastest plan whose samples are full precision's; names of several would overlap.
         label_anchor: SVG's text-anchor for its label, away from the nearer edge.
     """
 
@@ -378,6 +378,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             return frame.bottom
         return frame.top - 12 if db >= EXACT_DB else frame.y((db - low_y) / (high_y - low_y))
 
+    first_exact = next((point for point in tried.points if point.psnr >= EXACT_DB), None)
     points = [
         Point(
             point.name,
@@ -391,7 +392,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             point.keeps_budget,
             point.allowed,
             point.name == tried.chosen,
-            point.psnr >= EXACT_DB,
+            point is first_exact,
             round(x(point.speed), 1),
             round(y(point.psnr), 1),
             "end" if x(point.speed) > frame.x(0.5) else "start",
