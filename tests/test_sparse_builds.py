@@ -27,7 +27,7 @@ SMALL = {"source": "tiny_sparse:build", "options": {"height": HEIGHT}}
 
 
 def sparse_recipe(folder, sparse=0.2, **sections):
-    sections = {"model": {"source": "tiny_sparse:build"}, "attention": {}, "verify": {"min_psnr": 20}} | sections
+    sections = {"model": SMALL, "attention": {}, "verify": {"min_psnr": 20}} | sections
     sections["attention"] = {"modes": ["balanced", "fp16"], "sparse": sparse} | sections["attention"]
     plan = sections.pop("plan", None)
     recipe = tiny_recipe(folder, **sections)
@@ -45,7 +45,7 @@ def built(folder, recipe):
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("searched")
-    bundle, _ = built(folder, sparse_recipe(folder, "auto", attention={"modes": "auto"}, plan=SEARCH, model=SMALL))
+    bundle, _ = built(folder, sparse_recipe(folder, "auto", attention={"modes": "auto"}, plan=SEARCH))
     return bundle
 
 
@@ -100,7 +100,11 @@ def test_a_stated_share_is_taken_and_kept_from_build_to_build(tmp_path):
     assert all(site.sparse == [0.2, 0.2] and site.density[0] < site.density[1] < 1 for site in sites)
     _, again = built(tmp_path, sparse_recipe(tmp_path))
     assert all(reused(again).values())
-    # Dense is another calibration, plan and model; without blocks in its file.
+
+
+@pytest.mark.soak
+def test_dense_is_another_calibration_plan_and_model(tmp_path):
+    built(tmp_path, sparse_recipe(tmp_path))
     bundle, dense = built(tmp_path, sparse_recipe(tmp_path, "off"))
     assert not any(reused(dense).values())
     manifest = read_manifest(bundle)
@@ -120,6 +124,7 @@ def test_a_gate_that_is_missed_names_the_masks(tmp_path):
     assert outcome.exit_code == 1 and "a smaller attention.sparse" in outcome.output
 
 
+@pytest.mark.soak
 def test_masks_that_would_gain_no_time_are_left_out_with_the_reason(tmp_path):
     bundle, _ = built(tmp_path, sparse_recipe(tmp_path, 0.002))
     sites = read_manifest(bundle).sites

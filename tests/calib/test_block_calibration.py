@@ -112,7 +112,7 @@ def test_a_killed_calibration_ends_the_same(local, sites, made, tmp_path, monkey
     assert again.tables["denoiser"]["q_scale"].equal(made.tables["denoiser"]["q_scale"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_find_what_one_does(tmp_path):
     recipe = tiny_recipe(
         tmp_path,
