@@ -25,6 +25,7 @@ from trtconvert.models.digits import _SCHEDULE
 from trtconvert.models.guidance import fused_form
 from trtconvert.models.samplers import initial_noise, sample
 from trtconvert.recipe import ModelSection
+from trtconvert.runtime.session import OnnxRuntimeComponent
 
 pytest.importorskip("diffusers", reason="needs diffusers")
 import diffusers
@@ -268,19 +269,37 @@ def test_commands_tell_of_guidance_and_draw(fused_build, tmp_path):
     assert outcome.exit_code == 0, outcome.output
 
 
-def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path):
+@pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
+def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
     """PixArt on ONNX Runtime: the drop-in draws what the bundle with both halves draws."""
     import converted_pipelines as converted
+
+    given = list[type]()
+
+    def seeing(component: OnnxRuntimeComponent, trajectory: Any, inputs: tuple[Tensor, ...], named: Any) -> Any:
+        given.extend(type(x) for x in (*inputs, *named.values()))
+        return call(component, trajectory, inputs, named)
+
+    call = OnnxRuntimeComponent.call
+    monkeypatch.setattr(OnnxRuntimeComponent, "call", seeing)
 
     def drawn(guidance: str) -> tuple[Tensor, tuple[int, int, int]]:
         engine = {"backend": "onnxruntime", "guidance": guidance}
         bundle = runtime.load(converted.convert(tmp_path, "pixart", {}, engine=engine))
         pipe = load_pipeline(tmp_path / "pipeline")
         pipe.transformer = bundle.as_diffusers()
+        prompt = {
+            "encoder_hidden_states": torch.randn(2, converted.TOKENS, tiny_pipelines.WIDTH),
+            "encoder_attention_mask": torch.ones(2, converted.TOKENS, dtype=torch.int64),
+        }
+        noise = torch.randn(2, 4, 8, 8)
+        for _ in range(2):  # a prediction is denoised again, as some samplers do
+            noise = pipe.transformer(noise, timestep=torch.ones(1), **prompt).sample[:, :4]
+        noise.sum()
         return converted.draw(pipe, "pixart"), bundle.manifest.components["denoiser"].dims["batch"]
 
     (expected, rows), (found, samples) = drawn("separate"), drawn("fused")
-    assert (rows, samples) == ((1, 2, 4), (1, 1, 2))
+    assert (rows, samples) == ((1, 2, 4), (1, 1, 2)) and set(given) == {Tensor}
     assert relative_error(found, expected) < WHOLE_DENOISER
 
 

@@ -22,7 +22,7 @@ from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
-from trtconvert.runtime.halves import Halves
+from trtconvert.runtime.halves import Halves, Prediction
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.loras import Loras
 from trtconvert.runtime.signature import shape_of
@@ -294,9 +294,9 @@ class _Denoising:
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
         if self._halves is not None:
-            output = self._halves.prediction(_whole_numbers(named), sample, passed)
+            output = self._halves.prediction(_as_engines_take(named), sample, passed)
         else:
-            output = self._in_context()(**_whole_numbers(named)).to(sample)
+            output = self._in_context()(**_as_engines_take(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)
 
 
@@ -363,7 +363,7 @@ class _Method:
         return_dict, _ = (arguments.pop(name, True) for name in PACKING)
         if self._record.method == "forward":  # transformers takes None as yes, diffusers as no
             return_dict = return_dict is None or return_dict
-        named = _whole_numbers(tensors_of(self._record.arguments, arguments))
+        named = _as_engines_take(tensors_of(self._record.arguments, arguments))
         outputs = self._component(**named)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         found = dict(zip((spec.name for spec in self._signature.outputs), outputs, strict=True))
@@ -402,9 +402,11 @@ def is_of_samples(timestep: Tensor) -> bool:
     return bool((by_sample == by_sample[:, :1]).all())
 
 
-def _whole_numbers(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Integers and booleans as int64, which is what engines take."""
-    return {name: x if x.is_floating_point() else x.long() for name, x in named.items()}
+def _as_engines_take(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Integers and booleans as int64, and numbers in the place of a denoiser's predictions: an engine must not wait for another
+    one, or for itself, when it reads them."""
+    numbers = {name: x.computed() if isinstance(x, Prediction) else x for name, x in named.items()}
+    return {name: x if x.is_floating_point() else x.long() for name, x in numbers.items()}
 
 
 def _output_class(record: DiffusersRecord) -> Any:
