@@ -166,6 +166,7 @@ def test_models_without_block_masks_are_refused(options, dims, problem, remedy):
     with pytest.raises(UserError, match=problem) as refused:
         refuse_without_blocks(model, found, {**model.dims, **dims}, BINS)
     assert remedy in refused.value.remedy
+    assert ("larger size" in refused.value.remedy) == (remedy == "a larger size")
 
 
 def test_masks_of_gigabytes_are_refused_before_the_calibration(local, sites):

@@ -34,10 +34,13 @@ _ONES = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 
 def obstacle_to_blocks(site: Site) -> str:
     """Why a site that is converted stays dense; empty where it may have a block mask."""
     blocks = math.ceil(site.key_tokens / BLOCK)
-    if blocks < MIN_KEY_BLOCKS:
-        return (
-            f"it has {site.key_tokens} keys, {(MIN_KEY_BLOCKS - 1) * BLOCK + 1} are needed for {MIN_KEY_BLOCKS} blocks"
-        )
+    if (reason := obstacle_at_any_size(site)) or blocks >= MIN_KEY_BLOCKS:
+        return reason
+    return f"it has {site.key_tokens} keys, {(MIN_KEY_BLOCKS - 1) * BLOCK + 1} are needed for {MIN_KEY_BLOCKS} blocks"
+
+
+def obstacle_at_any_size(site: Site) -> str:
+    """Why a site could have no block mask with more tokens either; empty where nothing else than those may be in the way."""
     if site.query_tokens != site.key_tokens:
         # Of a prompt that is longer than those of the calibration, more is needed.
         return f"it attends to another sequence, {site.query_tokens} queries to {site.key_tokens} keys"

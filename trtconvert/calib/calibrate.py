@@ -19,6 +19,7 @@ from trtconvert.attention.blocks import (
     BlockObserver,
     SiteBlocks,
     block_counts,
+    obstacle_at_any_size,
     obstacle_to_blocks,
     table_bytes,
 )
@@ -256,11 +257,12 @@ def refuse_without_blocks(
     reasons = {site.name: obstacle_to_blocks(site) for site in sites}
     if all(reasons.values()):
         name, reason = next(iter(reasons.items()))
+        larger = ", or convert the model at a larger size"
         raise UserError(
             "no attention site can have a block mask, as attention.sparse asks",
-            expected="a site with enough keys, without a mask of its own, of one sequence a sample",
+            expected="a site that attends to itself, without a mask of its own, of one sequence a sample with enough tokens",
             got=f"{len(reasons)} sites, of which {name}: {reason}",
-            remedy="set attention.sparse to off, or convert the model at a larger size",
+            remedy="set attention.sparse to off" + (larger if not all(map(obstacle_at_any_size, sites)) else ""),
         )
     if (size := table_bytes(sites, bins)) > MAX_TABLE_BYTES:
         fitting = bins * MAX_TABLE_BYTES // size
