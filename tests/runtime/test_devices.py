@@ -145,6 +145,14 @@ def test_what_fails_on_a_device_is_told_with_its_name_when_the_others_are_done()
     assert len(together(*inputs_of(3))) == 3  # the devices are there as before
 
 
+def test_what_cannot_be_moved_is_told_before_anything_runs():
+    parts = [Part(), Part(), Part()]
+    parts[2].device = torch.device("cuda:77")
+    with pytest.raises(Exception) as error:  # torch has one for each reason why there is no such GPU
+        DataParallel(parts)(*inputs_of(3))
+    assert error.value.__notes__ == ["on cuda:77"] and not any(part.sizes for part in parts)
+
+
 def test_caches_stay_with_their_samples():
     parts = [Part(), Part()]
     together = DataParallel(parts)

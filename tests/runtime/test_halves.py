@@ -126,6 +126,7 @@ def test_scales_of_each_sample_are_followed(mode):
         (lambda p: p.chunk(2)[1] * 3, lambda both: both[2:] * 3),
         (lambda p: p.chunk(2)[1].std(), lambda both: both[2:].std()),
         (lambda p: p[0, 1], lambda both: both[0, 1]),
+        (lambda p: p.split([0, 4])[1] - p.split([4, 0])[1].sum(), lambda both: both),
         # A factor of channels is none of samples.
         (
             lambda p: p[:2] + torch.arange(4.0) * (p[2:] - p[:2]),
@@ -230,13 +231,14 @@ def test_conditions_of_other_samples_are_told_in_the_call():
         called(Engine(), c=C[:3])
 
 
-def test_inputs_of_other_dimensions_are_left_to_the_denoiser_to_refuse():
+@pytest.mark.parametrize("x", [X[None], X[:0]])
+def test_what_is_no_batch_is_left_to_the_denoiser_to_refuse(x):
     def refusing(**inputs: Tensor) -> Tensor:
-        raise UserError(f"x has {inputs['x'].dim()} dimensions")
+        raise UserError(f"x has the shape {list(inputs['x'].shape)}")
 
-    with pytest.raises(UserError, match="x has 3 dimensions"):
+    with pytest.raises(UserError, match="x has the shape"):
         Halves(refusing, "t", GUIDANCE, "Model").prediction(
-            {"x": X[None], "t": torch.zeros(1), "c": C[:1]}, X[None], torch.zeros(())
+            {"x": x, "t": torch.zeros(1), "c": C[:1]}, x, torch.zeros(())
         )
 
 

@@ -51,7 +51,7 @@ class Halves:
             timestep: as it was passed.
         """
         first = next(x for name, x in named.items() if name != self.timestep)
-        if first.dim() != len(self._guidance.output):
+        if first.dim() != len(self._guidance.output) or not len(first):
             return self._denoiser(**self._guidance.inputs(named, named, timestep))  # which says what it takes
         pairs = zip(self._guidance.output, first.shape, strict=True)
         shape = [size if isinstance(size, int) else given for size, given in pairs]
@@ -347,7 +347,7 @@ class Prediction(Tensor):
 # Operations that leave predictions uncomputed. Each gives None where it cannot. ------------------------------------------
 
 
-def _narrowed(part: _Half, dim: int, start: int, end: int) -> Prediction | None:
+def _narrowed(part: _Half, dim: int, start: int, end: int) -> Prediction:
     dim = dim % len(part.shape)
     shape = (*part.shape[:dim], end - start, *part.shape[dim + 1 :])
     if dim:
@@ -365,14 +365,14 @@ def _slice(
     return _narrowed(x._part, dim, low, high) if low < high else None
 
 
-def _split_sizes(x: Prediction, sizes: Sequence[int], dim: int = 0) -> list[Prediction | None] | None:
-    if not isinstance(x._part, _Half):
+def _split_sizes(x: Prediction, sizes: Sequence[int], dim: int = 0) -> list[Prediction] | None:
+    if not isinstance(x._part, _Half) or 0 in sizes:
         return None
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return [_narrowed(x._part, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _split(x: Prediction, size: int, dim: int = 0) -> list[Prediction | None] | None:
+def _split(x: Prediction, size: int, dim: int = 0) -> list[Prediction] | None:
     whole = x._part.shape[dim]
     return _split_sizes(x, [min(size, whole - start) for start in range(0, whole, size)], dim) if size > 0 else None
 
