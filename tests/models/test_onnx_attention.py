@@ -244,6 +244,8 @@ _LEFT = {
     "its probabilities are also read by": (
         "s = MatMul(q, kt)\np = Softmax<axis = -1>(s)\nshares = ReduceMax<axes = [-1]>(p)\nv2 = Mul(v, shares)"
     ),
+    # Two attentions of the same queries and keys, whose weights an exporter has merged.
+    "its probabilities are also read by MatMul": "s = MatMul(q, kt)\np = Softmax<axis = -1>(s)\nv2 = MatMul(p, v)",
 }
 
 

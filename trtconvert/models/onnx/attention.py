@@ -101,7 +101,8 @@ class _Finder:
                 break
         products = [step for step in readers if self._is_product(step, transposed=False) and step.inputs[0] == value]
         if len(readers) > 1 and products:
-            others = ", ".join(step.title or "the graph's output" for step in readers if step not in products)
+            further = [step for step in readers if step not in products] or products[1:]
+            others = ", ".join(step.title or "the graph's output" for step in further)
             raise _Unlike(f"its probabilities are also read by {others}")
         if not products:
             raise _Unlike(
