@@ -42,7 +42,11 @@ def run(model: ir.Model, **sizes: int) -> Tensor:
     return torch.from_numpy(session.run(None, feeds)[0]).float()
 
 
-@pytest.mark.parametrize(("linear", "varying"), UNETS, ids=str)
+@pytest.mark.parametrize(
+    ("linear", "varying"),
+    [pytest.param(*of, marks=() if len(of[1]) == 3 else pytest.mark.soak) for of in UNETS],
+    ids=str,
+)
 def test_norms_of_unets_are_taken_and_the_function_stays(linear: bool, varying: tuple[str, ...]):
     """Of eight ResNets two each, of four transformers one, and the last one. All have SiLU but those of transformers, and the
     second ones of ResNets have a timestep."""

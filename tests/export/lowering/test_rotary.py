@@ -292,7 +292,13 @@ ALONE = ("norm alone", "across heads alone", "across heads of rows alone")
 NORMS = (*BOTH, *ALONE, *OTHER_NORMS)
 
 
-@pytest.mark.parametrize("any_number", [False, True], ids=["as traced", "any number"])
+ANY_NUMBER = pytest.mark.parametrize(
+    "any_number",
+    [pytest.param(False, marks=pytest.mark.soak, id="as traced"), pytest.param(True, id="any number")],
+)
+
+
+@ANY_NUMBER
 def test_parts_of_one_tensor(any_number):
     shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
     kinds = [kind for kind in COVERING if not (any_number and kind == "counted from both ends")]
@@ -305,7 +311,7 @@ def test_parts_of_one_tensor(any_number):
         assert_same_after(model, after, tokens=tokens)
 
 
-@pytest.mark.parametrize("any_number", [False, True], ids=["as traced", "any number"])
+@ANY_NUMBER
 def test_parts_of_several_tensors(any_number):
     shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
     kinds = [kind for kind in UNCOVERED if not (any_number and kind == "every other")]
