@@ -184,6 +184,10 @@ class DiffusionModel:
         """Inputs that are FP32 whatever the type of the engine: the timestep, and the scale of guidance."""
         return frozenset({self.timestep_input} | ({self.guidance.scale} if self.guidance else set()))
 
+    def named(self, inputs: Sequence[Tensor], by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of a call of the denoiser by their names, however it was given them."""
+        return dict(zip((spec.name for spec in self.inputs), inputs, strict=False)) | dict(by_name)
+
     @property
     def timesteps_fall(self) -> bool:
         """Whether timesteps fall while a sample is denoised; else they rise."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,9 +240,8 @@ def plan_stage(
             point = frontier.choose(section.point)
             chosen = frontier.model_copy(update={"chosen": point.name})
             (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
-            modes, layers, sparse, dense = point.modes, point.layers, point.sparse, {}
-            modulated = point.modulated
             scalings = json.loads((searched.folder / SCALINGS).read_text())
+            made = _Plan(point.modes, point.layers, scalings, point.sparse, {}, point.modulated)
         else:
             from trtconvert.calib.block_plan import stated_blocks
             from trtconvert.calib.calibration import Calibration
@@ -260,14 +259,13 @@ def plan_stage(
                 name: row.tolist()
                 for name, row in layer_modes(recipe.layers, _chosen_layers(calibration), bins).items()
             }
-            sparse, dense, modulated = {}, {}, []
+            sparse, dense = {}, {}
             for share in recipe.sparse_shares:
                 found = Calibration.load(calibration.folder / CALIBRATION)
                 calls = found.provenance.observed
                 sparse, dense = stated_blocks(share, section, sites, plan, found.blocks, batch, calls)
-        made = {"sites": modes, "layers": layers, "scalings": scalings, "sparse": sparse, "dense": dense}
-        made["modulated"] = modulated
-        (folder / PLAN).write_text(json.dumps(made, indent=1))
+            made = _Plan(modes, layers, scalings, sparse, dense, [])
+        (folder / PLAN).write_text(json.dumps(asdict(made), indent=1))
 
     return _run("plan", reads, make, cache, report)
 
@@ -346,7 +344,7 @@ def export_stage(
         source = _as_exported(recipe, model())
         profiles = _profiles(recipe, source)
         dims = covering(profiles)
-        options = SiteOptions(source.timestep_max, _scalings(plan), recipe.attention.smooth_k)
+        options = SiteOptions(source.timestep_max, _plan(plan).scalings, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
         layers = _converted_layers(source, recipe, calibration, plan)
         exported = trace(
@@ -481,7 +479,7 @@ def verify_stage(
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
         smooth_k = recipe.attention.smooth_k
         masks = _masks(calibration, plan)
-        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _scalings(plan), smooth_k, masks=masks)
+        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _plan(plan).scalings, smooth_k, masks=masks)
         converted = _converted_layers(source, recipe, calibration, plan)
         tables = {name: layer.tables for name, layer in converted.items()}
         of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
@@ -510,7 +508,7 @@ def verify_stage(
             error = verify.relative_error(verify.in_steps(denoiser, steps), exact)
             modes = _plan(plan)
             if dtype == torch.float16 and error > verify.error_limit(
-                section, modes["sites"].values(), modes["layers"].values()
+                section, modes.sites.values(), modes.layers.values()
             ):
                 # What two ways round to FP16 may fall on different sides of INT8's edges: what both compute in FP32 does not.
                 with in_float32(exported.folder / ONNX) as path:
@@ -546,7 +544,7 @@ def verify_stage(
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        verify.check_gates(quality, modes["sites"], section, modes["layers"], _scalings(plan), masks)
+        verify.check_gates(quality, modes.sites, section, modes.layers, modes.scalings, masks)
         (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         shown = min(recipe.output.grid, section.samples)
         save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
@@ -628,14 +626,28 @@ def _chosen_layers(calibration: Stage) -> list[Layer]:
     return [layer for layer in _layers(calibration) if not layer.obstacle]
 
 
-def _plan(plan: Stage) -> dict[str, dict[str, list[int]]]:
-    """Modes of `sites` and of `layers`, by name; of a layer that the plan leaves as it is they are 0, `LayerMode.EXACT`."""
-    return json.loads((plan.folder / PLAN).read_text())
+@dataclass(frozen=True)
+class _Plan:
+    """What the plan stage writes, by the names of sites and layers.
+
+    Attributes:
+        sites, layers: modes by timestep bin; of a layer that the plan leaves as it is they are 0, `LayerMode.EXACT`.
+        scalings: how each converted site gets the scales of queries and keys.
+        sparse: the share of its attention that each site with a block mask may lose, by timestep bin.
+        dense: why other sites that might have one have none.
+        modulated: layers that quantise changes, where the search chose them.
+    """
+
+    sites: dict[str, list[int]]
+    layers: dict[str, list[int]]
+    scalings: dict[str, str]
+    sparse: dict[str, list[float]]
+    dense: dict[str, str]
+    modulated: list[str]
 
 
-def _scalings(plan: Stage) -> dict[str, str]:
-    """How each converted site gets the scales of queries and keys."""
-    return json.loads((plan.folder / PLAN).read_text())["scalings"]
+def _plan(plan: Stage) -> _Plan:
+    return _Plan(**json.loads((plan.folder / PLAN).read_text()))
 
 
 def _guidance(recipe: Recipe) -> dict[str, str]:
@@ -676,7 +688,7 @@ def _tables(calibration: Stage, plan: Stage) -> dict[str, AttentionTables]:
 
     from trtconvert.calib.calibration import Calibration
 
-    modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in _plan(plan)["sites"].items()}
+    modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in _plan(plan).sites.items()}
     return Calibration.load(calibration.folder / CALIBRATION).with_modes(modes)
 
 
@@ -684,15 +696,10 @@ def _masks(calibration: Stage, plan: Stage) -> dict[str, Tensor]:
     """The block masks [T, H, Bq, Bk] of the sites that the plan gives some."""
     from trtconvert.calib.calibration import Calibration
 
-    if not (rows := _sparse(plan)):
+    if not (rows := _plan(plan).sparse):
         return {}
     blocks = Calibration.load(calibration.folder / CALIBRATION).blocks
     return {site: blocks[site].mask(row) for site, row in rows.items()}
-
-
-def _sparse(plan: Stage) -> dict[str, list[float]]:
-    """The share of its attention that each site with a block mask may lose, by timestep bin."""
-    return json.loads((plan.folder / PLAN).read_text())["sparse"]
 
 
 def _converted_layers(
@@ -710,19 +717,19 @@ def _converted_layers(
     from trtconvert.linear.changes import can_be_modulated
     from trtconvert.linear.sites import ConvertedLayer, with_sources_among
 
-    rows = {name: row for name, row in _plan(plan)["layers"].items() if any(row)}
+    planned = _plan(plan)
+    rows = {name: row for name, row in planned.layers.items() if any(row)}
     modes = {name: torch.tensor(row, dtype=torch.int32) for name, row in rows.items()}
     layers = [layer for layer in _layers(calibration) if layer.name in modes]
     scales = Calibration.load(calibration.folder / CALIBRATION).layers
     of_sources = {layer.name: scales[layer.source] for layer in layers}
     tables = layer_tables(model.denoiser, layers, scales, modes)
-    chosen = set(json.loads((plan.folder / PLAN).read_text())["modulated"])
     modulated = {
         layer.name
         for layer in layers
         if is_modulated(layer, recipe.layers)
         and can_be_modulated(tables[layer.name].modes.tolist())
-        and (recipe.layers.modiff != "auto" or layer.name in chosen)
+        and (recipe.layers.modiff != "auto" or layer.name in planned.modulated)
     }
     if recipe.layers.modiff not in (False, "auto") and not modulated:
         raise UserError(
@@ -740,7 +747,7 @@ def _converted_layers(
 
 
 def _layer_records(calibration: Stage, plan: Stage, converted: Mapping[str, ConvertedLayer]) -> list[LayerRecord]:
-    modes = _plan(plan)["layers"]
+    modes = _plan(plan).layers
     modulated = {name for name, layer in converted.items() if layer.change_scale is not None}
     return [
         _layer_record(layer, row if any(row := modes.get(layer.name, [])) else [], layer.name in modulated)
@@ -776,15 +783,15 @@ def _site_records(calibration: Stage, plan: Stage, sparse: bool) -> list[SiteRec
     from trtconvert.attention.blocks import obstacle_to_blocks
     from trtconvert.calib.calibration import Calibration
 
-    modes, scalings, shares = _plan(plan)["sites"], _scalings(plan), _sparse(plan)
+    planned = _plan(plan)
+    modes, shares = planned.sites, planned.sparse
     blocks = Calibration.load(calibration.folder / CALIBRATION).blocks if shares else {}
     densities = {site: blocks[site].density(row) for site, row in shares.items()}
-    reasons = json.loads((plan.folder / PLAN).read_text())["dense"]
 
     def dense(site: Site) -> str:
         if not sparse or site.obstacle or site.name in shares:
             return ""
-        return obstacle_to_blocks(site) or reasons.get(site.name, "the plan leaves it so")
+        return obstacle_to_blocks(site) or planned.dense.get(site.name, "the plan leaves it so")
 
     return [
         SiteRecord(
@@ -792,7 +799,7 @@ def _site_records(calibration: Stage, plan: Stage, sparse: bool) -> list[SiteRec
             heads=s.heads,
             head_dim=s.head_dim,
             modes=modes.get(s.name, []),
-            scaling=scalings.get(s.name, "") if s.name in modes else "",  # type: ignore[arg-type]  # the plan wrote it
+            scaling=planned.scalings.get(s.name, "") if s.name in modes else "",  # type: ignore[arg-type]  # the plan wrote it
             reason=s.obstacle,
             sparse=shares.get(s.name, []),
             density=densities.get(s.name, []),

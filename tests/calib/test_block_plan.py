@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import tiny_sparse
 import torch
+from kernel_tables import table_without
 from support import Quiet, refusal, run, tiny_recipe
 
 from trtconvert.attention.blocks import BlockRows, SiteBlocks, pack
@@ -59,26 +60,20 @@ def test_a_table_of_one_density_prices_by_the_share_of_blocks():
     assert cost.masked_ratio(SHAPE, Mode.FP16, 0.25) == pytest.approx(0.3)
 
 
-def without_masks(path, **change):
-    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({name: rows for name, rows in table.items() if name != "masked"} | change))
-    return path
-
-
 def test_a_table_without_masks_serves_dense_plans_alone(tmp_path):
-    path = without_masks(tmp_path / "old.json")
+    path = table_without(tmp_path / "old.json", "masked")
     KernelCost.load(path)
     with pytest.raises(UserError, match="cannot price the block masks") as refused:
         KernelCost.load(path, masks=True)
     assert "trtconvert measure" in refused.value.remedy and "attention.sparse to off" in refused.value.remedy
     row = {"mode": 2, "shape": [1, 2, 512, 512, 64], "density": 0.0, "ratio": 0.6}
     with pytest.raises(UserError, match="does not hold times"):
-        KernelCost.load(without_masks(tmp_path / "bad.json", masked=[row]))
+        KernelCost.load(table_without(tmp_path / "bad.json", "masked", masked=[row]))
 
 
 @pytest.mark.parametrize("modes", ["auto", "precision"])
 def test_it_is_refused_before_the_calibration(tmp_path, modes):
-    path = without_masks(tmp_path / "old.json")
+    path = table_without(tmp_path / "old.json", "masked")
     sparse = "auto" if modes == "auto" else 0.01
     recipe = tiny_recipe(tmp_path, model={"source": "tiny_sparse:build"}, attention={"modes": modes, "sparse": sparse})
     content = json.loads(recipe.read_text()) | {"plan": {"kernel_cost": path.name}}

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from kernel_tables import table_without
 from support import Quiet, refusal, run, tiny_recipe
 from tiny_layers import WITH_CONV, build
 
@@ -51,14 +52,8 @@ def test_caches_cost_what_they_read_and_write():
     assert of_choices[MODULATED] == pytest.approx(2 * (static + traffic)) and of_choices[1] == math.inf
 
 
-def without_bandwidth(path):
-    table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({name: rows for name, rows in table.items() if name != "bandwidth"}))
-    return path
-
-
 def test_a_table_without_the_bandwidth_is_refused(tmp_path):
-    path = without_bandwidth(tmp_path / "old.json")
+    path = table_without(tmp_path / "old.json", "bandwidth")
     KernelCost.load(path)
     with pytest.raises(UserError, match="cannot price the caches") as refused:
         KernelCost.load(path, caches=True)
@@ -182,7 +177,7 @@ def test_what_does_not_go_together_is_refused_when_it_is_read(tmp_path, change, 
 
 
 def test_old_tables_are_refused_before_the_calibration(tmp_path):
-    recipe = auto_recipe(tmp_path, plan={"kernel_cost": without_bandwidth(tmp_path / "old.json").name})
+    recipe = auto_recipe(tmp_path, plan={"kernel_cost": table_without(tmp_path / "old.json", "bandwidth").name})
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
     refusal(outcome, "cannot price the caches of layers.modiff: auto")
     assert not list((tmp_path / "cache").glob("observed-*"))

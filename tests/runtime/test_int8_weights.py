@@ -9,6 +9,7 @@ import tiny_loras
 import torch
 from host_runtime import HostRefitter, engine_graph, engine_weights
 from layered_graphs import STATIC, Int8Model, int8_model
+from layers_of_any_size import take_any_size
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -30,13 +31,7 @@ TOUCHED = ["conv_in", "conv", "q", "mlp.0", "mlp.2", "tied", "skip", "out"]
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     """Layers of any size are plugins."""
-    for name, value in (
-        ("_FEWEST_ROWS", 1),
-        ("_FEWEST_OUTPUTS", 1),
-        ("_LEAST_DEPTH", 1),
-        ("_SAVED_PER_OPERATION", 1.0),
-    ):
-        monkeypatch.setattr(int8_layers, name, value)
+    take_any_size(monkeypatch)
 
 
 class WithGeglu(nn.Module):

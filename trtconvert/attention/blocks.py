@@ -118,8 +118,7 @@ class SiteBlocks:
 
     def level(self, share: float) -> Tensor:
         """[T, H, Bq, Bk] boolean, the blocks of one of `shares`."""
-        bits = self.block_bits[:, self.shares.index(share)]
-        return unpack(bits, *self.block_counts.tolist())
+        return self.at(share, torch.arange(len(self.block_bits)))
 
     def mask(self, shares: Sequence[float]) -> Tensor:
         """[T, H, Bq, Bk] boolean: each timestep bin's blocks at a share of its own, which is 0 where it has all."""
@@ -220,4 +219,5 @@ class BlockObserver:
 
 def mask_at(masks: Tensor, timestep: Tensor, timestep_max: float) -> Tensor:
     """The block mask of each element: [T, H, Bq, Bk], [B] → [B, H, Bq, Bk]."""
-    return masks.to(timestep.device)[timestep_bin(timestep, timestep_max, len(masks))]
+    index = timestep_bin(timestep, timestep_max, len(masks))
+    return masks[index.to(masks.device)].to(timestep.device)  # those of all bins may have gigabytes

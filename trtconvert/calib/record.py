@@ -121,7 +121,7 @@ class _Recorder:
         self._first_run += self._samples * self.runs_per_sample
 
     def __call__(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
-        named = dict(zip((spec.name for spec in self._model.inputs), inputs, strict=False)) | by_name
+        named = self._model.named(inputs, by_name)
         runs = len(named[self._model.inputs[0].name])
         timestep = named[self._model.timestep_input].reshape(-1).expand(runs)
         self._keep_shared(named)

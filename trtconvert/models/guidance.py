@@ -17,6 +17,7 @@ from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.guidance import NEGATIVE, SCALE, FusedGuidance
 from trtconvert.models.own_sampler import SamplerError
 from trtconvert.models.pipelines import ALL_NOISES, PipelineCaller
+from trtconvert.runtime.signature import shape_like
 
 _STEPS = 3
 """Of the sampler, two of which are looked at: what decodes the samples is not called."""
@@ -57,8 +58,7 @@ def _record(model: DiffusionModel) -> GuidanceRecord:
     Raises:
         UserError: there is none, or an input has the name of one that guidance adds.
     """
-    batch, *_ = model.inputs[0].shape
-    of_samples = {batch} | {dim for dim in model.dims if dim.partition("_")[0] == "batch"}
+    batch, of_samples = model.inputs[0].shape[0], _batch_dims(model)
     others = [spec for spec in model.inputs[1:] if spec.name != model.timestep_input]
     names = [spec.name for spec in others if spec.shape and isinstance(batch, str) and spec.shape[0] in of_samples]
     record = GuidanceRecord(scale=SCALE, negative={name: NEGATIVE + name for name in names})
@@ -71,6 +71,11 @@ def _record(model: DiffusionModel) -> GuidanceRecord:
     if taken := sorted(record.added & {spec.name for spec in model.inputs}):
         raise _refusal(model, "a model without an input of that name", f"its own input '{taken[0]}'")
     return record
+
+
+def _batch_dims(model: DiffusionModel) -> set[int | str]:
+    """Dimensions that count samples, or rows for each of them."""
+    return {model.inputs[0].shape[0]} | {dim for dim in model.dims if dim.partition("_")[0] == "batch"}
 
 
 def _sample(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int]) -> None:
@@ -88,8 +93,7 @@ def _rows(model: DiffusionModel) -> int:
     seen: list[int] = []
 
     def denoiser(*inputs: Tensor, **named: Tensor) -> Tensor:
-        given = dict(zip((spec.name for spec in model.inputs), inputs, strict=False)) | named
-        seen.append(given[model.inputs[0].name].shape[0])
+        seen.append(model.named(inputs, named)[model.inputs[0].name].shape[0])
         raise _Seen
 
     with suppress(_Seen):
@@ -110,10 +114,9 @@ def _of_samples(model: DiffusionModel, rows: int) -> _Dims:
         UserError: it does not take two rows.
     """
     per_sample = rows if model.diffusers is not None else 2
-    batch = model.inputs[0].shape[0]
-    dims = dict(model.dims)
+    dims, of_samples = dict(model.dims), _batch_dims(model)
     for dim, (low, opt, high) in model.dims.items():
-        if dim == batch or dim.partition("_")[0] == "batch":
+        if dim in of_samples:
             if high < per_sample:
                 raise _refusal(model, f"a denoiser of {per_sample} rows or more", f"{dim} up to {high}")
             low = low if model.diffusers is not None else -(-low // per_sample)
@@ -138,7 +141,7 @@ class _StandIn:
     _timesteps: frozenset[float] = frozenset()
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        given = dict(zip((spec.name for spec in self.model.inputs), inputs, strict=False)) | named
+        given = self.model.named(inputs, named)
         if not self.guidance.record.added <= given.keys():
             self.foreign += 1
             raise _Seen
@@ -150,9 +153,8 @@ class _StandIn:
             raise _Seen
         self.guided += 1
         first = given[self.model.inputs[0].name]
-        pairs = zip(self.guidance.output, first.shape, strict=True)
         drawn = torch.Generator().manual_seed(self.guided)
-        return torch.randn([size if isinstance(size, int) else of for size, of in pairs], generator=drawn)
+        return torch.randn(shape_like(self.guidance.output, first), generator=drawn)
 
 
 def _look(model: DiffusionModel, record: GuidanceRecord) -> None:

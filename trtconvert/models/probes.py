@@ -11,6 +11,7 @@ from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
 from trtconvert.models.pipelines import Called, PipelineCaller
 from trtconvert.runtime.diffusers import DiffusersDenoiser
+from trtconvert.runtime.signature import shape_like
 
 
 def first_inputs(
@@ -77,8 +78,7 @@ def no_noise(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Te
 
     def zeros(**named: Tensor) -> Tensor:
         first = next(x for name, x in named.items() if name != timestep)
-        sizes = zip(prediction, first.shape, strict=True)
-        return torch.zeros([size if isinstance(size, int) else given for size, given in sizes])
+        return torch.zeros(shape_like(prediction, first))
 
     return zeros
 

@@ -315,25 +315,23 @@ def _on_gpus(
     from trtconvert.runtime.tensorrt import TensorRTComponent
 
     version = builder.bindings().__version__
-    chosen: list[dict[str, EngineRecord]] = []
-    for device in devices:
+
+    def machine(device: torch.device) -> Machine:
         major, minor = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_name(device)
-        machine = Machine(f"sm{major}{minor}", version, library_version(), name, device.index)
-        without = [name for name, records in engines.items() if not records]
-        if without:
-            raise BackendUnavailable(
-                f"the bundle {folder} has no TensorRT engine of {', '.join(without)}",
-                expected=f"one for {machine.architecture}",
-                got="none",
-                remedy="run `trtconvert compile` on this machine",
-            )
-        wanted = (
-            engines
-            if device == devices[0]
-            else {n: of for n, of in engines.items() if manifest.components[n].is_denoiser}
+        return Machine(f"sm{major}{minor}", version, library_version(), name, device.index)
+
+    first, *others = map(machine, devices)
+    if without := [name for name, records in engines.items() if not records]:
+        raise BackendUnavailable(
+            f"the bundle {folder} has no TensorRT engine of {', '.join(without)}",
+            expected=f"one for {first.architecture}",
+            got="none",
+            remedy="run `trtconvert compile` on this machine",
         )
-        chosen.append({name: fitting_engine(name, of, machine) for name, of in wanted.items()})
+    of_denoisers = {name: of for name, of in engines.items() if manifest.components[name].is_denoiser}
+    wanted = [(first, engines), *((other, of_denoisers) for other in others)]
+    chosen = [{name: fitting_engine(name, of, here) for name, of in some.items()} for here, some in wanted]
     scratches = [Scratch(device) for device in devices]
     loaded: dict[str, list[Component]] = {}
     with ExitStack() as opened:

@@ -62,15 +62,13 @@ class DataParallel:
             )
         self._parts, self._batch = list(parts), batch
         self._rows = [
-            isinstance(spec.shape[0], str) and spec.shape[0].partition("_")[0] == batch.partition("_")[0]
-            if spec.shape
-            else False
+            bool(spec.shape) and str(spec.shape[0]).partition("_")[0] == batch.partition("_")[0]
             for spec in component.inputs
         ]
-        dims = {spec.shape[0] for spec, own in zip(component.inputs, self._rows, strict=True) if own}
+        self._dims = {spec.shape[0] for spec, own in zip(component.inputs, self._rows, strict=True) if own}
         # As many samples as some of the devices take together: of an engine for exactly four samples, two take no six.
         together = [
-            _together(profile, dims, devices)
+            _together(profile, self._dims, devices)
             for devices in range(1, len(parts) + 1)
             for profile in parts[0].signature.profiles
         ]
@@ -173,8 +171,7 @@ class DataParallel:
     def _fits(self, part: Component, sizes: Mapping[str, int], count: int) -> bool:
         """Whether an engine has a profile for so many of the samples."""
         whole = sizes[self._batch]
-        names = {spec.shape[0] for spec, own in zip(self.signature.component.inputs, self._rows, strict=True) if own}
-        own = {name: size * count // whole if name in names else size for name, size in sizes.items()}
+        own = {name: size * count // whole if name in self._dims else size for name, size in sizes.items()}
         return any(
             all(profile[name][0] <= size <= profile[name][2] for name, size in own.items())
             for profile in part.signature.profiles

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trtconvert.errors import UserError, warn
 from trtconvert.guidance import FusedGuidance
 from trtconvert.runtime.batches import AnyBatch
-from trtconvert.runtime.signature import rows_each
+from trtconvert.runtime.signature import rows_each, shape_like
 
 _aten = torch.ops.aten
 
@@ -53,8 +53,7 @@ class Halves:
         first = next(x for name, x in named.items() if name != self.timestep)
         if first.dim() != len(self._guidance.output) or not len(first):
             return self._denoiser(**self._guidance.inputs(named, named, timestep))  # which says what it takes
-        pairs = zip(self._guidance.output, first.shape, strict=True)
-        shape = [size if isinstance(size, int) else given for size, given in pairs]
+        shape = shape_like(self._guidance.output, first)
         call = _Call(self, dict(named), first, timestep, sample.dtype)
         return Prediction.of(_Half(_Rows(call, 0, shape[0]), tuple(shape), sample.dtype))
 

@@ -214,6 +214,11 @@ def dtype_of(spec: TensorRecord) -> torch.dtype:
     return getattr(torch, spec.dtype)
 
 
+def shape_like(shape: Sequence[int | str], x: Tensor) -> list[int]:
+    """A shape with symbolic dimensions, as large as a tensor's at the same places."""
+    return [size if isinstance(size, int) else given for size, given in zip(shape, x.shape, strict=True)]
+
+
 def shape_of(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape that a symbolic one becomes for given sizes."""
     return tuple(_size(dim, sizes) if isinstance(dim, str) else dim for dim in shape)

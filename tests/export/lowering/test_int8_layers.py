@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import tolerances
 import torch
+from layers_of_any_size import take_any_size
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
@@ -95,10 +96,7 @@ def tables(layer, modes, model) -> LayerTables:
 @pytest.fixture
 def everywhere(monkeypatch):
     """Layers of any size are taken."""
-    monkeypatch.setattr(int8_layers, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(int8_layers, "_FEWEST_OUTPUTS", 1)
-    monkeypatch.setattr(int8_layers, "_LEAST_DEPTH", 1)
-    monkeypatch.setattr(int8_layers, "_SAVED_PER_OPERATION", 1.0)
+    take_any_size(monkeypatch)
 
 
 def lowered(modes, *, mixed=False):

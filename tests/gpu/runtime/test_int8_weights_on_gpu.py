@@ -8,6 +8,7 @@ import pytest
 import tiny_layers
 import tiny_loras
 import torch
+from layers_of_any_size import take_any_size
 from rich.console import Console
 from support import tiny_recipe
 
@@ -15,7 +16,6 @@ from trtconvert import runtime
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.lowering import int8_layers
 from trtconvert.linear.reference import layer_bias, layer_weight
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
@@ -39,13 +39,7 @@ def folder(tmp_path_factory) -> Path:
         verify={"min_psnr": 5},
     )
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (
-            ("_FEWEST_ROWS", 1),
-            ("_FEWEST_OUTPUTS", 1),
-            ("_LEAST_DEPTH", 1),
-            ("_SAVED_PER_OPERATION", 1.0),
-        ):
-            patch.setattr(int8_layers, name, value)
+        take_any_size(patch)
         build(load_recipe(recipe), place / "bundle", Cache(place / "cache"), Reporter(Console(quiet=True)))
     return place / "bundle"
 
