@@ -13,7 +13,7 @@ import pytest
 import tiny_pipelines
 import torch
 from rich.console import Console
-from tiny_pipelines import PIPELINES, TOKENS
+from tiny_pipelines import PIPELINES, SMALL_BUILD, TOKENS
 
 from trtconvert import models
 from trtconvert.bundle import ComponentRecord
@@ -65,11 +65,7 @@ def recipe_of(
         | (model or {}),
         "components": components,
         "attention": {"modes": "precision"},
-        "layers": {"modes": "off"},
-        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
-        "engine": {"backend": "onnxruntime"},
-        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
-        "output": {"grid": 2},
+        **SMALL_BUILD,
     } | sections
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return load_recipe(folder / "recipe.yaml")

@@ -25,6 +25,15 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 WIDTH = 32
 """Of prompt embeddings."""
 
+SMALL_BUILD = {
+    "layers": {"modes": "off"},
+    "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
+    "engine": {"backend": "onnxruntime"},
+    "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
+    "output": {"grid": 2},
+}
+"""Sections of a recipe that converts one of these soon."""
+
 
 def seeded(make: Callable[..., Any]) -> Callable[..., Any]:
     """Biases are what their classes draw, so with a seed whatever was drawn before. One draw in some hundred lets the three

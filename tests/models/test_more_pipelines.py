@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 from support import run
-from tiny_pipelines import WIDTH, errors_beside, picture
+from tiny_pipelines import SMALL_BUILD, WIDTH, errors_beside, picture
 from tolerances import INT8_CALL
 
 from trtconvert import models, runtime
@@ -48,11 +48,7 @@ def save(folder: Path, name: str, **sections: Any) -> Path:
             "images": {image: str(picture(folder / f"{image}.png", 0)) for image in tiny.images},
         },
         "attention": {"modes": ["precision", "balanced"]},
-        "layers": {"modes": "off"},
-        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
-        "engine": {"backend": "onnxruntime"},
-        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
-        "output": {"grid": 2},
+        **SMALL_BUILD,
     } | sections
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return folder / "recipe.yaml"
