@@ -14,6 +14,8 @@
 #include "common/cluster.cuh"
 #include "common/copies.cuh"
 #include "common/device.h"
+#include "common/layer_modes.cuh"
+#include "common/layer_modes.h"
 #include "common/report.h"
 #include "common/vector.cuh"
 
@@ -55,6 +57,12 @@ struct Params {
   int block_pixels;     // of a thread block: of the first ones of a cluster. The next one has the rest, others have none
   int whole_blocks;
   Share whole, rest;
+
+  // Where INT8 is wanted in place of normed.
+  uint2* payload;        // [B, pixels, vectors]
+  const float4* factor;  // [2 vectors], or null
+  TrtConvertModeTable table;
+  int sample_images;
 };
 
 // Shared memory of a thread block, one after another.
@@ -119,8 +127,9 @@ __device__ __forceinline__ void silu(float& a, float& b) {
   b *= of_both * of_a;
 }
 
-template <typename T, bool kSilu>
-__global__ void __launch_bounds__(kMostThreads) group_norm_kernel(const __grid_constant__ Params p) {
+// Two thread blocks to a multiprocessor, as `cycles` counts on.
+template <typename T, bool kSilu, bool kQuantises>
+__global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   const Layout layout(p);
   auto* const columns = reinterpret_cast<float4*>(shared + layout.kept_vectors);
@@ -274,7 +283,6 @@ __global__ void __launch_bounds__(kMostThreads) group_norm_kernel(const __grid_c
   __syncthreads();
 
   if (count == 0) return;
-  uint4* const normed = p.normed + (x - p.x);
   float factor[kVector], offset[kVector];
   widen<T>(weight, factor);
   widen<T>(bias, offset);
@@ -294,15 +302,38 @@ __global__ void __launch_bounds__(kMostThreads) group_norm_kernel(const __grid_c
     }
     return round<T>(values);
   };
-  done = 0;
+  const auto write = [&](auto result, auto* target) {
+    int i = 0;
 #pragma unroll 2
-  for (; done < in_shared; ++done) normed[done * step] = norm(kept[done * kept_step]);
-  for (; done < count; done += kAtOnce) {
-    uint4 words[kAtOnce];
-    load(done, words);
+    for (; i < in_shared; ++i) target[i * step] = result(norm(kept[i * kept_step]));
+    for (; i < count; i += kAtOnce) {
+      uint4 words[kAtOnce];
+      load(i, words);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (done + i < count) normed[(done + i) * step] = norm(words[i]);
+      for (int k = 0; k < kAtOnce; ++k)
+        if (i + k < count) target[(i + k) * step] = result(norm(words[k]));
+    }
+  };
+  if constexpr (!kQuantises) {
+    write([](uint4 normed) { return normed; }, p.normed + (x - p.x));
+  } else {
+    const Sample sample = sample_of(p.table, {TRTCONVERT_STATIC, true}, image / p.sample_images);
+    const float scale = sample.usable ? sample.x_scale : 1.f, inverse = 1.f / scale;
+    float4 equaliser[2] = {{1.f, 1.f, 1.f, 1.f}, {1.f, 1.f, 1.f, 1.f}};
+    if (p.factor) equaliser[0] = p.factor[2 * vector], equaliser[1] = p.factor[2 * vector + 1];
+    const auto quantised = [&](uint4 normed) {
+      float values[kVector];
+      widen<T>(normed, values);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        values[4 * half] *= equaliser[half].x;
+        values[4 * half + 1] *= equaliser[half].y;
+        values[4 * half + 2] *= equaliser[half].z;
+        values[4 * half + 3] *= equaliser[half].w;
+      }
+      return quantise8_quotients<true>(values, scale, inverse);
+    };
+    write(quantised, p.payload + (x - p.x));
   }
 }
 
@@ -360,7 +391,7 @@ struct Room {
 
  private:
   static cudaError_t ask(int device, Room& room) {
-    const auto kernel = group_norm_kernel<__half, true>;
+    const auto kernel = group_norm_kernel<__half, true, false>;
     cudaError_t error = cudaDeviceGetAttribute(&room.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (!error) error = cudaDeviceGetAttribute(&room.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     if (!error) error = cudaDeviceGetAttribute(&room.reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
@@ -440,9 +471,9 @@ Plan plan_of(const TrtConvertGroupNormParams& c, const Room& room) {
   return best;
 }
 
-template <typename T, bool kSilu>
+template <typename T, bool kSilu, bool kQuantises>
 cudaError_t launch(const Plan& plan, const Room& room, cudaStream_t stream) {
-  const auto kernel = group_norm_kernel<T, kSilu>;
+  const auto kernel = group_norm_kernel<T, kSilu, kQuantises>;
   // As much as there is, each time: another thread may be about to launch the kernel with more than this one.
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room.block_bytes)) return error;
   const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.slabs), static_cast<unsigned>(plan.images));
@@ -463,13 +494,22 @@ TrtConvertStatus check(const TrtConvertGroupNormParams* c, Report& report) {
   if (c->groups < 1 || c->channels % c->groups)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "groups: expected a divisor of %d channels, got %d", c->channels, c->groups);
   if (report.check_data_type(c->data_type)) return report.status;
-  if (report.check_flag("silu", c->silu)) return report.status;
-  return report.check_epsilon(c->epsilon);
+  if (report.check_flag("silu", c->silu) || report.check_epsilon(c->epsilon)) return report.status;
+  if (!c->table.mode_set) return TRTCONVERT_OK;
+  if (c->table.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))
+    return report.invalid_int("table.mode_set", "0 (none) or 8 (static)", c->table.mode_set);
+  return check_table(c->table, c->batch, report);
 }
 
 TrtConvertStatus check_tensors(const TrtConvertGroupNormParams& c, Report& report) {
-  return report.check_tensors({{"x", c.x}, {"shift", c.shift, true}, {"weight", c.weight}, {"bias", c.bias},
-                               {"normed", c.normed}});
+  const bool quantises = c.table.mode_set;
+  if (report.check_tensors({{"x", c.x}, {"shift", c.shift, true}, {"weight", c.weight}, {"bias", c.bias}, {"normed", c.normed, quantises}}))
+    return report.status;
+  if (!quantises) return TRTCONVERT_OK;
+  if (c.normed)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "normed: expected null where a payload is wanted, got %p", c.normed);
+  if (report.check_tensors({{"factor", c.factor, true}, {"payload", c.payload}})) return report.status;
+  return check_table_tensors(c.table, report);
 }
 
 }  // namespace
@@ -510,9 +550,18 @@ TrtConvertStatus trtconvert_group_norm_run(const TrtConvertGroupNormParams* para
   plan.params.bias = at(params->bias);
   plan.params.normed = static_cast<uint4*>(params->normed);
   const auto stream = static_cast<cudaStream_t>(params->stream);
+  if (params->table.mode_set) {
+    plan.params.payload = static_cast<uint2*>(params->payload);
+    plan.params.factor = reinterpret_cast<const float4*>(params->factor);
+    plan.params.table = params->table;
+    plan.params.sample_images = static_cast<int>(params->batch / params->table.batch);
+  }
+  const auto of_type = [&](auto silu, auto quantises) {
+    return params->data_type == TRTCONVERT_BFLOAT16 ? launch<__nv_bfloat16, silu(), quantises()>(plan, room, stream)
+                                                    : launch<__half, silu(), quantises()>(plan, room, stream);
+  };
   const auto launched = [&](auto silu) {
-    return params->data_type == TRTCONVERT_BFLOAT16 ? launch<__nv_bfloat16, silu>(plan, room, stream)
-                                                    : launch<__half, silu>(plan, room, stream);
+    return params->table.mode_set ? of_type(silu, std::true_type()) : of_type(silu, std::false_type());
   };
   return report.launched(params->silu ? launched(std::true_type()) : launched(std::false_type()), "group norm");
 }

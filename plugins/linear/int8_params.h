@@ -28,6 +28,21 @@ struct Int8Params {
   int out_sample_rows;
 };
 
+// Of rows that are pixels of a convolution's results: where the pixels lie that they are made of, and the scale of these.
+struct ConvShape {
+  int height, width, channels;  // of x
+  int out_height, out_width;
+  int kernel_width;
+  int stride_y, stride_x, pad_y, pad_x;
+  int chunks;  // depth tiles of a pixel's channels
+  TrtConvertModeTable table;
+  int sample_rows;  // of y
+};
+
+struct ConvParams : Int8Params {
+  ConvShape conv;
+};
+
 // 16-bit rows, whose scales may be null.
 struct WeightOnlyParams : Int8Params {};
 

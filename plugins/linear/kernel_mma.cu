@@ -15,6 +15,7 @@
 #include "linear/activation.cuh"
 #include "linear/grouped_tile.cuh"
 #include "linear/pairs.cuh"
+#include "linear/row_scale.cuh"
 #include "linear/widen.cuh"
 
 namespace trtconvert::linear {
@@ -46,39 +47,96 @@ template <int kElement>
 constexpr int kOutPitch = kMmaColumns * kElement + kVectorBytes;
 static_assert(kMmaRows * kOutPitch<2> <= Stage<1>::kSharedBytes);
 
-template <bool kBf16, bool kGeglu, bool kRows16bit>
-__global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ MmaParams p) {
+// The window of a convolution's pixel, whose depth is that of its pixels in turn, each in whole tiles.
+struct WindowSource {
+  int64_t image;  // its first byte
+  int y, x;
+  bool exists;
+
+  WindowSource() = default;
+  __device__ __forceinline__ WindowSource(const MmaConvParams& p, int row) {
+    const ConvShape& conv = p.conv;
+    const int pixels = conv.out_height * conv.out_width, pixel = row % pixels;
+    image = int64_t{row / pixels} * conv.height * conv.width * conv.channels;
+    y = pixel / conv.out_width * conv.stride_y - conv.pad_y;
+    x = pixel % conv.out_width * conv.stride_x - conv.pad_x;
+    exists = row < p.rows;
+  }
+
+  // Of a stage's tile, from a byte on; negative where there is zero.
+  template <int kTileBytes>
+  __device__ __forceinline__ int64_t at(const MmaConvParams& p, int k, int byte) const {
+    const ConvShape& conv = p.conv;
+    const int tap = k / conv.chunks, channel = k % conv.chunks * kTileBytes + byte;
+    const int row = y + tap / conv.kernel_width, column = x + tap % conv.kernel_width;
+    if (!exists || channel >= conv.channels || row < 0 || row >= conv.height || column < 0 || column >= conv.width) return -1;
+    return image + (int64_t{row} * conv.width + column) * conv.channels + channel;
+  }
+};
+
+// Where in a row of the weight a byte of a stage's tile is; negative where there is none.
+__device__ __forceinline__ int weight_byte(const MmaParams& p, int k, int byte) {
+  const int at = k * kMmaDepth + byte;
+  return at < p.depth ? at : -1;
+}
+__device__ __forceinline__ int weight_byte(const MmaConvParams& p, int k, int byte) {
+  const int channel = k % p.conv.chunks * kMmaDepth + byte;
+  return channel < p.conv.channels ? k / p.conv.chunks * p.conv.channels + channel : -1;
+}
+
+__device__ __forceinline__ float row_scale_of(const MmaConvParams& p, int row) { return row_scale_of(p.conv, row); }
+
+template <typename P, bool kBf16, bool kGeglu, bool kRows16bit>
+__global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P p) {
+  constexpr bool kConv = std::is_same_v<P, MmaConvParams>;
   using T = std::conditional_t<kBf16, __nv_bfloat16, __half>;
   using S = Stage<kRows16bit ? 2 : 1>;
   using Sum = std::conditional_t<kRows16bit, float, int32_t>;
   constexpr int kOut = kMmaColumns / (kGeglu ? 2 : 1);
   extern __shared__ __align__(128) uint8_t shared[];
   wait_for_previous_kernel();
-  if (kRows16bit ? p.row_scale && !signbit(p.row_scale[0]) : p.may_be_16bit && signbit(p.row_scale[0])) return;
+  if constexpr (!kConv) {
+    if (kRows16bit ? p.row_scale && !signbit(p.row_scale[0]) : p.may_be_16bit && signbit(p.row_scale[0])) return;
+  }
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int row_warp = warp / kColumnWarps, column_warp = warp % kColumnWarps;
   const GroupedTile tile(p, blockIdx.x);
   const int first_row = tile.row * kMmaRows, first_column = tile.column * kOut;
 
+  constexpr int kXVectors = S::kXRowBytes / kVectorBytes, kWeightVectors = S::kWeightRowBytes / kVectorBytes;
+  constexpr int kThreadRows = kMmaRows * kXVectors / kThreads;  // of x, that a thread copies vectors of
+  const auto row_of = [&](int i) { return first_row + (i * kThreads + static_cast<int>(threadIdx.x)) / kXVectors; };
+  WindowSource windows[kConv ? kThreadRows : 1];  // found once: they take divisions
+  if constexpr (kConv) {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) windows[i] = WindowSource(p, row_of(i));
+  }
+  const auto x_byte = [&](int i, int k, int byte) {
+    if constexpr (kConv) {
+      return windows[i].at<S::kXRowBytes>(p, k, byte);
+    } else {
+      const int in_row = k * S::kXRowBytes + byte;
+      const int64_t row = row_of(i), row_bytes = int64_t{p.depth} * (kRows16bit ? 2 : 1);
+      return row < p.rows && in_row < row_bytes ? row * row_bytes + in_row : int64_t{-1};
+    }
+  };
+
   const auto copy_stage = [&](int k) {
     const uint32_t stage = ring + k % kStages * S::kBytes;
     if (k < p.depth_tiles) {
-      constexpr int kXVectors = S::kXRowBytes / kVectorBytes, kWeightVectors = S::kWeightRowBytes / kVectorBytes;
 #pragma unroll
-      for (int i = 0; i < kMmaRows * kXVectors / kThreads; ++i) {
+      for (int i = 0; i < kThreadRows; ++i) {
         const int at = i * kThreads + threadIdx.x, in_tile = at / kXVectors, vector = at % kXVectors;
-        const int row = first_row + in_tile, byte = k * S::kXRowBytes + vector * kVectorBytes;
-        const int64_t row_bytes = int64_t{p.depth} * (kRows16bit ? 2 : 1);
-        const bool exists = row < p.rows && byte < row_bytes;
-        copy_async(stage + S::template at<S::kXRowBytes>(in_tile, vector), exists ? p.x + row * row_bytes + byte : p.x, exists);
+        const int64_t from = x_byte(i, k, vector * kVectorBytes);
+        copy_async(stage + S::template at<S::kXRowBytes>(in_tile, vector), from >= 0 ? p.x + from : p.x, from >= 0);
       }
 #pragma unroll
       for (int i = 0; i < kMmaColumns * kWeightVectors / kThreads; ++i) {
         const int at = i * kThreads + threadIdx.x, in_tile = at / kWeightVectors, vector = at % kWeightVectors;
-        const int column = first_column + in_tile % kOut, byte = k * S::kWeightRowBytes + vector * kVectorBytes;
+        const int column = first_column + in_tile % kOut, byte = weight_byte(p, k, vector * kVectorBytes);
         const int64_t row = int64_t{in_tile / kOut} * p.columns + column;
-        const bool exists = column < p.columns && byte < p.depth;
+        const bool exists = column < p.columns && byte >= 0;
         copy_async(stage + S::kXBytes + S::template at<S::kWeightRowBytes>(in_tile, vector),
                    exists ? p.weight + row * p.depth + byte : p.weight, exists);
       }
@@ -170,7 +228,7 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ M
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int in_tile = row_warp * kWarpRows + block * 16 + half * 8 + group, row = first_row + in_tile;
-      const float row_scale = row < p.rows && p.row_scale ? fabsf(p.row_scale[row]) : 1.f;
+      const float row_scale = row < p.rows && (kConv || p.row_scale) ? row_scale_of(p, row) : 1.f;
       float out_scale = 1.f;
       if (quantises && row < p.rows) {
         const Sample sample = sample_of(p.out_table, {TRTCONVERT_STATIC, true}, row / p.out_sample_rows);
@@ -231,10 +289,10 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ M
   });
 }
 
-template <bool kBf16, bool kGeglu, bool kRows16bit>
-cudaError_t launch(const MmaParams& p, bool early, cudaStream_t stream) {
+template <bool kBf16, bool kGeglu, bool kRows16bit, typename P>
+cudaError_t launch(const P& p, bool early, cudaStream_t stream) {
   constexpr int kSharedBytes = Stage<kRows16bit ? 2 : 1>::kSharedBytes;
-  const auto kernel = mma_kernel<kBf16, kGeglu, kRows16bit>;
+  const auto kernel = mma_kernel<P, kBf16, kGeglu, kRows16bit>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
     return error;
   const dim3 grid(static_cast<unsigned>(p.row_tiles * p.column_tiles));
@@ -250,6 +308,10 @@ cudaError_t launch_mma(const MmaParams& p, bool rows_16bit, bool bf16, bool earl
   };
   if (p.activation == TRTCONVERT_GEGLU) return bf16 ? with(true_type(), true_type()) : with(false_type(), true_type());
   return bf16 ? with(true_type(), false_type()) : with(false_type(), false_type());
+}
+
+cudaError_t launch_mma_conv(const MmaConvParams& p, bool bf16, bool early, cudaStream_t stream) {
+  return bf16 ? launch<true, false, false>(p, early, stream) : launch<false, false, false>(p, early, stream);
 }
 
 }  // namespace trtconvert::linear

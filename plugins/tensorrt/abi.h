@@ -67,7 +67,7 @@ struct DynamicPluginTensorDesc {
 // Shapes while the network is built are expressions over the inputs' dimensions, which TensorRT makes and owns.
 class IDimensionExpr;
 
-enum class DimensionOperation : int32_t { kFLOOR_DIV = 7 };
+enum class DimensionOperation : int32_t { kSUM = 0, kSUB = 4, kFLOOR_DIV = 7 };
 
 // Behind IExprBuilder, whose functions are not virtual and call it.
 namespace apiv {

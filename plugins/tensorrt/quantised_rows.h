@@ -70,6 +70,15 @@ inline bool fill_table(QuantisedRowsAttributes const& attributes, nvinfer1::Dims
   return false;
 }
 
+// The same of a table of calibrated scales alone.
+inline bool fill_static_table(float timestep_max, nvinfer1::Dims const* timestep, nvinfer1::Dims const* x_scale,
+                              TrtConvertModeTable& table) noexcept {
+  QuantisedRowsAttributes attributes;
+  attributes.mode_set = TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC);
+  attributes.timestep_max = timestep_max;
+  return fill_table(attributes, timestep, nullptr, x_scale, table);
+}
+
 // Of one of these inputs, as far as the table is filled in.
 inline nvinfer1::Dims rows_input_dims(int32_t input, int64_t channels, TrtConvertModeTable const& table) noexcept {
   if (input == kRowsFactor || input == kRowsOffset) return {1, {channels}};

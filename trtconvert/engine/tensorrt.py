@@ -42,6 +42,7 @@ _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
 _ATTENTION = "plugin: INT8"
 _PLUGINS = (
     "Int8Attention", "ResidualNorm", "Linear", "GroupNorm", "ChannelsLastAdd", "QuantiseRows", "Int8Linear", "Int8ResidualNorm",
+    "Int8GroupNorm", "Int8Conv",
 )  # fmt: skip
 """The names of the plugin library's creators."""
 
@@ -449,6 +450,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
         split_products,
         take_few_row_layers,
         take_group_norms,
+        take_int8_convs,
         take_mixed_layers,
         take_refittable_layers,
     )
@@ -467,6 +469,8 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
         take_group_norms(model)
+        if options.layers == "plugin" and has_linear_kernel():
+            take_int8_convs(model, opt_sizes(profiles))
     if native:
         lower_to_native(model, native)
     if attention_nodes(model):

@@ -102,7 +102,19 @@ __device__ __forceinline__ void tensor_copy(uint32_t target, const CUtensorMap* 
       : "memory");
 }
 
-// The same to every thread block of a cluster, in the same place of each, where it completes on the barrier in the same place.
+// Pixels of images [images, height, width, channels] as a convolution's window moves over them, from one on: its channel, x, y and
+// image; of each the pixel that lies so far to the right of and below the window's first.
+__device__ __forceinline__ void im2col_copy(uint32_t target, const CUtensorMap* map, const int (&at)[4], int right, int below,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6], "
+      "{%7, %8};" ::"r"(target),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier), "h"(static_cast<uint16_t>(right)),
+      "h"(static_cast<uint16_t>(below))
+      : "memory");
+}
+
+// A box of two dimensions to every thread block of a cluster, in the same place of each, where it completes on the barrier in the same place.
 template <int kBlocks>
 __device__ __forceinline__ void tensor_copy_to_all(uint32_t target, const CUtensorMap* map, const int (&at)[2], uint32_t barrier) {
   asm volatile(

@@ -18,7 +18,14 @@ constexpr CUtensorMapDataType float16_type(bool bf16) {
 bool describe_tensor(CUtensorMap& map, CUtensorMapDataType type, const void* data, int rank, const cuuint64_t* sizes,
                      const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle);
 
-// The same of contiguous rows.
+// INT8 images [images, height, width, channels] as a convolution's windows read them: `pixels` windows with so many channels at once.
+struct Windows {
+  int images, height, width, channels;
+  int kernel_h, kernel_w, stride_y, stride_x, pad_y, pad_x;
+};
+bool describe_windows(CUtensorMap& map, const void* data, const Windows& windows, int pixels, int box_channels, CUtensorMapSwizzle swizzle);
+
+// A tensor of contiguous rows, as by describe_tensor.
 inline bool describe_rows(CUtensorMap& map, CUtensorMapDataType type, const void* data, int64_t rows, int channels, int box_rows,
                           int box_channels, CUtensorMapSwizzle swizzle) {
   const int bytes = type == kInt8Bytes ? 1 : 2;

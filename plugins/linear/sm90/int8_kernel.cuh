@@ -5,6 +5,7 @@
 
 #include "common/layer_modes.cuh"
 #include "linear/grouped_tile.cuh"
+#include "linear/row_scale.cuh"
 #include "linear/sm90/boxes.cuh"
 #include "linear/sm90/int8_launch.h"
 #include "linear/sm90/ring.cuh"
@@ -41,24 +42,24 @@ __device__ __forceinline__ Place place_of(const Int8Params& p, int tile) {
 
 __device__ __forceinline__ bool is_for_another(const Int8Params& p) { return p.may_be_16bit && signbit(p.row_scale[0]); }
 
-template <bool kBf16, typename S>
+template <bool kBf16, typename S, typename P = Int8Params>
 class ScaledEpilogue {
  public:
-  __device__ __forceinline__ ScaledEpilogue(const Int8Params&, const Ring<S>& ring, int consumer)
+  __device__ __forceinline__ ScaledEpilogue(const P&, const Ring<S>& ring, int consumer)
       : boxes_(ring.start + S::kOut + consumer * kEpilogueBytes<S::kColumns, S::kGeglu>),
         columns_(boxes_ + kOutBoxes * kBoxBytes),
         equalisers_(columns_ + kPairs * kPairBytes),
         barrier_(kOwnBarrier + consumer) {}
 
   // Asked for here, needed behind the products.
-  __device__ __forceinline__ void load(const Int8Params& p, const Place& place) {
+  __device__ __forceinline__ void load(const P& p, const Place& place) {
     const int thread = threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int block = 0; block < S::kBlocks; ++block)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + row_of(block, half);
-        row_scales_[block][half] = row < p.rows ? fabsf(p.row_scale[row]) : 0.f;
+        row_scales_[block][half] = row < p.rows ? row_scale_of(p, row) : 0.f;
         if (p.out_row_scale) out_scales_[block][half] = row < p.rows ? out_scale(p, row) : 1.f;
       }
     of_columns_ = {};

@@ -2,18 +2,12 @@
 #include "linear/sm90/int8_launch.h"
 
 #include <algorithm>
-#include <cstdint>
 
 #include "linear/sm90/int8_kernel.cuh"
+#include "linear/sm90/int8_tiles.h"
 
 namespace trtconvert::linear {
 namespace {
-
-template <int kColumns, bool kAlternate, int kCluster>
-struct Tile {
-  static constexpr int columns = kColumns, cluster = kCluster;
-  static constexpr bool alternate = kAlternate;
-};
 
 // Calls `with` with each of the tiles, the first ones preferred.
 template <bool kGeglu, typename With>
@@ -48,26 +42,6 @@ cudaError_t launch(const Int8Params& p, const Maps& maps, int multiprocessors, c
 }
 
 template <bool kGeglu>
-Int8Instance choose(int64_t rows, int out_columns, int depth, bool bf16, int multiprocessors) {
-  constexpr int64_t kBeside = 320;
-  const auto in = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
-  Int8Instance best = {};
-  int64_t least = INT64_MAX;
-  for_each_tile<kGeglu>([&](auto tile) {
-    if (tile.cluster > multiprocessors) return;
-    const Int8Instance candidate = {tile.columns, tile.alternate, tile.cluster, kGeglu, bf16};
-    const int64_t tiles = in(in(rows, kTileRows * tile.cluster) * in(out_columns, candidate.out_columns()),
-                             multiprocessors / tile.cluster);
-    const int64_t deep = std::max(tile.columns, (tile.columns + kTileRows) / 2);
-    const int64_t time = tiles * deep * in(depth, kRowBytes) + kBeside * (tile.alternate ? 1 : tiles);
-    if (time >= least) return;
-    least = time;
-    best = candidate;
-  });
-  return best;
-}
-
-template <bool kGeglu>
 cudaError_t launch_chosen(const Int8Params& p, const Maps& maps, const Int8Instance& instance, int multiprocessors,
                           cudaStream_t stream) {
   cudaError_t result = cudaErrorInvalidValue;
@@ -83,8 +57,15 @@ cudaError_t launch_chosen(const Int8Params& p, const Maps& maps, const Int8Insta
 }  // namespace
 
 Int8Instance choose_int8_instance(int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors) {
-  return geglu ? choose<true>(rows, out_columns, depth, bf16, multiprocessors)
-               : choose<false>(rows, out_columns, depth, bf16, multiprocessors);
+  return choose_tile(
+      [&](auto with) {
+        if (geglu) {
+          for_each_tile<true>(with);
+        } else {
+          for_each_tile<false>(with);
+        }
+      },
+      rows, out_columns, depth, geglu, bf16, multiprocessors);
 }
 
 cudaError_t launch_int8_linear(const Int8Params& p, const Maps& maps, const Int8Instance& instance, int multiprocessors,

@@ -104,14 +104,14 @@ __device__ __forceinline__ Place place_of(const Params& p, int tile) {
   return {tile % p.row_tiles * kTileRows, tile / p.row_tiles * S::kOutColumns};
 }
 
-// Rows of one product's weight: of a cluster's thread blocks each has its share of them copied to all.
+// Rows of one product's weight, from an element of their depth on: of a cluster's thread blocks each has its share of them copied to all.
 template <typename S>
-__device__ __forceinline__ void copy_weight(const Maps& maps, uint32_t target, int k, int row, uint32_t full) {
+__device__ __forceinline__ void copy_weight(const Maps& maps, uint32_t target, int depth, int row, uint32_t full) {
   if constexpr (S::kCluster == 1) {
-    tensor_copy(target, &maps.weight, {k * S::kDepth, row}, full);
+    tensor_copy(target, &maps.weight, {depth, row}, full);
   } else {
     const int first = S::kOutColumns / S::kCluster * cluster_rank();
-    tensor_copy_to_all<S::kCluster>(target + first * kRowBytes, &maps.weight, {k * S::kDepth, row + first}, full);
+    tensor_copy_to_all<S::kCluster>(target + first * kRowBytes, &maps.weight, {depth, row + first}, full);
   }
 }
 
@@ -126,9 +126,10 @@ __device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring
       mbarrier_wait(ring.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(ring.full(at.stage), S::kStageBytes);
       tensor_copy(ring.x(at.stage), &maps.x, {k * S::kDepth, place.row}, ring.full(at.stage));
-      copy_weight<S>(maps, ring.weight(at.stage), k, place.column, ring.full(at.stage));
+      copy_weight<S>(maps, ring.weight(at.stage), k * S::kDepth, place.column, ring.full(at.stage));
       if constexpr (S::kGeglu)
-        copy_weight<S>(maps, ring.weight(at.stage) + S::kOutColumns * S::kWeightRowBytes, k, p.columns + place.column, ring.full(at.stage));
+        copy_weight<S>(maps, ring.weight(at.stage) + S::kOutColumns * S::kWeightRowBytes, k * S::kDepth, p.columns + place.column,
+                       ring.full(at.stage));
       at.advance();
     }
   }

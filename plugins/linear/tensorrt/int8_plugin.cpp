@@ -70,12 +70,9 @@ bool Int8LinearPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, 
     log(Severity::kERROR, "input 'weight': expected %d dimensions, got shape %s", rank, ShapeText(weight).text);
     return false;
   }
-  if (attributes().quantised) {
-    QuantisedRowsAttributes of_table;
-    of_table.mode_set = TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC);
-    of_table.timestep_max = attributes().timestep_max;
-    if (!fill_table(of_table, dims_of(kTimestep), nullptr, dims_of(kYScale), params.out_table)) return false;
-  }
+  if (attributes().quantised &&
+      !fill_static_table(attributes().timestep_max, dims_of(kTimestep), dims_of(kYScale), params.out_table))
+    return false;
   int64_t const in_channels = 4 * clamped(weight.d[rank - 1]), out_channels = weight.d[rank - 2];
   Dims const of_out_channels{1, {out_channels}}, of_channels = rank == 3 ? Dims{2, {2, out_channels}} : of_out_channels;
   Dims const expected[kInputs] = {

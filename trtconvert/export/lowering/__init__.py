@@ -4,6 +4,7 @@ node meets a runtime, the folding of transposes into its layout, and what Tensor
 from trtconvert.export.lowering.changes import lower_changes
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
+from trtconvert.export.lowering.int8_convs import take_int8_convs
 from trtconvert.export.lowering.int8_layers import (
     refittable_layers,
     refitted_constants,
@@ -36,6 +37,7 @@ __all__ = [
     "split_products",
     "take_few_row_layers",
     "take_group_norms",
+    "take_int8_convs",
     "take_mixed_layers",
     "take_refittable_layers",
 ]

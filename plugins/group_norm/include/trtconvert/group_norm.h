@@ -4,6 +4,13 @@
  *   normed = (y - mean) / sqrt(variance + epsilon) * weight + bias            (Wu and He 2018, arXiv:1803.08494)
  *   normed = normed * sigmoid(normed)                                         with silu
  *
+ * or, in place of normed, what a layer with INT8 activations reads:
+ *
+ *   payload = round(normed * factor / x_scale), -127 to 127                   of normed as it would be rounded
+ *
+ * x_scale is the calibrated one of the sample's timestep bin, as of mode STATIC (layer_modes.h); what images get whose sample has no usable
+ * scale is not said: the layer makes NaN of them.
+ *
  * Mean and variance (divided by their number) are those of all pixels and all channels of a group, in FP32; groups are neighbouring
  * channels, as many in each. Results are rounded once.
  *
@@ -16,6 +23,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "trtconvert/layer_modes.h"
 #include "trtconvert/status.h"
 
 #ifdef __cplusplus
@@ -44,9 +52,14 @@ typedef struct {
   const void* shift;  /* [B, C], or null */
   const void* weight; /* [C] */
   const void* bias;   /* [C] */
-  void* normed;       /* [B, pixels, C]; may be x */
+  void* normed;       /* [B, pixels, C]; may be x; null where a payload is wanted */
 
   void* stream; /* cudaStream_t; null is the default stream */
+
+  /* A payload in place of normed: mode_set that of STATIC alone, its batch a divisor of B. mode_set 0: none. */
+  TrtConvertModeTable table;
+  const float* factor; /* [C], or null */
+  void* payload;       /* INT8 [B, pixels, C]; overlaps none of the others */
 } TrtConvertGroupNormParams;
 
 /* Whether the current device has thread block clusters, and the library code for it: compute capability 9.0 and later. */

@@ -1,0 +1,15 @@
+// From the C API of INT8 convolutions to the kernel.
+#pragma once
+
+#include "linear/sm90/int8_launch.h"
+
+namespace trtconvert::linear {
+
+// The instance that takes least time. `depth`: channels of a window, each pixel's in whole tiles.
+Int8Instance choose_int8_conv_instance(int64_t rows, int out_columns, int depth, bool bf16, int multiprocessors);
+
+// Enqueues on `stream`. The boxes of x are windows, those of the others the tile's.
+cudaError_t launch_int8_conv(const ConvParams& params, const Maps& maps, const Int8Instance& instance, int multiprocessors,
+                             cudaStream_t stream);
+
+}  // namespace trtconvert::linear

@@ -1,0 +1,38 @@
+// Which tile takes least time, for the kernels of INT8 rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear/sm90/int8_launch.h"
+
+namespace trtconvert::linear {
+
+template <int kColumns, bool kAlternate, int kCluster>
+struct Tile {
+  static constexpr int columns = kColumns, cluster = kCluster;
+  static constexpr bool alternate = kAlternate;
+};
+
+// Of the tiles that `for_each_tile` calls what it is given with, the first one that takes least time by an estimate.
+template <typename ForEachTile>
+Int8Instance choose_tile(ForEachTile for_each_tile, int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors) {
+  constexpr int64_t kBeside = 320;
+  const auto in = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
+  Int8Instance best = {};
+  int64_t least = INT64_MAX;
+  for_each_tile([&](auto tile) {
+    if (tile.cluster > multiprocessors) return;
+    const Int8Instance candidate = {tile.columns, tile.alternate, tile.cluster, geglu, bf16};
+    const int64_t tiles = in(in(rows, kTileRows * tile.cluster) * in(out_columns, candidate.out_columns()),
+                             multiprocessors / tile.cluster);
+    const int64_t deep = std::max(tile.columns, (tile.columns + kTileRows) / 2);
+    const int64_t time = tiles * deep * in(depth, kRowBytes) + kBeside * (tile.alternate ? 1 : tiles);
+    if (time >= least) return;
+    least = time;
+    best = candidate;
+  });
+  return best;
+}
+
+}  // namespace trtconvert::linear

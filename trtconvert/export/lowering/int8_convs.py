@@ -1,0 +1,220 @@
+"""INT8 convolutions behind group norms, for plugins that compute them: the norm gives INT8, and the convolution reads it.
+
+TensorRT's own INT8 convolutions want another layout of images than its 16-bit ones and our group norms, and gain nothing between
+them. Here the norm's kernel, which has the image's numbers in its registers, rounds them to INT8, and an implicit product of windows
+and weights reads these. A convolution adds the residual connection behind it as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from trtconvert.export.lowering.group_norms import GROUP_NORM
+from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
+from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
+from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.linear.modes import LayerMode
+
+INT8_GROUP_NORM, INT8_CONV = "Int8GroupNorm", "Int8Conv"
+"""Operators of the plugins."""
+
+_IN_STEP, _OUT_STEP, _MOST_CHANNELS, _MOST_OUTPUTS = 16, 8, 16384, 65536  # of int8_conv.h
+_MOST_KERNEL, _MOST_STRIDE = 15, 8
+_FEWEST_PIXELS, _FEWEST_OUTPUTS = 1024, 2**20
+"""Of a result: with fewer the kernel leaves multiprocessors idle, as it does not split the depth."""
+
+
+@dataclass(frozen=True)
+class _Conv:
+    """A convolution of a group norm's result.
+
+    Attributes:
+        norm: node `GroupNorm`, whose result nothing else reads.
+        factor: [C] FP32 that the result is multiplied by, or None.
+        conv: node `Conv`; weight: its weight.
+        residual: what is added to its result, and nothing else is done with that; add: the node that does it.
+    """
+
+    norm: ir.Node
+    factor: np.ndarray | None
+    conv: ir.Node
+    weight: Int8Weight
+    residual: ir.Value | None
+    add: ir.Node | None
+
+    @property
+    def last(self) -> ir.Node:
+        return self.add or self.conv
+
+
+def take_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+    """Replace convolutions with INT8 weights behind nodes `GroupNorm` by nodes `Int8Conv`, and the norms by `Int8GroupNorm`, in place.
+
+    Only those whose activations are INT8 in all timestep bins, and of sizes that the kernel is made for; the others stay as they are.
+    Comes behind `take_group_norms`.
+
+    Args:
+        profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
+    Returns:
+        How many convolutions were replaced.
+    """
+    count = 0
+    for node in list(model.graph):  # one by one: what one adds may be another one's result
+        taken = _conv(node)
+        if taken is not None and _is_large(taken, profiles):
+            _replace(taken)
+            count += 1
+    if count:
+        RemoveUnusedNodesPass()(model)  # weights, norms and factors that nothing reads any more
+    return count
+
+
+def _conv(conv: ir.Node) -> _Conv | None:
+    weight = int8_weight_of(conv.inputs[1]) if conv.op_type == "Conv" and not conv.domain else None
+    if weight is None or any(mode != LayerMode.STATIC for mode in weight.activation.modes):
+        return None
+    if len(weight.shape) != 4 or not _takes(conv, weight):
+        return None
+    x, factor = conv.inputs[0], None
+    if (mul := producer_of(x, "Mul")) is not None and (numbers := constant_of(mul.inputs[1])) is not None:
+        if x is None or not is_read_once(x):
+            return None
+        x, factor = mul.inputs[0], numbers.astype(np.float32).reshape(-1)
+    norm = x.producer() if x is not None else None
+    if x is None or norm is None or norm.domain != DOMAIN or norm.op_type != GROUP_NORM or not is_read_once(x):
+        return None
+    if norm.attributes["channels_last"].as_int() or x.dtype not in HALF or conv.outputs[0].dtype != x.dtype:
+        return None
+    residual, add = _residual(conv)
+    return _Conv(norm, factor, conv, weight, residual, add)
+
+
+def _takes(conv: ir.Node, weight: Int8Weight) -> bool:
+    """Whether the kernel has its channels, window, steps and padding. Layers have no groups and no dilation."""
+    outputs, channels, *kernel = weight.shape.numpy()
+    top, left, bottom, right = conv.attributes["pads"].as_ints()
+    return (
+        channels % _IN_STEP == 0
+        and channels <= _MOST_CHANNELS
+        and outputs % _OUT_STEP == 0
+        and outputs <= _MOST_OUTPUTS
+        and max(kernel) <= _MOST_KERNEL
+        and max(conv.attributes["strides"].as_ints()) <= _MOST_STRIDE
+        and (top, left) == (bottom, right)
+        and top < kernel[0]
+        and left < kernel[1]
+    )
+
+
+def _residual(conv: ir.Node) -> tuple[ir.Value | None, ir.Node | None]:
+    """What is added to a convolution's result, an image of the same size."""
+    result = conv.outputs[0]
+    add = only_reader(result, "Add")
+    if add is None or not is_read_once(result):
+        return None, None
+    other = add.inputs[1] if add.inputs[0] is result else add.inputs[0]
+    if other is None or other is result or other.dtype != result.dtype or constant_of(other) is not None:
+        return None, None
+    fits = is_same_shape(other.shape, result.shape) and is_same_shape(add.outputs[0].shape, result.shape)
+    return (other, add) if fits else (None, None)
+
+
+def _is_large(taken: _Conv, profiles: Sequence[Mapping[str, int]]) -> bool:
+    shape = taken.conv.outputs[0].shape
+    if shape is None:
+        return False
+    for sizes in profiles:
+        known = shape.evaluate(sizes)
+        if not known.is_static():
+            return False
+        batch, outputs, height, width = known.numpy()
+        pixels = batch * height * width
+        if pixels < _FEWEST_PIXELS or pixels * outputs < _FEWEST_OUTPUTS:
+            return False
+    return True
+
+
+def _replace(taken: _Conv) -> None:
+    conv, weight, last = taken.conv, taken.weight, taken.last
+    graph, old = conv.graph, last.outputs[0]
+    assert isinstance(graph, ir.Graph)
+    activation = weight.activation
+    timed = len(set(activation.scales)) > 1
+    scales = np.array(activation.scales if timed else activation.scales[:1], np.float32)
+    table: list[ir.Value] = []
+    if timed:
+        assert activation.timestep is not None
+        table.append(activation.timestep)
+    table.append(_constant(graph, f"{activation.source}: scales of {len(scales)} bins", scales))
+    of_table = {"timestep": int(timed), "timestep_max": float(activation.timestep_max)}
+
+    payload = _int8_norm(graph, taken, table, of_table)
+    inputs = [payload, _packed(graph, weight), _constant(graph, f"{weight.name}: scale", weight.scale)]
+    bias = constant_of(conv.inputs[2]) if len(conv.inputs) > 2 else None
+    if bias is not None:
+        inputs.append(_constant(graph, f"{conv.inputs[2].name}: FP32", bias.astype(np.float32)))  # type: ignore[union-attr]
+    if taken.residual is not None:
+        inputs.append(taken.residual)
+    strides, pads = conv.attributes["strides"].as_ints(), conv.attributes["pads"].as_ints()
+    attributes: dict[str, Any] = of_table | {
+        "stride_y": strides[0], "stride_x": strides[1], "pad_y": pads[0], "pad_x": pads[1],
+        "bias": int(bias is not None), "residual": int(taken.residual is not None),
+        "bfloat16": int(old.dtype == ir.DataType.BFLOAT16),
+    }  # fmt: skip
+    node = ir.node(INT8_CONV, [*inputs, *table], attributes | _plugin(), domain=DOMAIN)
+    node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
+    nodes = [conv] if taken.add is None else [taken.add, conv]
+    ir.convenience.replace_nodes_and_values(graph, last, nodes, [node], [old], node.outputs)
+
+
+def _int8_norm(graph: ir.Graph, taken: _Conv, table: Sequence[ir.Value], of_table: Mapping[str, Any]) -> ir.Value:
+    """The payload of the group norm in front of a convolution: INT32 [B, H, W, C / 4], four channels in each."""
+    norm = taken.norm
+    inputs = [value for value in norm.inputs if value is not None]
+    attributes: dict[str, Any] = {name: norm.attributes[name].value for name in ("epsilon", "groups", "silu")}
+    attributes |= dict(of_table) | {"shift": int(len(inputs) > 3), "factor": int(taken.factor is not None)}
+    if taken.factor is not None:
+        inputs.append(_constant(graph, f"{taken.weight.activation.source}: factor", taken.factor))
+    node = ir.node(INT8_GROUP_NORM, [*inputs, *table], attributes | _plugin(), domain=DOMAIN)
+    shape = norm.outputs[0].shape
+    assert shape is not None
+    batch, channels, height, width = shape
+    assert isinstance(channels, int)
+    payload = node.outputs[0]
+    payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([batch, height, width, channels // 4])
+    graph.insert_after(norm, node)
+    return payload
+
+
+def _plugin() -> dict[str, str]:
+    return {"plugin_version": str(VERSION), "plugin_namespace": ""}
+
+
+def _packed(graph: ir.Graph, weight: Int8Weight) -> ir.Value:
+    """A weight as INT32 [N, R, S, C / 4], four channels in each."""
+    name = f"trtconvert/{weight.name}, channels last"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    outputs, channels, *kernel = weight.shape.numpy()
+    shape = (outputs, *kernel, channels // 4)
+
+    def packed() -> ir.Tensor:
+        last = np.ascontiguousarray(weight.integers().transpose(0, 2, 3, 1))
+        return ir.Tensor(last.view(np.int32).reshape(shape), dtype=ir.DataType.INT32)
+
+    return add_initializer(graph, ir.LazyTensor(packed, ir.DataType.INT32, ir.Shape(shape), name=name))
+
+
+def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    name = f"trtconvert/{name}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))
