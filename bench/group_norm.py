@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import has_group_norm_kernel, load_library
+from trtconvert.linear.kernel import ModeTable
 
 GROUPS, EPSILON = 32, 1e-5
 CACHED_BYTES = 25e6  # inputs and results of a shape; an H100's L2 cache is 50 MB
@@ -58,6 +59,8 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("channels", "groups", "data_type", "silu")),
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("x", "shift", "weight", "bias", "normed", "stream")),
+        ("table", ModeTable),
+        *((name, ctypes.c_void_p) for name in ("factor", "payload")),
     ]
 
 

@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import torch
+from int8_rows import ModeTable
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,11 +37,13 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("channels", "groups", "data_type", "silu")),
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("x", "shift", "weight", "bias", "normed", "stream")),
+        ("table", ModeTable),
+        *((name, ctypes.c_void_p) for name in ("factor", "payload")),
     ]
 
 
 def params(
-    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, normed: Tensor, groups: int, /, **changed: float
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, normed: Tensor, groups: int, /, **changed: object
 ) -> Params:
     """Args: x [B, pixels, C], shift [B, C], weight, bias [C]."""
     given = {

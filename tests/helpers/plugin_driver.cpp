@@ -45,8 +45,16 @@ class Expressions final : public apiv::VExprBuilder {
  public:
   IDimensionExpr const* constant(int64_t value) override { return reinterpret_cast<IDimensionExpr const*>(value); }
   IDimensionExpr const* operation(DimensionOperation op, IDimensionExpr const& first, IDimensionExpr const& second) override {
-    if (op != DimensionOperation::kFLOOR_DIV) return nullptr;
-    return constant(reinterpret_cast<int64_t>(&first) / reinterpret_cast<int64_t>(&second));
+    auto const a = reinterpret_cast<int64_t>(&first), b = reinterpret_cast<int64_t>(&second);
+    switch (op) {
+      case DimensionOperation::kSUM:
+        return constant(a + b);
+      case DimensionOperation::kSUB:
+        return constant(a - b);
+      case DimensionOperation::kFLOOR_DIV:
+        return constant(a / b);
+    }
+    return nullptr;
   }
 };
 

@@ -1,4 +1,4 @@
-"""INT8 convolutions as plugins: the lowered graph computes what the layers specify, by an evaluator that knows what plugins compute."""
+"""INT8 convolutions as plugins: the lowered graph computes what the layers specify, by an evaluator that knows the plugins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, take_int8_convs
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.trace import SiteOptions, trace
-from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables, conv, quantise_weight
 from trtconvert.linear.sites import ConvertedLayer, LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted

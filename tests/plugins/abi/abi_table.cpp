@@ -73,6 +73,8 @@ int main() {
   VALUE(PluginCapabilityType::kCORE);
   VALUE(PluginCapabilityType::kBUILD);
   VALUE(PluginCapabilityType::kRUNTIME);
+  VALUE(DimensionOperation::kSUM);
+  VALUE(DimensionOperation::kSUB);
   VALUE(DimensionOperation::kFLOOR_DIV);
   VALUE(TensorRTPhase::kBUILD);
   VALUE(TensorRTPhase::kRUNTIME);

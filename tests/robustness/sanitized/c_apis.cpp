@@ -10,6 +10,7 @@
 #include "trtconvert/graph_copies.h"
 #include "trtconvert/group_norm.h"
 #include "trtconvert/int8_attention.h"
+#include "trtconvert/int8_conv.h"
 #include "trtconvert/int8_linear.h"
 #include "trtconvert/linear.h"
 #include "trtconvert/quantise.h"
@@ -142,6 +143,26 @@ TrtConvertInt8LinearParams int8_linear(Random& random) {
   return p;
 }
 
+TrtConvertInt8ConvParams int8_conv(Random& random) {
+  auto p = headed<TrtConvertInt8ConvParams>(TRTCONVERT_INT8_CONV_VERSION);
+  p.batch = random.one_in(2) ? random.between(1, 4) : random.size(65536);
+  p.height = static_cast<int32_t>(random.size(16384)), p.width = static_cast<int32_t>(random.size(16384));
+  p.in_channels = static_cast<int32_t>(random.size(16384, 16));
+  p.out_channels = static_cast<int32_t>(random.size(65536, 8));
+  p.kernel_h = static_cast<int32_t>(random.between(1, 15)), p.kernel_w = static_cast<int32_t>(random.between(1, 15));
+  p.stride_y = static_cast<int32_t>(random.between(1, 8)), p.stride_x = static_cast<int32_t>(random.between(1, 8));
+  p.pad_y = static_cast<int32_t>(random.between(0, p.kernel_h - 1)), p.pad_x = static_cast<int32_t>(random.between(0, p.kernel_w - 1));
+  p.data_type = static_cast<int32_t>(random.between(0, 1));
+  p.table = mode_table(random, 1);
+  p.table.mode_set = 8;
+  p.x = random.address(), p.weight = random.address(), p.y = random.address();
+  p.weight_scale = random.address<float const>();
+  if (random.one_in(2)) p.bias = random.address<float const>();
+  if (random.one_in(2)) p.residual = random.address();
+  p.target_arch = random.one_in(4) ? 80 : 0;
+  return p;
+}
+
 TrtConvertQuantiseParams quantise(Random& random) {
   auto p = headed<TrtConvertQuantiseParams>(TRTCONVERT_QUANTISE_VERSION);
   auto const batch = static_cast<int32_t>(random.size(65536));
@@ -186,6 +207,11 @@ TrtConvertGroupNormParams group_norm(Random& random) {
   p.epsilon = 1e-5f;
   p.x = random.address(), p.weight = random.address(), p.bias = random.address(), p.normed = random.address();
   if (random.one_in(2)) p.shift = random.address();
+  if (random.one_in(2)) return p;
+  p.table = mode_table(random, 1);
+  p.table.mode_set = 8;
+  p.normed = nullptr, p.payload = random.address();
+  if (random.one_in(2)) p.factor = random.address<float const>();
   return p;
 }
 
@@ -373,6 +399,8 @@ void call_c_apis(Random& random, long long rounds, Counts& counts) {
   call_attention(random, rounds, counts);
   call_both<TrtConvertLinearParams>("trtconvert_linear", trtconvert_linear_check, trtconvert_linear_run, linear, random, rounds, counts);
   call_both<TrtConvertInt8LinearParams>("trtconvert_int8_linear", trtconvert_int8_linear_check, trtconvert_int8_linear_run, int8_linear,
+                                        random, rounds, counts);
+  call_both<TrtConvertInt8ConvParams>("trtconvert_int8_conv", trtconvert_int8_conv_check, trtconvert_int8_conv_run, int8_conv,
                                         random, rounds, counts);
   call_both<TrtConvertQuantiseParams>("trtconvert_quantise", trtconvert_quantise_check, trtconvert_quantise_run, quantise, random, rounds,
                                       counts);

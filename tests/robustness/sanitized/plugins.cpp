@@ -195,6 +195,28 @@ Tensors inputs_of(std::string_view name, IPluginV3OneRuntime* runtime, Random& r
     add(tensor({batch, channels, rows, random.size(most)}, half, TensorFormat::kHWC8));
     add(tensor({channels}, half)), add(tensor({channels}, half));
     if (random.one_in(2)) add(tensor({batch, channels}, half));
+  } else if (name == "Int8GroupNorm") {
+    add(tensor({batch, channels, rows, random.size(most)}, half, TensorFormat::kHWC8));
+    add(tensor({channels}, half)), add(tensor({channels}, half));
+    if (has("shift")) add(tensor({batch, channels}, half));
+    if (has("factor")) add(tensor({channels}, kFloat));
+    if (has("timestep")) add(tensor({batch}, kFloat));
+    add(tensor({has("timestep") ? bins : 1}, kFloat));
+  } else if (name == "Int8Conv") {
+    int64_t const out = random.size(most, 8), height = random.size(most), width = random.size(most);
+    int64_t const kernel_h = random.size(random.one_in(4) ? most : 5), kernel_w = random.size(random.one_in(4) ? most : 5);
+    add(tensor({batch, height, width, channels / 4}, kInt));
+    add(tensor({out, kernel_h, kernel_w, channels / 4}, kInt));
+    add(tensor({out}, kFloat));
+    if (has("bias")) add(tensor({out}, kFloat));
+    auto const size = [&](int64_t of, int64_t kernel, char const* stride, char const* pad) {
+      return (of + 2 * has(pad) - kernel) / std::max<int64_t>(has(stride), 1) + 1;
+    };
+    if (has("residual"))
+      add(tensor({batch, out, size(height, kernel_h, "stride_y", "pad_y"), size(width, kernel_w, "stride_x", "pad_x")},
+                 has("bfloat16") ? DataType::kBF16 : DataType::kHALF, TensorFormat::kHWC8));
+    if (has("timestep")) add(tensor({batch}, kFloat));
+    add(tensor({has("timestep") ? bins : 1}, kFloat));
   } else if (name == "Linear") {
     int64_t const out = random.size(most, 8);
     add(tensor({batch, rows, channels}, half));

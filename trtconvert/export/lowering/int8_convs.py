@@ -1,8 +1,8 @@
 """INT8 convolutions behind group norms, for plugins that compute them: the norm gives INT8, and the convolution reads it.
 
 TensorRT's own INT8 convolutions want another layout of images than its 16-bit ones and our group norms, and gain nothing between
-them. Here the norm's kernel, which has the image's numbers in its registers, rounds them to INT8, and an implicit product of windows
-and weights reads these. A convolution adds the residual connection behind it as well.
+them. Here the norm's kernel, which has the image's numbers in its registers, rounds them to INT8, and an implicit product of
+windows and weights reads these. A convolution adds the residual connection behind it as well.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class _Conv:
 
 
 def take_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
-    """Replace convolutions with INT8 weights behind nodes `GroupNorm` by nodes `Int8Conv`, and the norms by `Int8GroupNorm`, in place.
+    """Replace convolutions with INT8 weights behind nodes `GroupNorm` by nodes `Int8Conv`, and the norms by `Int8GroupNorm`, in
+    place.
 
-    Only those whose activations are INT8 in all timestep bins, and of sizes that the kernel is made for; the others stay as they are.
-    Comes behind `take_group_norms`.
+    Only those whose activations are INT8 in all timestep bins, and of sizes that the kernel is made for; the others stay as they
+    are. Comes behind `take_group_norms`.
 
     Args:
         profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.

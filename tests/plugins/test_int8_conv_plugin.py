@@ -1,0 +1,274 @@
+"""The plugins of INT8 convolutions and of the group norms in front of them, without TensorRT and without a GPU; what they
+compute: tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import pytest
+from plugin_driver import (
+    BF16,
+    FLOAT,
+    HALF,
+    HWC8,
+    INT32,
+    LINEAR,
+    Desc,
+    Dims,
+    DimsExprs,
+    Driver,
+    array,
+    check_shapes_are_refused,
+    compiled_driver,
+    copies_read_back,
+    dynamic,
+)
+
+# Convolutions: all inputs that there are, of two samples and sixteen bins.
+X, WEIGHT, OUT, TIMESTEP, BINS = (4, 32, 48, 80), (640, 3, 3, 80), (640,), (2,), (16,)
+Y = (4, 640, 16, 24)
+SHAPES = (X, WEIGHT, OUT, OUT, Y, TIMESTEP, BINS)
+NAMES = ("x", "weight", "weight_scale", "bias", "residual", "timestep", "x_scale")
+KINDS = (INT32, INT32, FLOAT, FLOAT, HALF, FLOAT, FLOAT)
+GIVEN = {"stride_y": 2, "stride_x": 2, "pad_y": 1, "pad_x": 1, "bias": 1, "residual": 1, "timestep": 1}
+DEFAULTS = {
+    "stride_y": 1, "stride_x": 1, "pad_y": 0, "pad_x": 0, "bias": 0, "residual": 0, "timestep": 0, "bfloat16": 0,
+    "timestep_max": 1000.0,
+}  # fmt: skip
+
+# Norms.
+IMAGE, CHANNELS = (4, 320, 32, 48), (320,)
+NORM_SHAPES = (IMAGE, CHANNELS, CHANNELS, (4, 320), CHANNELS, TIMESTEP, BINS)
+NORM_NAMES = ("x", "weight", "bias", "shift", "factor", "timestep", "x_scale")
+NORM_KINDS = (*[HALF] * 4, *[FLOAT] * 3)
+NORM_GIVEN = {"groups": 32, "silu": 1, "shift": 1, "factor": 1, "timestep": 1}
+NORM_DEFAULTS = {
+    "epsilon": pytest.approx(1e-5),
+    "silu": 0,
+    "timestep_max": 1000.0,
+    "shift": 0,
+    "factor": 0,
+    "timestep": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8Conv")
+
+
+@pytest.fixture(scope="module")
+def norms(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return compiled_driver(tmp_path_factory.mktemp("norms"), 10, "Int8GroupNorm")
+
+
+@pytest.fixture
+def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
+    driver.messages()
+    made = driver.create(**GIVEN)
+    yield made
+    driver.lib.driver_destroy(made)
+
+
+@pytest.fixture
+def norm(norms: Driver) -> Iterator[ctypes.c_void_p]:
+    norms.messages()
+    made = norms.create(**NORM_GIVEN)
+    yield made
+    norms.lib.driver_destroy(made)
+
+
+def tensors(*shapes: Sequence[int], kind: int = HALF, y: Sequence[int] = Y) -> list[Desc]:
+    """Descriptions of all inputs, and of the output; `kind` of those in 16 bits."""
+    kinds = [kind if of == HALF else of for of in KINDS]
+    inputs = [(shape, of, HWC8 if of == kind else LINEAR) for shape, of in zip(shapes, kinds, strict=True)]
+    return [Desc(Dims(shape), of, form, 1.0) for shape, of, form in (*inputs, (y, kind, HWC8))]
+
+
+def of_norm(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
+    batch, channels, height, width = (*shapes[0], 0, 0, 0, 0)[:4]
+    kinds = [kind if of == HALF else of for of in NORM_KINDS]
+    inputs = [(shape, of, HWC8 if i == 0 else LINEAR) for i, (shape, of) in enumerate(zip(shapes, kinds, strict=True))]
+    payload = ((batch, height, width, channels // 4), INT32, LINEAR)
+    return [Desc(Dims(shape), of, form, 1.0) for shape, of, form in (*inputs, payload)]
+
+
+def test_attributes_are_serialised_and_read_back(driver: Driver, norms: Driver) -> None:
+    driver.messages()
+    given = DEFAULTS | GIVEN | {"bfloat16": 1, "timestep_max": 500.0}
+    for copy in copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given):
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 7) == 0, driver.messages()
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 7) == 1
+        assert "input 'residual': expected HWC8 format and BF16; got format 2 and type 1" in driver.messages()
+    assert driver.serialised(driver.create()) == {"serialization_version": 1} | DEFAULTS
+    given = NORM_DEFAULTS | NORM_GIVEN | {"epsilon": 0.5, "timestep_max": 500.0}
+    for copy in copies_read_back(norms, norms.create(**given), {"serialization_version": 1} | given):
+        assert norms.lib.driver_shape_change(copy, array(of_norm(*NORM_SHAPES)), 7) == 0, norms.messages()
+    assert norms.serialised(norms.create(groups=8)) == {"serialization_version": 1, "groups": 8} | NORM_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("phase", "attributes", "said"),
+    [
+        (0, {"stride_y": 0}, "attribute 'stride_y': expected 1 to 8, got 0"),
+        (0, {"stride_x": 9}, "attribute 'stride_x': expected 1 to 8, got 9"),
+        (0, {"pad_y": -1}, "attribute 'pad_y': expected 0 to 14, got -1"),
+        (0, {"pad_x": 15}, "attribute 'pad_x': expected 0 to 14, got 15"),
+        (0, {"residual": 2}, "attribute 'residual': expected 0 or 1, got 2"),
+        (0, {"timestep_max": 0.0}, "attribute 'timestep_max': expected"),
+        (0, {"groups": 1}, "bfloat16 and timestep_max, got 'groups'; remove it"),
+        (1, {}, "expected the 10 fields that this plugin serialises, got 0"),
+        (1, DEFAULTS | {"serialization_version": 2}, "serialization version 2, this plugin reads 1"),
+    ],
+)
+def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
+    driver.messages()
+    assert not driver.create(phase, **attributes)
+    messages = driver.messages()
+    assert said in messages and "the plugin Int8Conv of layer 'layer' was not made" in messages
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({}, "expected the attribute groups, got none"),
+        ({"groups": 0}, "attribute 'groups': expected a number from 1 to 2^31 - 1, got 0"),
+        ({"groups": 8, "factor": 2}, "attribute 'factor': expected 0 or 1, got 2"),
+        ({"groups": 8, "offset": 0}, "factor and timestep, got 'offset'; remove it"),
+    ],
+)
+def test_bad_attributes_of_norms(norms: Driver, attributes: dict, said: str) -> None:
+    norms.messages()
+    assert not norms.create(0, **attributes)
+    assert said in norms.messages()
+
+
+@pytest.mark.parametrize("of_norms", [False, True], ids=["convolution", "norm"])
+def test_types_and_formats(request: pytest.FixtureRequest, of_norms: bool) -> None:
+    driver = request.getfixturevalue("norms" if of_norms else "driver")
+    made = request.getfixturevalue("norm" if of_norms else "plugin")
+    names = (*(NORM_NAMES if of_norms else NAMES), "output")
+    for position, name in enumerate(names):
+        for kind in (HALF, BF16, INT32, FLOAT):
+            for form in (LINEAR, HWC8):
+                descs = of_norm(*NORM_SHAPES) if of_norms else tensors(*SHAPES)
+                wanted, in_form = descs[position].type, descs[position].format
+                descs[position].type, descs[position].format = kind, form
+                first = of_norms and position == 0
+                right = form == in_form and (kind == wanted or (first and kind == BF16))
+                assert driver.lib.driver_supports(made, position, dynamic(descs, descs), 7) == right
+                if position < 7 and not right:
+                    assert driver.lib.driver_shape_change(made, array(descs), 7) == 1
+                    form_name = "HWC8" if in_form == HWC8 else "linear"
+                    assert f"input '{name}': expected {form_name} format and" in driver.messages()
+
+
+def test_outputs(driver: Driver, plugin: ctypes.c_void_p, norms: Driver, norm: ctypes.c_void_p) -> None:
+    kind, exprs, out = ctypes.c_int32(-1), (DimsExprs * 7)(), DimsExprs()
+    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 7)(*KINDS), 7, ctypes.byref(kind)) == 0
+    assert kind.value == HALF
+    exprs[0].nb, exprs[0].d[:4] = 4, [100, 33, 48, 80]
+    exprs[1].nb, exprs[1].d[:4] = 4, [640, 3, 4, 80]
+    assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 0
+    assert list(out.d[: out.nb]) == [100, 640, 17, 24]
+    exprs[1].nb = 2
+    assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 1
+    assert "expected x and weight of 4 dimensions, got 4 and 2" in driver.messages()
+    assert norms.lib.driver_output_type(norm, (ctypes.c_int32 * 7)(*[BF16] * 4), 7, ctypes.byref(kind)) == 0
+    assert kind.value == INT32
+    exprs[0].d[:4] = [100, 320, 33, 48]
+    assert norms.lib.driver_output_shape(norm, exprs, 7, ctypes.byref(out)) == 0
+    assert list(out.d[: out.nb]) == [100, 33, 48, 80]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "inputs"),
+    [({}, 4), ({"bias": 1}, 5), ({"residual": 1}, 5), ({"timestep": 1}, 5), (GIVEN, 7)],
+    ids=str,
+)
+def test_inputs_that_may_be_left_out(driver: Driver, attributes: dict, inputs: int) -> None:
+    made = driver.create(**GIVEN | {"bias": 0, "residual": 0, "timestep": 0} | attributes)
+    given = dict(zip(NAMES, tensors(*SHAPES), strict=False))
+    for name in ("bias", "residual", "timestep"):
+        if not attributes.get(name):
+            del given[name]
+    if not attributes.get("timestep"):
+        given["x_scale"].dims = Dims((1,))
+    descs = [*given.values(), tensors(*SHAPES)[-1]]
+    assert len(given) == inputs
+    assert driver.lib.driver_shape_change(made, array(descs), inputs) == 0, driver.messages()
+    assert driver.lib.driver_shape_change(made, array(descs), inputs - 1) == 1
+    assert f"expected {inputs} inputs ({', '.join(given)}) and 1 output, got {inputs - 1} and 1" in driver.messages()
+    driver.lib.driver_destroy(made)
+
+
+def changed(**shapes: Sequence[int]) -> tuple[Sequence[int], ...]:
+    return tuple((dict(zip(NAMES, SHAPES, strict=True)) | shapes).values())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (changed(x=(4, 32, 48, 40)), "input 'x': expected shape [4, 32, 48, 80] from x, weight and the tables, got"),
+        (changed(x=(4, 32, 48)), "input 'x': expected 4 dimensions, got shape [4, 32, 48]"),
+        (changed(weight=(640, 3, 80)), "input 'weight': expected 4 dimensions, got shape [640, 3, 80]"),
+        (changed(weight_scale=(320,)), "input 'weight_scale': expected shape [640] from x, weight and the tables"),
+        (changed(bias=(1, 640)), "input 'bias': expected shape [640] from x, weight and the tables, got [1, 640]"),
+        (changed(residual=(4, 640, 32, 48)), "input 'residual': expected shape [4, 640, 16, 24] from x, weight"),
+        (changed(timestep=(3,)), "rows: expected as many of each of 3 samples, got 4 in all"),
+        (changed(weight=(640, 3, 3, 6), x=(4, 32, 48, 6)), "in_channels: expected 16..16384 in steps of 16, got 24"),
+        (changed(weight=(640, 16, 3, 80), residual=(4, 640, 10, 24)), "kernel_h: expected 1..15, got 16"),
+        (changed(weight=(640, 1, 3, 80)), "pad_y: expected 0 or more, and less than the kernel, got 1"),
+        (
+            changed(x=(4, 1 << 40, 48, 80), residual=(4, 640, (1 << 39), 24)),
+            "height: expected 1..16384, got 2147483647",
+        ),
+        (
+            changed(x=(1 << 20, 32, 48, 80), residual=(1 << 20, 640, 16, 24)),
+            "batch: expected 1..65536, got 1048576",
+        ),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_refused(
+    driver: Driver, plugin: ctypes.c_void_p, shapes: tuple[Sequence[int], ...], said: str
+) -> None:
+    check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(*SHAPES), 7, said)
+
+
+@pytest.mark.parametrize(
+    ("at", "shape", "said"),
+    [
+        (0, (4, 320, 32), "input 'x': expected 4 dimensions (batch, channels, height, width), got 3"),
+        (3, (1, 320), "input 'shift': expected shape [4, 320] from x and the tables, got [1, 320]"),
+        (4, (640,), "input 'factor': expected shape [320] from x and the tables, got [640]"),
+        (5, (3,), "rows: expected as many of each of 3 samples, got 4 in all"),
+        (6, (2, 8), "input 'x_scale': expected shape [2] from x and the tables, got [2, 8]"),
+    ],
+    ids=str,
+)
+def test_shapes_of_norms_that_are_refused(
+    norms: Driver, norm: ctypes.c_void_p, at: int, shape: tuple, said: str
+) -> None:
+    shapes = (*NORM_SHAPES[:at], shape, *NORM_SHAPES[at + 1 :])
+    check_shapes_are_refused(norms, norm, of_norm(*shapes), of_norm(*NORM_SHAPES), 7, said)
+
+
+def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    descs = array(tensors(*SHAPES))
+    memory = ctypes.create_string_buffer(2048)
+    start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
+    right = [start + 128 * i for i in range(8)]
+    assert driver.lib.driver_shape_change(plugin, descs, 7) == 0, driver.messages()
+    for position, name in enumerate((*NAMES[:5], None, None, "y")):
+        if name is None:
+            continue
+        for wrong, said in ((right[position] + 8, "aligned to 16 bytes"), (None, "got null")):
+            places = [*right[:position], wrong, *right[position + 1 :]]
+            pointers, out = (ctypes.c_void_p * 7)(*places[:7]), (ctypes.c_void_p * 1)(places[7])
+            if wrong is None and name in ("bias", "residual"):
+                continue  # the C API takes none
+            assert driver.lib.driver_enqueue(plugin, descs, 7, pointers, out, None) == 1
+            message = driver.messages()
+            assert f"{name}: expected a" in message and said in message
