@@ -1,9 +1,9 @@
-"""The plugins of INT8 convolutions and of the group norms in front of them, without TensorRT and without a GPU; what they
-compute: tests/gpu."""
+"""The plugin of INT8 convolutions, without TensorRT and without a GPU; what it computes: tests/gpu."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -25,7 +25,6 @@ from plugin_driver import (
     dynamic,
 )
 
-# Convolutions: all inputs that there are, of two samples and sixteen bins.
 X, WEIGHT, OUT, TIMESTEP, BINS = (4, 32, 48, 80), (640, 3, 3, 80), (640,), (2,), (16,)
 Y = (4, 640, 16, 24)
 SHAPES = (X, WEIGHT, OUT, OUT, Y, TIMESTEP, BINS)
@@ -37,30 +36,10 @@ DEFAULTS = {
     "timestep_max": 1000.0,
 }  # fmt: skip
 
-# Norms.
-IMAGE, CHANNELS = (4, 320, 32, 48), (320,)
-NORM_SHAPES = (IMAGE, CHANNELS, CHANNELS, (4, 320), CHANNELS, TIMESTEP, BINS)
-NORM_NAMES = ("x", "weight", "bias", "shift", "factor", "timestep", "x_scale")
-NORM_KINDS = (*[HALF] * 4, *[FLOAT] * 3)
-NORM_GIVEN = {"groups": 32, "silu": 1, "shift": 1, "factor": 1, "timestep": 1}
-NORM_DEFAULTS = {
-    "epsilon": pytest.approx(1e-5),
-    "silu": 0,
-    "timestep_max": 1000.0,
-    "shift": 0,
-    "factor": 0,
-    "timestep": 0,
-}
-
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8Conv")
-
-
-@pytest.fixture(scope="module")
-def norms(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("norms"), 10, "Int8GroupNorm")
 
 
 @pytest.fixture
@@ -71,14 +50,6 @@ def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
     driver.lib.driver_destroy(made)
 
 
-@pytest.fixture
-def norm(norms: Driver) -> Iterator[ctypes.c_void_p]:
-    norms.messages()
-    made = norms.create(**NORM_GIVEN)
-    yield made
-    norms.lib.driver_destroy(made)
-
-
 def tensors(*shapes: Sequence[int], kind: int = HALF, y: Sequence[int] = Y) -> list[Desc]:
     """Descriptions of all inputs, and of the output; `kind` of those in 16 bits."""
     kinds = [kind if of == HALF else of for of in KINDS]
@@ -86,15 +57,7 @@ def tensors(*shapes: Sequence[int], kind: int = HALF, y: Sequence[int] = Y) -> l
     return [Desc(Dims(shape), of, form, 1.0) for shape, of, form in (*inputs, (y, kind, HWC8))]
 
 
-def of_norm(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
-    batch, channels, height, width = (*shapes[0], 0, 0, 0, 0)[:4]
-    kinds = [kind if of == HALF else of for of in NORM_KINDS]
-    inputs = [(shape, of, HWC8 if i == 0 else LINEAR) for i, (shape, of) in enumerate(zip(shapes, kinds, strict=True))]
-    payload = ((batch, height, width, channels // 4), INT32, LINEAR)
-    return [Desc(Dims(shape), of, form, 1.0) for shape, of, form in (*inputs, payload)]
-
-
-def test_attributes_are_serialised_and_read_back(driver: Driver, norms: Driver) -> None:
+def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     driver.messages()
     given = DEFAULTS | GIVEN | {"bfloat16": 1, "timestep_max": 500.0}
     for copy in copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given):
@@ -102,10 +65,6 @@ def test_attributes_are_serialised_and_read_back(driver: Driver, norms: Driver) 
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 7) == 1
         assert "input 'residual': expected HWC8 format and BF16; got format 2 and type 1" in driver.messages()
     assert driver.serialised(driver.create()) == {"serialization_version": 1} | DEFAULTS
-    given = NORM_DEFAULTS | NORM_GIVEN | {"epsilon": 0.5, "timestep_max": 500.0}
-    for copy in copies_read_back(norms, norms.create(**given), {"serialization_version": 1} | given):
-        assert norms.lib.driver_shape_change(copy, array(of_norm(*NORM_SHAPES)), 7) == 0, norms.messages()
-    assert norms.serialised(norms.create(groups=8)) == {"serialization_version": 1, "groups": 8} | NORM_DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -129,42 +88,20 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
     assert said in messages and "the plugin Int8Conv of layer 'layer' was not made" in messages
 
 
-@pytest.mark.parametrize(
-    ("attributes", "said"),
-    [
-        ({}, "expected the attribute groups, got none"),
-        ({"groups": 0}, "attribute 'groups': expected a number from 1 to 2^31 - 1, got 0"),
-        ({"groups": 8, "factor": 2}, "attribute 'factor': expected 0 or 1, got 2"),
-        ({"groups": 8, "offset": 0}, "factor and timestep, got 'offset'; remove it"),
-    ],
-)
-def test_bad_attributes_of_norms(norms: Driver, attributes: dict, said: str) -> None:
-    norms.messages()
-    assert not norms.create(0, **attributes)
-    assert said in norms.messages()
+def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    for position, name in enumerate((*NAMES, "y")):
+        for kind, form in itertools.product((HALF, BF16, INT32, FLOAT), (LINEAR, HWC8)):
+            descs = tensors(*SHAPES)
+            right = (kind, form) == (descs[position].type, descs[position].format)
+            wanted = "HWC8" if descs[position].format == HWC8 else "linear"
+            descs[position].type, descs[position].format = kind, form
+            assert driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 7) == right
+            if position < 7 and not right:
+                assert driver.lib.driver_shape_change(plugin, array(descs), 7) == 1
+                assert f"input '{name}': expected {wanted} format and" in driver.messages()
 
 
-@pytest.mark.parametrize("of_norms", [False, True], ids=["convolution", "norm"])
-def test_types_and_formats(request: pytest.FixtureRequest, of_norms: bool) -> None:
-    driver = request.getfixturevalue("norms" if of_norms else "driver")
-    made = request.getfixturevalue("norm" if of_norms else "plugin")
-    names = (*(NORM_NAMES if of_norms else NAMES), "output")
-    for position, name in enumerate(names):
-        for kind in (HALF, BF16, INT32, FLOAT):
-            for form in (LINEAR, HWC8):
-                descs = of_norm(*NORM_SHAPES) if of_norms else tensors(*SHAPES)
-                wanted, in_form = descs[position].type, descs[position].format
-                descs[position].type, descs[position].format = kind, form
-                first = of_norms and position == 0
-                right = form == in_form and (kind == wanted or (first and kind == BF16))
-                assert driver.lib.driver_supports(made, position, dynamic(descs, descs), 7) == right
-                if position < 7 and not right:
-                    assert driver.lib.driver_shape_change(made, array(descs), 7) == 1
-                    form_name = "HWC8" if in_form == HWC8 else "linear"
-                    assert f"input '{name}': expected {form_name} format and" in driver.messages()
-
-
-def test_outputs(driver: Driver, plugin: ctypes.c_void_p, norms: Driver, norm: ctypes.c_void_p) -> None:
+def test_the_output_has_the_size_that_is_left(driver: Driver, plugin: ctypes.c_void_p) -> None:
     kind, exprs, out = ctypes.c_int32(-1), (DimsExprs * 7)(), DimsExprs()
     assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 7)(*KINDS), 7, ctypes.byref(kind)) == 0
     assert kind.value == HALF
@@ -175,11 +112,6 @@ def test_outputs(driver: Driver, plugin: ctypes.c_void_p, norms: Driver, norm: c
     exprs[1].nb = 2
     assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 1
     assert "expected x and weight of 4 dimensions, got 4 and 2" in driver.messages()
-    assert norms.lib.driver_output_type(norm, (ctypes.c_int32 * 7)(*[BF16] * 4), 7, ctypes.byref(kind)) == 0
-    assert kind.value == INT32
-    exprs[0].d[:4] = [100, 320, 33, 48]
-    assert norms.lib.driver_output_shape(norm, exprs, 7, ctypes.byref(out)) == 0
-    assert list(out.d[: out.nb]) == [100, 33, 48, 80]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +151,10 @@ def changed(**shapes: Sequence[int]) -> tuple[Sequence[int], ...]:
         (changed(timestep=(3,)), "rows: expected as many of each of 3 samples, got 4 in all"),
         (changed(weight=(640, 3, 3, 6), x=(4, 32, 48, 6)), "in_channels: expected 16..16384 in steps of 16, got 24"),
         (changed(weight=(640, 16, 3, 80), residual=(4, 640, 10, 24)), "kernel_h: expected 1..15, got 16"),
-        (changed(weight=(640, 1, 3, 80)), "pad_y: expected 0 or more, and less than the kernel, got 1"),
+        (
+            changed(weight=(640, 1, 3, 80), residual=(4, 640, 17, 24)),
+            "pad_y: expected 0 or more, and less than the kernel, got 1",
+        ),
         (
             changed(x=(4, 1 << 40, 48, 80), residual=(4, 640, (1 << 39), 24)),
             "height: expected 1..16384, got 2147483647",
@@ -235,24 +170,6 @@ def test_shapes_that_do_not_fit_are_refused(
     driver: Driver, plugin: ctypes.c_void_p, shapes: tuple[Sequence[int], ...], said: str
 ) -> None:
     check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(*SHAPES), 7, said)
-
-
-@pytest.mark.parametrize(
-    ("at", "shape", "said"),
-    [
-        (0, (4, 320, 32), "input 'x': expected 4 dimensions (batch, channels, height, width), got 3"),
-        (3, (1, 320), "input 'shift': expected shape [4, 320] from x and the tables, got [1, 320]"),
-        (4, (640,), "input 'factor': expected shape [320] from x and the tables, got [640]"),
-        (5, (3,), "rows: expected as many of each of 3 samples, got 4 in all"),
-        (6, (2, 8), "input 'x_scale': expected shape [2] from x and the tables, got [2, 8]"),
-    ],
-    ids=str,
-)
-def test_shapes_of_norms_that_are_refused(
-    norms: Driver, norm: ctypes.c_void_p, at: int, shape: tuple, said: str
-) -> None:
-    shapes = (*NORM_SHAPES[:at], shape, *NORM_SHAPES[at + 1 :])
-    check_shapes_are_refused(norms, norm, of_norm(*shapes), of_norm(*NORM_SHAPES), 7, said)
 
 
 def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:
