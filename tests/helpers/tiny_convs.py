@@ -1,0 +1,123 @@
+"""A small U-Net whose convolutions are INT8 layers, as the graph that is exported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import onnx_ir as ir
+import tiny_models
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import tables_from_data
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.linear.reference import LayerTables, conv, quantise_weight
+from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, select_layers
+from trtconvert.models.denoiser import intercepted
+
+CHANNELS, WIDE, SIZE, BATCH, GROUPS = 16, 32, (6, 10), 2, 4
+MAX = 1000.0
+
+
+class ResNet(nn.Module):
+    """As U-Nets have it: two convolutions behind group norms, the timestep between them, the image itself added in the end."""
+
+    def __init__(self, channels: int, wide: int, stride: int = 1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(GROUPS, channels), nn.GroupNorm(GROUPS, wide)
+        self.conv1 = nn.Conv2d(channels, wide, 3, padding=1, stride=stride)
+        self.conv2 = nn.Conv2d(wide, wide, 3, padding=1)
+        self.time = nn.Linear(8, wide)
+        self.shortcut = nn.Conv2d(channels, wide, 1, stride=stride)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x))) + self.time(embedding)[:, :, None, None]
+        return self.shortcut(x) + self.conv2(F.silu(self.norm2(h)))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Conv2d(4, CHANNELS, 3, padding=1), nn.Conv2d(WIDE, 4, 1)
+        self.first, self.second = ResNet(CHANNELS, WIDE), ResNet(WIDE, WIDE, stride=2)
+        self.qkv = nn.Linear(WIDE, WIDE)
+        for norm in self.modules():
+            if isinstance(norm, nn.GroupNorm):
+                nn.init.normal_(norm.weight, 1, 0.2)
+                nn.init.normal_(norm.bias, 0, 0.2)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        embedding = torch.sin(timestep[:, None] * torch.arange(8, device=x.device) / 50).to(x.dtype)
+        h = self.second(self.first(self.entry(x), embedding), embedding)
+        q = self.qkv(h.flatten(2).transpose(1, 2))[:, None]
+        attended = F.scaled_dot_product_attention(q, q, q)[:, 0].transpose(1, 2).unflatten(2, h.shape[2:])
+        return F.interpolate(self.exit(h + attended), size=x.shape[2:])
+
+
+def model() -> DiffusionModel:
+    torch.manual_seed(0)
+    shape = (BATCH, 4, *SIZE)
+    return DiffusionModel(
+        "unet", UNet().eval().requires_grad_(False),
+        (InputSpec("x", "float32", shape), InputSpec("timestep", "float32", (BATCH,))),
+        InputSpec("out", "float32", shape), "timestep", MAX, torch.linspace(0.01, 9, int(MAX)), {}, tiny_models.build().sample,
+    )  # fmt: skip
+
+
+def tables(layer: Layer, modes: Sequence[int], of: DiffusionModel, equalised: bool) -> LayerTables:
+    """With factors and scales by which 16-bit numbers are multiplied and divided without rounding."""
+    generator = torch.Generator().manual_seed(len(layer.source))
+    module = of.denoiser.get_submodule(layer.name)
+    exponents = torch.randint(-1, 2, (layer.in_channels,), generator=generator)
+    factor = 2.0 ** (exponents if equalised else 0 * exponents)
+    weight = module.weight / factor.view(1, -1, *[1] * (module.weight.dim() - 2))
+    stored, scale = quantise_weight(weight)
+    return LayerTables(
+        stored, scale, module.bias, factor, torch.zeros_like(factor), 0.5 ** (5 + torch.arange(len(modes))),
+        torch.tensor(modes, dtype=torch.int32),
+    )  # fmt: skip
+
+
+class Traced(NamedTuple):
+    """
+    Attributes:
+        graph: in FP16, with `Int8Conv` nodes; inputs: of a call, FP32.
+        expected: what the layers specify at timesteps [B].
+    """
+
+    graph: ir.Model
+    inputs: dict[str, Tensor]
+    expected: Callable[[Tensor], Tensor]
+
+
+def traced(modes: Sequence[int], equalised: bool = True) -> Traced:
+    """Args: modes: of all layers in each timestep bin; equalised: whether their inputs' channels have factors."""
+    of = model()
+    finder = LayerFinder(of.denoiser)
+    inputs = of.example(0, {})
+    attention = {}
+
+    def observe(call):
+        attention[call.name] = tables_from_data(call.q, call.k, call.v, Mode.FP16)
+        return call.exact()
+
+    intercepted(of, observe, finder)(**inputs)
+    layers, _ = select_layers(finder.layers(), ["*"], ["entry", "exit", "*.shortcut"], 2, kinds=("conv",))
+    converted = {layer.name: ConvertedLayer(layer, tables(layer, modes, of, equalised)) for layer in layers}
+    assert sorted(converted) == [f"{r}.{c}" for r in ("first", "second") for c in ("conv1", "conv2")]
+    graph = trace(of, attention, SiteOptions(MAX, "calibrated", True), layers=converted, dims={}, dtype=torch.float16)
+
+    def computed(call):
+        if call.name not in converted:
+            return call.exact()
+        shape = {"stride": call.stride, "padding": call.padding}
+        return conv(call.x, call.timestep, converted[call.name].tables, **shape, timestep_max=MAX)
+
+    def expected(timestep: Tensor) -> Tensor:
+        return intercepted(of, layers=computed)(**inputs | {"timestep": timestep})
+
+    return Traced(graph, inputs, expected)
