@@ -7,13 +7,19 @@ import dataclasses
 import pytest
 import torch
 from modiff_kernels import CASES, Case, compare
+from support import WEIGHTS
 from tolerances import SAME_FLOAT
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from trtconvert.evaluate.metrics import decibels
 from trtconvert.models.ddpm_unet import build
+from trtconvert.models.digits import digits_model
 from trtconvert.modiff import Settings, modulate
+from trtconvert.modiff.recorded import Recorded
 from trtconvert.modiff.reference import Geometry
+from trtconvert.modiff.rounding import AdaRound
+from trtconvert.modiff.study import Study, Variant
 
 pytestmark = pytest.mark.gpu
 
@@ -102,6 +108,30 @@ def test_compiled_models_compute_the_same():
             assert float((y - exact).norm() / exact.norm()) < 0.03
         found.reset_cache()
         wanted.reset_cache()
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+def test_recorded_calls_are_the_denoisers(modulated):
+    """Of two sizes by turns, and after each reset."""
+    found, wanted = (modulate(unet(), DYNAMIC) if modulated else unet() for _ in range(2))
+    recorded = Recorded(found)
+    for count in (3, 2, 3):
+        if modulated:
+            found.reset_cache()
+            wanted.reset_cache()
+        for x, t in steps(5):
+            assert torch.equal(recorded(x[:count], t[:count]), wanted(x[:count], t[:count]))
+
+
+def test_samples_drawn_compiled_are_those_drawn_eager(tmp_path):
+    """Of the shipped model, in two batches of which the second is smaller; the sampler works on the GPU."""
+    study = Study(digits_model(WEIGHTS), "cuda", torch.float32, 6, "ddim", 4, 4, AdaRound(iterations=0), tmp_path)
+    for method in ("full", "lcq-modiff"):
+        model = study.prepared(Variant(method) if method != "full" else study.full)
+        eager, fast = (
+            dataclasses.replace(study, compiled=compiled).drawing(model)(range(6)) for compiled in (False, True)
+        )
+        assert eager.device.type == "cpu" and float(decibels((eager - fast).square().mean())) > 40
 
 
 def test_nothing_waits_for_the_gpu():

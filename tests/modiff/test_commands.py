@@ -177,10 +177,10 @@ def test_one_sample_calibrates_and_a_damaged_calibration_is_made_anew(study):
 
 def test_samples_do_not_depend_on_what_was_drawn_before(study):
     """Caches begin anew with each batch, also the last, which is smaller."""
-    prepared = study.prepared(Variant("lcq-modiff", 8, 4))
-    together = study.draw(prepared, range(6))
-    assert torch.equal(together[4:], study.draw(prepared, range(4, 6)))
-    assert torch.equal(together[:4], study.draw(prepared, range(4)))
+    draw = study.drawing(study.prepared(Variant("lcq-modiff", 8, 4)))
+    together = draw(range(6))
+    assert torch.equal(together[4:], draw(range(4, 6)))
+    assert torch.equal(together[:4], draw(range(4)))
 
 
 def test_all_floating_point_inputs_but_timesteps_take_the_type(study):
@@ -199,14 +199,14 @@ def test_tables_say_which_samples_are_not_finite():
 
 
 def test_a_variant_of_nan_leaves_the_other_rows(work, tmp_path, monkeypatch):
-    draw = Study.draw
+    drawing = Study.drawing
     broken = [True]
 
-    def drawn(self, model, seeds):
-        images = draw(self, model, seeds)
-        return images * torch.nan if isinstance(model.denoiser, Modulated) in broken else images
+    def drawn(self, model):
+        draw = drawing(self, model)
+        return lambda seeds: draw(seeds) * (torch.nan if isinstance(model.denoiser, Modulated) in broken else 1)
 
-    monkeypatch.setattr(Study, "draw", drawn)
+    monkeypatch.setattr(Study, "drawing", drawn)
     arguments = [*FEW, "-n", "10", "--bits", "8/8", "--method", "lcq", "--json", "-o", tmp_path / "a.md"]
     full, lcq = rows_of(run("modiff", "evaluate", "digits-dit", *arguments, "--work", tmp_path / "one"))
     assert full["nonfinite"] == 0 and full["fid"] is not None
@@ -214,3 +214,8 @@ def test_a_variant_of_nan_leaves_the_other_rows(work, tmp_path, monkeypatch):
     broken.append(False)
     outcome = run("modiff", "evaluate", "digits-dit", *arguments, "--work", tmp_path / "two", "--dtype", "float16")
     assert outcome.exit_code == 2 and "in full precision" in outcome.output and "--dtype bfloat16" in outcome.output
+
+
+def test_nothing_is_compiled_on_a_cpu(tmp_path):
+    outcome = run("modiff", "evaluate", "digits-dit", *FEW, "--compile", "-n", "10", "-o", tmp_path / "a.md")
+    assert outcome.exit_code == 2 and "--device cuda" in outcome.output

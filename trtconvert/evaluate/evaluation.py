@@ -382,6 +382,7 @@ class _FiniteWatch:
 
     def __init__(self, denoiser: Denoiser, samples: int) -> None:
         self._denoiser, self.guidance = denoiser, guidance_of(denoiser)
+        self.device = getattr(denoiser, "device", None)
         self.finite = torch.ones(samples, dtype=torch.bool)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:

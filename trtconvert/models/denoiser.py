@@ -46,15 +46,15 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
 
 
 class _Moved:
-    """A denoiser on another device than its sampler."""
+    """A denoiser on another device than its sampler, which may work there as well."""
 
     def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
-        self._denoiser, self._device = denoiser, device
+        self._denoiser, self.device = denoiser, device
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         home = (inputs or tuple(named.values()))[0].device
-        there = (x.to(self._device) for x in inputs)
-        return self._denoiser(*there, **{name: x.to(self._device) for name, x in named.items()}).to(home)
+        there = (x.to(self.device) for x in inputs)
+        return self._denoiser(*there, **{name: x.to(self.device) for name, x in named.items()}).to(home)
 
 
 def require_device(name: str) -> None:

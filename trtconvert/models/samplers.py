@@ -137,8 +137,8 @@ def sample(
     Args:
         denoiser: see `Denoiser`. It is called `steps` times, 2·steps - 1 times by "heun". One that applies guidance inside is
             given both halves of the conditions and the scale, and gives one prediction.
-        noise: [B, C, H, W] standard normal, see `initial_noise`. Its type and device are those of the denoiser's input; the
-            state between calls is float64.
+        noise: [B, C, H, W] standard normal, see `initial_noise`. Its type is that of the denoiser's input; the state between
+            calls is float64. Both are on the denoiser's device where it has a `device`, else on the noise's.
         schedule: the noise that the denoiser was trained with.
         prediction: what it predicts, one of `PREDICTIONS`.
         solver: "ddim", "euler" or "heun", see `solver_sigmas`.
@@ -149,7 +149,7 @@ def sample(
             from the denoiser.
         on_call: sees every call of the denoiser, in order.
     Returns:
-        [B, C, H, W] FP32 in [0, 1], for models of images in [-1, 1].
+        [B, C, H, W] FP32 in [0, 1], for models of images in [-1, 1], on the device that the noise came from.
     """
     if prediction not in PREDICTIONS:
         raise UserError(
@@ -167,6 +167,9 @@ def sample(
             got=repr(guidance),
             remedy="give one; a denoiser that applies guidance inside takes one for each sample as its own input",
         ) from None
+    home, device = noise.device, getattr(denoiser, "device", None)
+    if isinstance(device, torch.device):
+        noise = noise.to(device)
     fused = guidance_of(denoiser)
     guided = guidance != 1 and fused is None
     conditions = dict(conditions or {})
@@ -180,10 +183,11 @@ def sample(
                 remedy="pass the model's empty condition, or guidance=1",
             )
         if fused is not None:
-            scales = torch.full((len(noise),), guidance, dtype=torch.float32, device=noise.device)
+            scales = torch.full((len(noise),), guidance, dtype=torch.float32)
             conditions = fused.inputs(null_conditions, conditions, scales)
         else:
             conditions = {name: torch.cat([null_conditions[name], conditions[name]]) for name in conditions}
+    conditions = {name: x.to(noise.device) for name, x in conditions.items()}
     begin(denoiser)
     calls = 0
 
@@ -198,7 +202,7 @@ def sample(
         if on_call is not None:
             on_call(DenoiserCall(calls, x_in, timestep, conditions, out))
         calls += 1
-        out = out.double()
+        out = out.to(x.device, torch.float64)
         if guided:
             unconditional, conditional = out.chunk(2)
             out = unconditional + guidance * (conditional - unconditional)
@@ -212,4 +216,4 @@ def sample(
     # The marginal at the first level of images of unit variance, as for x_T ~ N(0, I) in DDPM.
     x = noise.double() * (1 + sigmas[0] ** 2).sqrt()
     x = solve_ode(denoised, x, sigmas, second_order=solver == "heun")
-    return ((x + 1) / 2).clamp(0, 1).float()
+    return ((x + 1) / 2).clamp(0, 1).float().to(home)

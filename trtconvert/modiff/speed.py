@@ -10,22 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.modiff.calibration import Calibration
 from trtconvert.modiff.methods import METHODS
 from trtconvert.modiff.modulated import Modulated
+from trtconvert.modiff.recorded import Recorded
 from trtconvert.modiff.study import Study, Variant, told, typed_call
 from trtconvert.progress import Bar, Reporter
 
 Row = dict[str, Any]
 
+_ROWS = 15
+"""Of a table, at most."""
+
 
 def step_times(study: Study, variant: Variant, runs: int, report: Reporter) -> list[Row]:
     """Seconds of a step in the middle of a trajectory, of `study.batch` samples; the median of runs, each on inputs of its own.
 
-    On a GPU by torch.compile as well.
+    On a GPU by torch.compile as well, and in a CUDA graph.
     """
     calls: list[tuple[tuple[Tensor, ...], dict[str, Tensor]]] = []
 
@@ -53,9 +57,12 @@ def _rows(
         plain = copy.deepcopy(study.model.denoiser).to(study.device, dtype)
         inputs = [typed_call(study.model, dtype, *call) for call in kept]
         rows.append(_row(f"{name}, eager", plain, inputs, runs, study))
+        if any(isinstance(module, torch.nn.Conv2d) for module in plain.modules()):
+            plain = plain.to(memory_format=torch.channels_last)
+            rows.append(_row(f"{name}, eager, channels last", plain, inputs, runs, study))
         if study.device == "cuda":
-            rows.append(_row(f"{name}, torch.compile", torch.compile(plain), inputs, runs, study))
-        bar.share(name, len(rows) / 10)
+            rows += _compiled(name, plain, inputs, runs, study)
+        bar.share(name, len(rows) / _ROWS)
         del plain
     for method, ways in (("qdiff", (True, False)), ("qdiff-modiff", (False,))):
         asked = dataclasses.replace(variant, method=method)
@@ -67,10 +74,17 @@ def _rows(
             what = "simulated" if simulated else "integers"
             rows.append(_row(f"{METHODS[asked.method]} {asked.bits}, {what}", modulated, inputs, runs, study))
             if study.device == "cuda" and not simulated:
-                name = f"{METHODS[asked.method]} {asked.bits}, {what}, torch.compile"
-                rows.append(_row(name, torch.compile(modulated), inputs, runs, study, modulated))
-            bar.share(what, len(rows) / 10)
+                rows += _compiled(f"{METHODS[asked.method]} {asked.bits}, {what}", modulated, inputs, runs, study)
+            bar.share(what, len(rows) / _ROWS)
     return rows
+
+
+def _compiled(name: str, denoiser: nn.Module, inputs: list[Any], runs: int, study: Study) -> list[Row]:
+    compiled, modulated = torch.compile(denoiser), denoiser if isinstance(denoiser, Modulated) else None
+    return [
+        _row(f"{name}, torch.compile", compiled, inputs, runs, study, modulated),
+        _row(f"{name}, torch.compile, CUDA graph", Recorded(compiled), inputs, runs, study, modulated),
+    ]
 
 
 def device_name(device: str) -> str:
@@ -79,7 +93,7 @@ def device_name(device: str) -> str:
 
 def markdown(study: Study, rows: list[Row]) -> str:
     """A table, with what ran where."""
-    first = next((row["ms"] for row in rows if "16, eager" in row["what"]), rows[0]["ms"])
+    first = next((row["ms"] for row in rows if row["what"].endswith("16, eager")), rows[0]["ms"])
     lines = [
         f"{device_name(study.device)}, torch {torch.__version__}, a step of {study.batch} samples",
         "",

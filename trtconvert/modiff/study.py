@@ -35,6 +35,7 @@ from trtconvert.modiff.calibration import Calibration, digest
 from trtconvert.modiff.methods import METHODS, Method
 from trtconvert.modiff.modulated import Modulated, modulate
 from trtconvert.modiff.qdiff import calibrate, record
+from trtconvert.modiff.recorded import Recorded
 from trtconvert.modiff.rounding import AdaRound
 from trtconvert.modiff.settings import Settings
 from trtconvert.progress import Bar, Reporter
@@ -115,6 +116,7 @@ class Study:
         steps, solver: of the sampler. batch: samples that are drawn, or calibrated on, at once.
         calibration_samples: trajectories' samples; rounding: of Q-Diff.
         work: folder of what is done.
+        compiled: samples are drawn by torch.compile and CUDA graphs, on "cuda" alone.
     """
 
     model: DiffusionModel
@@ -126,6 +128,7 @@ class Study:
     calibration_samples: int
     rounding: AdaRound
     work: Path
+    compiled: bool = False
 
     @functools.cached_property
     def digest(self) -> str:
@@ -210,23 +213,24 @@ class Study:
         modulated = modulate(moved.denoiser, settings, calibration=calibration).to(self.dtype)
         return dataclasses.replace(moved, denoiser=modulated)
 
-    def draw(self, model: DiffusionModel, seeds: Sequence[int]) -> Tensor:
-        """Images [N, C, H, W] in [0, 1] of a model of `prepared`."""
-        images = []
-        for part in _batches(seeds, self.batch):
-            if isinstance(model.denoiser, Modulated):
-                model.denoiser.reset_cache()
-            images.append(model.sample(self._typed(model), part, steps=self.steps, solver=self.solver))
-        return torch.cat(images).cpu()
+    def drawing(self, model: DiffusionModel) -> Callable[[Sequence[int]], Tensor]:
+        """What draws the images of seeds, [N, C, H, W] in [0, 1], with a model of `prepared`."""
+        denoiser: Denoiser = Recorded(torch.compile(model.denoiser, dynamic=False)) if self.compiled else model.denoiser
 
-    def _typed(self, model: DiffusionModel) -> Denoiser:
-        """Takes what samplers give, FP32, and gives it back, whatever the model computes in."""
-
-        def typed(*inputs: Tensor, **named: Tensor) -> Tensor:
+        def typed(*inputs: Tensor, **named: Tensor) -> Tensor:  # samplers give FP32, whatever the model computes in
             inputs, named = typed_call(model, self.dtype, inputs, named)
-            return model.denoiser(*inputs, **named).float()
+            return denoiser(*inputs, **named).float()
 
-        return typed
+        @torch.no_grad()
+        def draw(seeds: Sequence[int]) -> Tensor:
+            images = []
+            for part in _batches(seeds, self.batch):
+                if isinstance(model.denoiser, Modulated):
+                    model.denoiser.reset_cache()
+                images.append(model.sample(typed, part, steps=self.steps, solver=self.solver))
+            return torch.cat(images).cpu()
+
+        return draw
 
 
 def typed_call(
@@ -295,6 +299,7 @@ def evaluate(
         "batch": study.batch,
         "device": study.device,
         "dtype": str(study.dtype),
+        "compiled": study.compiled,
     }
     full = study.full
     sets: dict[Variant, ShardSet] = {}
@@ -317,17 +322,17 @@ def evaluate(
             shards = sets[variant] = ShardSet.at(
                 study.work, f"{variant.method}-{variant.bits.replace('/', '-')}", reads, samples, SHARD
             )
-            held_model: list[DiffusionModel] = []
+            drawing: list[Callable[[Sequence[int]], Tensor]] = []
 
             def make(
                 held: range,
                 variant: Variant = variant,
                 calibration: Calibration | None = calibration,
-                held_model: list[DiffusionModel] = held_model,
+                drawing: list[Callable[[Sequence[int]], Tensor]] = drawing,
             ) -> dict[str, Tensor]:
-                if not held_model:  # not made where all is done
-                    held_model.append(study.prepared(variant, calibration))
-                images = study.draw(held_model[0], range(seed + held.start, seed + held.stop))
+                if not drawing:  # not made where all is done
+                    drawing.append(study.drawing(study.prepared(variant, calibration)))
+                images = drawing[0](range(seed + held.start, seed + held.stop))
                 finite = images.flatten(1).isfinite().all(1)
                 images = images.nan_to_num(0, 1, 0)
                 return features_of(extractor, images) | {"finite": finite, "images": images.half()}
