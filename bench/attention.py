@@ -1,10 +1,12 @@
-"""Attention on one GPU: our modes beside cuDNN, FlashAttention and, where importable, SageAttention, flash-attn-4 and fa3-fwd.
+"""Attention on one GPU: our modes beside cuDNN and FlashAttention and, where importable, SageAttention and more.
 
     python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
 
-Quantisation is inside every time. Latency is the median of CUDA events over rotating inputs, in a queue that is full before it
-starts, so that no call waits for the host; its spread is half the distance between the quartiles. The kernels of a shape take
-turns, so that none has the GPU cooler than another, nor throttled by the one before.
+Peers that need a package: SageAttention (sageattention), flash-attn-4, FlashAttention-3 in BF16 and FP8 (fa3-fwd), cuDNN's FP8
+(nvidia-cudnn-frontend). Quantisation is inside every time, but where a name says otherwise. Latency is the median of CUDA events
+over rotating inputs, in a queue that is full before it starts, so that no call waits for the host; its spread is half the
+distance between the quartiles. The kernels of a shape take turns, so that none has the GPU cooler than another, nor throttled by
+the one before.
 TFLOP/s = 4 B H N M D / time, of N queries and M keys. The error is relative L2 against FP32 attention of the same FP16 inputs.
 Power is sampled through NVML while a kernel loops, after all times. Writes attention.md and attention.png; nothing is asserted.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import importlib
 import statistics
 import threading
@@ -101,6 +104,8 @@ def peers() -> dict[str, Attention]:
         found["flash-attn-4"] = lambda q, k, v: flash4(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
     with contextlib.suppress(ImportError):
         found |= flash3(importlib.import_module("fa3_fwd_interface").flash_attn_func)
+    with contextlib.suppress(ImportError):
+        found |= cudnn_fp8(importlib.import_module("cudnn"))
     return found
 
 
@@ -128,6 +133,93 @@ def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
         "FlashAttention-3 FP8": lambda *qkv: in_fp8(*quantise(*qkv)),
         "FlashAttention-3 FP8, quantised before": lambda *qkv: in_fp8(*once("fp8", quantise, *qkv)),
     }
+
+
+def cudnn_fp8(cudnn: Any) -> dict[str, Attention]:
+    """cuDNN in FP8 (`nvidia-cudnn-frontend`) with a scale for each tensor, quantised inside the time and before it.
+
+    On Hopper its output is FP8 as well, of which it must be told a scale: that of the first call's largest element, found before
+    the time, as training frameworks take that of the step before. Turning the output into FP16 is inside the time.
+    """
+    quantise = torch.compile(_to_fp8_by_tensor, dynamic=False)
+    handle = functools.cache(cudnn.create_handle)
+    built = functools.cache(functools.partial(_CudnnFP8, cudnn, handle))
+    before: dict[int, Any] = {}
+
+    def run(tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
+        return built(tensors[0].shape, tensors[1].shape)(tensors, scales)
+
+    def quantised_before(*qkv: Tensor) -> Tensor:
+        key = qkv[0].data_ptr()
+        if key not in before:
+            before[key] = quantise(*qkv)
+        return run(*before[key])
+
+    return {"cuDNN FP8": lambda *qkv: run(*quantise(*qkv)), "cuDNN FP8, quantised before": quantised_before}
+
+
+class _CudnnFP8:
+    """cuDNN's graph of attention in E4M3 of queries [B, H, N, D] and keys [B, H, M, D]."""
+
+    SOFTMAX = 256.0  # of probabilities, at most 1, so that E4M3 holds them
+
+    def __init__(self, cudnn: Any, handle: Callable[[], Any], queries: torch.Size, keys: torch.Size) -> None:
+        fp8, fp32, heuristic = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT, cudnn.heur_mode.A
+        self._cudnn, self._handle = cudnn, handle()
+        graph = cudnn.pygraph(
+            io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32, handle=self._handle
+        )
+        qkv = {
+            name: graph.tensor(dim=list(size), stride=list(torch.empty(size, device="meta").stride()), data_type=fp8)
+            for name, size in (("q", queries), ("k", keys), ("v", keys))
+        }
+        scalars = {
+            name: graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=fp32)
+            for name in ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+        }
+        out, _, *largest = graph.sdpa_fp8(**qkv, **scalars, attn_scale=queries[-1] ** -0.5, generate_stats=False)
+        stride = list(torch.empty(queries, device="meta").stride())
+        out.set_output(True).set_dim(list(queries)).set_stride(stride).set_data_type(fp8)
+        for one in largest:
+            one.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([heuristic])
+        graph.check_support()
+        graph.build_plans()
+        self._graph, self._qkv, self._scalars, self._outputs = graph, qkv, scalars, (out, *largest)
+        self._workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+        self._fixed = torch.tensor([1 / self.SOFTMAX, self.SOFTMAX, 1.0], device="cuda").split(1)
+        self._queries = queries
+        self._descale_o: Tensor | None = None
+
+    def __call__(self, tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
+        if self._descale_o is None:
+            _, largest = self._run(tensors, scales, torch.ones(1, device="cuda"))
+            self._descale_o = largest / torch.finfo(torch.float8_e4m3fn).max
+            self._fixed = (*self._fixed[:2], 1 / self._descale_o)
+        out, _ = self._run(tensors, scales, self._fixed[2])
+        return _from_fp8(out, self._descale_o)
+
+    def _run(self, tensors: list[Tensor], scales: list[Tensor], scale_o: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty(self._queries, dtype=torch.float8_e4m3fn, device="cuda")
+        largest = torch.empty(2, device="cuda").split(1)
+        values = (*tensors, *scales, *self._fixed[:2], scale_o, out, *largest)
+        names = (*self._qkv.values(), *self._scalars.values(), *self._outputs)
+        self._cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
+        self._graph.execute(dict(zip(names, values, strict=True)), self._workspace, handle=self._handle)
+        return out, largest[1]
+
+
+@torch.compile(dynamic=False)
+def _from_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() * scale).half()
+
+
+def _to_fp8_by_tensor(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Each in E4M3, and its scale [1] FP32."""
+    scales = [x.float().abs().amax().reshape(1) / torch.finfo(torch.float8_e4m3fn).max for x in tensors]
+    return [(x / s).to(torch.float8_e4m3fn) for x, s in zip(tensors, scales, strict=True)], scales
 
 
 def _to_fp8(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
