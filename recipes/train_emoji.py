@@ -6,7 +6,8 @@
     python recipes/train_emoji.py unet --data package --out DIR
 
 `classifier` and `dit` write emoji-classifier.safetensors and emoji-dit.safetensors (FP16). `unet` writes emoji-unet.safetensors,
-in the layout of the CIFAR-10 DDPM and at 32 × 32, which does not ship. `dit` and `unet` draw samples, which the classifier of the
+in the layout of the CIFAR-10 DDPM and at 32 × 32, which does not ship, and a folder of the held-out emoji at that size, which
+`trtconvert modiff evaluate --reference` takes. `dit` and `unet` draw samples, which the classifier of the
 same folder judges. Both write a checkpoint every two minutes: `--minutes 25` stops in time for a lease, and the same command goes
 on later. On several GPUs of one machine start it by `torchrun --nproc-per-node N`; the batch is shared out. Seeded; bit-equal
 weights also need the same hardware, torch, and pieces.
@@ -32,8 +33,15 @@ from torch.nn import functional as F
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.errors import UserError
-from trtconvert.evaluate.emoji import CATEGORY_OF, EmojiClassifier, EmojiData, category_accuracy, emoji_data
-from trtconvert.evaluate.grid import save_sheet
+from trtconvert.evaluate.emoji import (
+    CATEGORY_OF,
+    EmojiClassifier,
+    EmojiData,
+    category_accuracy,
+    emoji_data,
+    held_out_emoji,
+)
+from trtconvert.evaluate.grid import picture, save_sheet
 from trtconvert.models import ddpm_unet, emoji_dit
 from trtconvert.models.checkpoint import load_weights, save_weights
 from trtconvert.models.emoji import label_of_seed
@@ -118,9 +126,7 @@ def train_diffusion(training: Training, data: EmojiData, args: argparse.Namespac
     """Returns the model with the exponential average of its weights. Goes on from, and leaves, a checkpoint in `args.out`."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = data.images.device
-    images = data.images.float() / 255
-    if training.image_size < images.shape[-1]:
-        images = F.avg_pool2d(images, images.shape[-1] // training.image_size)
+    images = shrunk(data.images.float() / 255, training.image_size)
     schedule = training.noise_schedule(device)
     torch.manual_seed(args.seed)
     model = training.build().to(device).to(memory_format=torch.channels_last)
@@ -191,6 +197,18 @@ def train_diffusion(training: Training, data: EmojiData, args: argparse.Namespac
     save(step)
     print(f"{step} of {args.steps} steps", flush=True)
     return ema
+
+
+def shrunk(images: Tensor, size: int) -> Tensor:
+    """[B, 3, S, S] in [0, 1] → [B, 3, size, size], means of squares of pixels."""
+    return F.avg_pool2d(images, images.shape[-1] // size) if size < images.shape[-1] else images
+
+
+def write_held_out(size: int, folder: Path) -> None:
+    """The held-out emoji without their skin tones, one PNG image each."""
+    folder.mkdir(exist_ok=True)
+    for number, image in enumerate(shrunk(held_out_emoji(), size)):
+        picture(image).save(folder / f"{number:03d}.png")
 
 
 @torch.no_grad()
@@ -299,6 +317,8 @@ def main() -> None:
     model = train_diffusion(training, data.part(held_out=False), args)
     if not dist.is_initialized() or dist.get_rank() == 0:
         save_weights(copy.deepcopy(model).half(), args.out / f"{training.name}.safetensors", LICENCE)
+        if training.image_size < emoji_dit.IMAGE_SHAPE[1]:
+            write_held_out(training.image_size, args.out / f"emoji-held-out-{training.image_size}")
         judge(model, training, args, device)
     if dist.is_initialized():
         dist.destroy_process_group()
