@@ -200,7 +200,9 @@ def test_sums_far_beyond_fp32(arch):
         ({"pad_y": 3}, "pad_y: expected 0 or more, and less than the kernel, got 3"),
         ({"width": 1, "kernel_w": 4}, "width: expected at least a window of 4 with the padding of 1, got 1"),
         ({"data_type": 2}, "data_type: expected 0 (float16) or 1 (bfloat16), got 2"),
-        ({"table": ModeTable(4, 1, 1, 1000.0)}, "table.mode_set: expected 8 (static), got 4"),
+        pytest.param(
+            {"table": ModeTable(4, 1, 1, 1000.0)}, "table.mode_set: expected 8 (static), got 4", id="mode_set"
+        ),
         ({"target_arch": 90}, "target_arch: expected 0 or 80, got 90"),
         ({"weight": 0}, "weight: expected a device pointer, got null"),
         ({"residual": 8}, "residual: expected a pointer aligned to 16 bytes, got 0x8"),
@@ -258,7 +260,7 @@ def test_norms_in_int8_are_those_of_16_bits_quantised(batch, pixels, channels, g
         ({"normed": 64}, "normed: expected null where a payload is wanted"),
         ({"payload": 0}, "payload: expected a device pointer, got null"),
     ],
-    ids=str,
+    ids=["mode_set", "samples", "normed", "payload"],
 )
 def test_payloads_that_are_refused(changed, said):
     x, shift, weight, bias = draw_images(2, 16, 64, torch.float16)

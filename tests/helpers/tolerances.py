@@ -102,9 +102,9 @@ channels, and rounding errs by a step over √12: 0.0075 for weights and as much
 whose largest element is 4.5. Squares add: 0.0075, 0.0106 and 0.013. Another third is for the luck of the draw."""
 
 INT8_CONVS_OF_A_UNET = 0.025
-"""Relative L2 error of four INT8 convolutions as plugins, with FP16 between them, against their specification in FP32: a hundredth
-of the elements fall on the other side of an edge between two integers. 0.007 to 0.018 was seen; a scale of another bin gives
-0.05 and more."""
+"""Relative L2 error of four INT8 convolutions as plugins, with FP16 between them, against their specification in FP32: a
+hundredth of the elements fall on the other side of an edge between two integers. 0.007 to 0.018 was seen; a scale of another bin
+gives 0.05 and more."""
 
 LAYERS_OF_A_BLOCK = 8e-3
 """Relative L2 error of ten INT8 layers as plugins against their specification: FP16 between them, and its rounding turns
