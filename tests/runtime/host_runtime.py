@@ -245,7 +245,7 @@ REFIT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64
 
 
 def engine_graph(model, layers):
-    """What a refittable engine is built from. Where it has INT8 layers, all attention is TensorRT's own."""
+    """What a refittable engine is built from, its nodes in order. Where it has INT8 layers, all attention is TensorRT's own."""
     if layers == "exact":
         expand_layers(model, exact=True)
         return model

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord,
 from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
 from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.engine.timing_cache import timing_cache_path
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line, several
 from trtconvert.library import (
     REINSTALL,
     compiled_architectures,
@@ -303,6 +303,8 @@ def build_engine(
     )
     native = [site.name for site in engine.native_sites] if engine.with_plugin else list(nodes)
     built = lowered(model, native, chosen, profiles)
+    if chosen.layers == "plugin" and not options.refittable:
+        _tell_convs(_convs_in_16_bits(model, chosen, profiles), watch)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
@@ -417,6 +419,33 @@ def _gpus(options: EngineSection) -> str:
     return "sm80 and later, which engine.hardware_compatible asks for" if options.hardware_compatible else here
 
 
+def _convs_in_16_bits(model: ir.Model, options: EngineSection, profiles: Sequence[Dims]) -> dict[str, str]:
+    """The INT8 convolutions that an engine with our layers has in 16 bits, and why."""
+    from trtconvert.export.lowering import left_convs
+    from trtconvert.export.nodes.attention import attention_nodes
+    from trtconvert.export.nodes.layers import CONV, layer_nodes
+
+    names = [name for name, node in layer_nodes(model).items() if node.op_type == CONV]
+    if not names:
+        return {}
+    if not attention_nodes(model) or not options.channels_last:
+        return dict.fromkeys(names, "in an engine whose group norms are TensorRT's own")
+    if against := _against_channels_last(options) or ("" if has_linear_kernel() else "no INT8 kernel on this GPU"):
+        return dict.fromkeys(names, f"without group norms that give INT8: {against}")
+    return left_convs(model, opt_sizes(profiles))
+
+
+def _tell_convs(left: Mapping[str, str], watch: BuildWatcher) -> None:
+    """Say which INT8 convolutions an engine has in 16 bits, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        watch.notice(
+            f"convolutions in 16 bits, with the weights that INT8 holds: {len(names)} {reason}: {several(names, 3)}"
+        )
+
+
 def _against_plugins(options: EngineSection) -> str:
     """Which kernels the plugin library has, where none serves the GPUs that an engine shall run on; else empty."""
     compiled, here = compiled_architectures(), device_architecture()
@@ -438,6 +467,18 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     Raises:
         UserError: the model has no site of one of the names.
     """
+    from trtconvert.export.lowering import timesteps_kept
+
+    model = model.clone()
+    with timesteps_kept(model):
+        _lower(model, native, options, profiles)
+    # Nodes that read the timestep stand where what they replace stood, which may be before that is known.
+    model.graph.sort()
+    return model
+
+
+def _lower(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> None:
+    """See `lowered`; in place."""
     from trtconvert.export.lowering import (
         expand_layers,
         lower_changes,
@@ -457,14 +498,15 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     from trtconvert.export.nodes.attention import attention_nodes
     from trtconvert.export.nodes.layers import layer_nodes
 
-    model = model.clone()
     # First: rewrites look for products.
     if options.refittable and options.layers == "plugin" and not _against_plugins(options):
         ours = refittable_layers(model, opt_sizes(profiles))
         others = layer_nodes(model).keys() - ours
         in_int8 = expand_layers(model, exact=others, offsets=True, refittable=True)
     else:
-        exact = options.layers == "exact" or options.refittable
+        exact: bool | Collection[str] = options.layers == "exact" or options.refittable
+        if not exact and options.layers == "plugin":
+            exact = _convs_in_16_bits(model, options, profiles).keys()
         in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin")
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
@@ -494,7 +536,6 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     if options.layers != "plugin":
         quantise_products(model)
     lower_changes(model)
-    return model
 
 
 def build_lowered(

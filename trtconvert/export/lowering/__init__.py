@@ -4,7 +4,7 @@ node meets a runtime, the folding of transposes into its layout, and what Tensor
 from trtconvert.export.lowering.changes import lower_changes
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
-from trtconvert.export.lowering.int8_convs import take_int8_convs
+from trtconvert.export.lowering.int8_convs import left_convs, take_int8_convs
 from trtconvert.export.lowering.int8_layers import (
     refittable_layers,
     refitted_constants,
@@ -12,7 +12,7 @@ from trtconvert.export.lowering.int8_layers import (
     take_mixed_layers,
     take_refittable_layers,
 )
-from trtconvert.export.lowering.layers import exact_names, expand_layers, quantise_products
+from trtconvert.export.lowering.layers import exact_names, expand_layers, quantise_products, timesteps_kept
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
@@ -25,6 +25,7 @@ __all__ = [
     "expand_layers",
     "fold_transposes",
     "has_group_norms",
+    "left_convs",
     "lower_changes",
     "lower_to_function",
     "lower_to_native",
@@ -40,4 +41,5 @@ __all__ = [
     "take_int8_convs",
     "take_mixed_layers",
     "take_refittable_layers",
+    "timesteps_kept",
 ]

@@ -7,7 +7,8 @@ front of it, offsets and factors, becomes a part of the kernel that computes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -35,6 +36,21 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 REFIT_METADATA = "trtconvert.refitted"
 """Metadata key of a product whose INT8 weights are to be replaced: the name of its layer."""
+
+
+@contextlib.contextmanager
+def timesteps_kept(model: ir.Model) -> Iterator[None]:
+    """Keeps what INT8 layers read of the timestep, by which nodes of plugins find their modes and scales, although between
+    `expand_layers` and these nodes nothing may read it. In place.
+    """
+    outputs, nodes = model.graph.outputs, layer_nodes(model).values()
+    timesteps = dict.fromkeys(x for node in nodes if (x := inputs_of(node).get(TIMESTEP)) is not None and x.producer())
+    count = len(outputs)
+    outputs.extend(x for x in timesteps if x not in outputs)
+    yield
+    if len(outputs) > count:
+        del outputs[count:]
+        RemoveUnusedNodesPass()(model)
 
 
 def expand_layers(
