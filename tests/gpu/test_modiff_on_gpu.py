@@ -65,14 +65,18 @@ def test_all_tiles_give_the_same(index):
         assert found["y"] < SAME_FLOAT
 
 
+def error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((y.cpu() - exact.cpu()).norm() / exact.cpu().norm())
+
+
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8)], ids=str)
 def test_models_give_what_they_give_on_the_cpu(bits):
+    """A rounding that falls the other way in a layer moves all that follow: two right ones differ by what quantising does."""
     settings = dataclasses.replace(DYNAMIC, weight_bits=bits[0], activation_bits=bits[1])
-    there, here = modulate(unet(), settings), modulate(unet().cpu(), settings)
+    there, here, exact = modulate(unet(), settings), modulate(unet().cpu(), settings), unet().cpu()
     for x, t in steps(6):
-        y, wanted = there(x, t), here(x.cpu(), t.cpu())
-        # Roundings that fall the other way in a layer change what the next one reads: far below the quantisation's error.
-        assert float((y.cpu() - wanted).norm() / wanted.norm()) < 0.03
+        y, wanted, full = there(x, t), here(x.cpu(), t.cpu()), exact(x.cpu(), t.cpu())
+        assert error(y, full) < 1.2 * error(wanted, full) and error(y, wanted) < 1.5 * error(wanted, full)
 
 
 def test_steps_are_recorded_in_cuda_graphs():
@@ -101,11 +105,11 @@ def test_steps_are_recorded_in_cuda_graphs():
 def test_compiled_models_compute_the_same():
     torch._dynamo.reset()
     found, wanted = (modulate(unet(), dataclasses.replace(DYNAMIC, granularity="tensor")) for _ in range(2))
-    compiled = torch.compile(found)
+    compiled, exact = torch.compile(found), unet()
     for _ in range(2):
         for x, t in steps(4):
-            y, exact = compiled(x, t), wanted(x, t)
-            assert float((y - exact).norm() / exact.norm()) < 0.03
+            y, eager, full = compiled(x, t), wanted(x, t), exact(x, t)
+            assert error(y, full) < 1.2 * error(eager, full) and error(y, eager) < 1.5 * error(eager, full)
         found.reset_cache()
         wanted.reset_cache()
 

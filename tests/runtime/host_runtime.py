@@ -228,6 +228,9 @@ class HostRefitter:
         self.new[name] = weights
         return True
 
+    def unset_named_weights(self, name):
+        return self.new.pop(name, None) is not None
+
     def get_missing_weights(self):
         return [n for n in self.fused if n not in self.new and self.new.keys() & set(self.fused)]
 

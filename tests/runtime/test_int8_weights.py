@@ -23,7 +23,6 @@ from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import ConvertedLayer
 from trtconvert.models.lora import merge_loras
 from trtconvert.recipe import LoraSection
-from trtconvert.runtime import loras as runtime_loras
 
 TOUCHED = ["conv_in", "conv", "q", "mlp.0", "mlp.2", "tied", "skip", "out"]
 """Layers in 16 bits and in INT8, equalised, called twice, without a bias."""
@@ -239,15 +238,17 @@ def test_a_weight_without_the_bias_that_follows_from_it(geglu):
 def test_without_memory_on_the_device_the_host_quantises(geglu, tmp_path, monkeypatch):
     made, loaded = geglu
     file = file_of(made, tmp_path, ["up", "down"])
-    base = runtime_loras.Int8Layers.base
+    empty, refused = torch.empty, []
 
-    def full(layers, name, device):
-        if device.index is not None:
+    def full(*of, device=None, **options):
+        if device == torch.device("cpu", 0):
+            refused.append(of)
             raise torch.OutOfMemoryError
-        return base(layers, name, device)
+        return empty(*of, device=device, **options)
 
-    monkeypatch.setattr(runtime_loras.Int8Layers, "base", full)
+    monkeypatch.setattr(torch, "empty", full)
     loaded.set_loras([(file, 1.0)])
+    assert refused
     assert_engine_is_of(merged(made, (file, 1.0)), torch.float16, "plugin")
 
 

@@ -28,15 +28,23 @@ def right(lane, length):
     return torch.equal(y, 2 * a + b)
 
 
-def test_the_second_call_of_a_shape_is_recorded_and_the_least_recently_used_graph_goes(cuda, open_lane):
+def test_the_second_call_of_a_shape_is_recorded_and_a_graph_that_no_call_launches_goes(cuda, open_lane, monkeypatch):
+    monkeypatch.setattr(_lane, "_UNUSED", 3)
     lane, recorded = open_lane(2), []
-    for length in (4, 4, 6, 6, 4, 8, 8, 4, 6, 6):
+    for length in (4, 4, 6, 6, 4, 8, 8, 4, 6, 8, 4, 8, 8, 6, 4, 6, 8, 4):
         assert right(lane, length)
         recorded.append(lane.recorded)
-    assert recorded == [0, 1, 1, 2, 2, 2, 3, 3, 3, 4] and cuda.launched == 6
+    assert recorded == [0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
     assert cuda.graphs == 2
     lane.close()
     assert cuda.graphs == 0
+
+
+def test_shapes_that_take_turns_do_not_take_each_others_graphs(cuda, open_lane):
+    """More of them than graphs are kept: to record one takes far longer than a call."""
+    lane = open_lane(2)
+    assert all(right(lane, length) for length in (4, 6, 8) * 50)
+    assert lane.recorded == 2 and cuda.launched == 2 * 49
 
 
 def test_an_engine_that_cannot_be_recorded_runs_plainly(cuda, open_lane, monkeypatch):

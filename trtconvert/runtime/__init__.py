@@ -198,7 +198,8 @@ def load(
             Runtime. The further arguments are for GPUs too, see `TensorRTComponent`.
         devices: several GPUs instead, among which the samples of each call of the denoiser are shared out, see `DataParallel`.
             The other components are on the first. The bundle needs an engine for each.
-        graphs: CUDA graphs kept per stream, one per shape; 0 for none.
+        graphs: CUDA graphs kept per stream, one per shape; calls of further shapes run without, until one of the graphs was not
+            launched for 256 calls. 0 for none.
         streams: streams that may call a component by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
         check: look at what the denoiser is given, by the bundle or in a pipeline, and warn once of inputs that are far outside of

@@ -17,6 +17,7 @@ from torch import Tensor
 from trtconvert.errors import UserError
 from trtconvert.linear.reference import layer_bias, layer_weight
 from trtconvert.linear.sites import TensorRef
+from trtconvert.runtime.reading import Place, Source
 from trtconvert.weights.unquantised import Unquantised
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class _Layer:
     Attributes:
         weight, bias: what it was quantised from.
         exact, exact_bias: what a 16-bit product calls its weight and its bias.
-        factor, offset: [K] of its input.
+        factor, offset: [K] of its input; moved: whether there are offsets other than zero.
         tables: its node's "weight", "weight_scale" and "bias", where they lie.
         dtype: of the model.
         constants: by table, what an engine's plugins have of it; empty where the engine has a 16-bit product.
@@ -42,6 +43,7 @@ class _Layer:
     exact_bias: str
     factor: Tensor
     offset: Tensor
+    moved: bool
     tables: Mapping[str, ir.TensorProtocol]
     dtype: torch.dtype
     constants: Mapping[str, tuple[str, ...]]
@@ -49,6 +51,29 @@ class _Layer:
     @property
     def refs(self) -> list[TensorRef]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A 16-bit product's weight that is made of the integers of an INT8 layer.
+
+    Attributes:
+        weight: INT8, where it lies; scale: FP32 [N], likewise; factor: [K] FP32 of the layer's input.
+        dtype: of the model.
+    """
+
+    weight: ir.TensorProtocol
+    scale: ir.TensorProtocol
+    factor: Tensor
+    dtype: torch.dtype
+
+    @property
+    def sources(self) -> list[Source]:
+        return [source_of(self.weight), source_of(self.scale)]
+
+    def numbers(self, integers: Tensor, scale: Tensor) -> Tensor:
+        """As `expand_layers` has them."""
+        return _dequantised(integers, scale, self.factor, self.dtype)
 
 
 class Int8Layers:
@@ -92,6 +117,16 @@ class Int8Layers:
         """Of its weight and bias in the state dict."""
         return [ref.name for ref in self._layers[layer].refs]
 
+    def together(self, layer: str, names: Collection[str]) -> list[list[str]]:
+        """Of what is new in the state dict, what plugins of the engine get together for a layer.
+
+        The INT8 bias of a layer with offsets follows from its weight too, that of another is apart.
+        """
+        of = self._layers[layer]
+        if not of.constants:
+            return []
+        return [self.names_of(layer)] if of.moved else [[name] for name in self.names_of(layer) if name in names]
+
     def exact_of(self, layer: str) -> dict[str, str]:
         """Where the engine computes a layer in 16 bits: its product's weight and bias, and what in the state dict they are of."""
         of = self._layers[layer]
@@ -102,13 +137,10 @@ class Int8Layers:
         layer = self._by_exact[exact]
         return layer.weight.name if exact == layer.exact or layer.bias is None else layer.bias.name
 
-    def base(self, name: str, device: torch.device) -> Tensor:
-        """A weight or a bias as it was when the bundle was built, FP32, a copy on a device."""
-        stored = self._file[name]
-        if device.type == "cuda":
-            # All threads read the file, and the next one is read while this one travels.
-            stored = stored.pin_memory().to(device, non_blocking=True)
-        return stored.to(device, torch.float32, copy=True)
+    def place(self, name: str) -> Place:
+        """Where a weight or a bias lies as it was when the bundle was built."""
+        entry = self._file.entries[name]
+        return Place(self._file.path, entry.start, entry.dtype, entry.shape)
 
     def exact_numbers(self, exact: str, weights: Mapping[str, Tensor]) -> Tensor:
         """What a 16-bit product gets, in the model's type, as `expand_layers` has it.
@@ -119,10 +151,7 @@ class Int8Layers:
         layer = self._by_exact[exact]
         if exact != layer.exact and layer.bias is not None:
             return layer.bias.of(weights).to(layer.dtype)
-        integers, scale = _quantised(layer, weights)
-        places = [1] * (integers.dim() - 2)
-        of_input = layer.factor.to(scale.device).view(1, -1, *places)
-        return (integers.float() * scale.view(-1, 1, *places) * of_input).to(layer.dtype)
+        return _dequantised(*_quantised(layer, weights), layer.factor, layer.dtype)
 
     def constants(self, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What plugins of the engine get for a layer, by the engine's names.
@@ -136,7 +165,7 @@ class Int8Layers:
         if not layer.constants:
             return {}
         given = [ref.name for ref in layer.refs if ref.name in weights]
-        if layer.offset.any() and len(given) < len(layer.refs):
+        if layer.moved and len(given) < len(layer.refs):
             raise UserError(
                 f"the INT8 layer {name} is quantised anew with its bias",
                 expected=" and ".join(ref.name for ref in layer.refs),
@@ -148,17 +177,81 @@ class Int8Layers:
         if layer.weight.name in given:
             integers, scale = _quantised(layer, weights)
             numbers |= {"weight": integers, "weight_scale": scale}
-            if layer.offset.any():
+            if layer.moved:
                 factor, offset = layer.factor.to(scale.device), layer.offset.to(scale.device)
                 numbers["bias"] = layer_bias(own, integers, scale, factor, offset)
         return _by_constant(layer, numbers)
 
-    def as_built(self, name: str) -> dict[str, Tensor]:
-        """The same for a layer whose weights are the bundle's."""
-        layer = self._layers[name]
-        if not layer.constants:
-            return {}
-        return _by_constant(layer, {table: torch.from_numpy(x.numpy().copy()) for table, x in layer.tables.items()})
+    def tables(self, name: str, names: Collection[str]) -> dict[str, Source]:
+        """The tables of a layer that follow from some of its weight and bias, as the bundle has them."""
+        layer, wanted = self._layers[name], set[str]()
+        if layer.weight.name in names:
+            wanted |= {"weight", "weight_scale"}
+        if layer.moved or (layer.bias is not None and layer.bias.name in names):
+            wanted.add("bias")
+        return {table: source_of(x) for table, x in layer.tables.items() if table in wanted & layer.constants.keys()}
+
+    def as_built(self, name: str, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What plugins get of the numbers of such tables."""
+        return _by_constant(self._layers[name], tables)
+
+
+def products_of(model: ir.Model, plugins: Collection[str]) -> dict[str, Product]:
+    """The 16-bit weights that `expand_layers` makes of INT8 layers, by their names but for `TRANSPOSED`.
+
+    Args:
+        model: the bundle's, with its `Int8Linear` and `Int8Conv` nodes; plugins: layers that have none.
+    """
+    from trtconvert.export.lowering import exact_names  # ONNX tooling: loading and running a bundle does without
+    from trtconvert.export.nodes.layers import inputs_of, layer_nodes
+
+    found: dict[str, Product] = {}
+    for name, node in layer_nodes(model).items():
+        exact, _ = exact_names(node, name)
+        if name not in plugins and exact not in found:  # the first of tied ones counts
+            inputs = inputs_of(node)
+            weight, scale = (_tensor(inputs[table]) for table in ("weight", "weight_scale"))
+            found[exact] = Product(weight, scale, _table(inputs["x_factor"]), _dtype(inputs["x"]))
+    return found
+
+
+def source_of(tensor: ir.TensorProtocol) -> Source:
+    """Where the numbers of a model's constant are: in a file beside it, else they are copied, or computed here."""
+    import onnx_ir as ir
+
+    if isinstance(tensor, ir.ExternalTensor):
+        dtype = _TORCH[tensor.dtype.name]
+        return Place(Path(tensor.path), tensor.offset or 0, dtype, tuple(tensor.shape.numpy()))
+    array = tensor.numpy()
+    if tensor.dtype.name == "BFLOAT16":
+        return torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+_TORCH = {
+    "FLOAT": torch.float32,
+    "FLOAT16": torch.float16,
+    "BFLOAT16": torch.bfloat16,
+    "INT8": torch.int8,
+}
+"""Types of weights, as ONNX calls them."""
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    import onnx_ir as ir
+
+    tensor = ir.convenience.get_const_tensor(value)
+    assert tensor is not None  # the tables are initialisers
+    return tensor
+
+
+def _table(value: ir.Value) -> Tensor:
+    return torch.from_numpy(_tensor(value).numpy().copy())
+
+
+def _dtype(value: ir.Value) -> torch.dtype:
+    assert value.dtype is not None
+    return _TORCH[value.dtype.name]
 
 
 def _layers_of(
@@ -166,20 +259,15 @@ def _layers_of(
     refs: Mapping[str, Mapping[str, TensorRef | None]],
     constants: Mapping[str, Mapping[str, tuple[str, ...]]],
 ) -> Iterator[tuple[str, _Layer]]:
-    # ONNX tooling: loading and running a bundle does without.
-    import onnx_ir as ir
-
-    from trtconvert.export.lowering import exact_names
-    from trtconvert.export.nodes.layers import inputs_of, layer_nodes, table_of
+    from trtconvert.export.lowering import exact_names  # ONNX tooling: loading and running a bundle does without
+    from trtconvert.export.nodes.layers import inputs_of, layer_nodes
 
     for name, node in layer_nodes(model).items():
         of, inputs = refs.get(name), inputs_of(node)
         if of is None or (weight := of["weight"]) is None:  # a file of other layers: these stay as they are
             continue
-        x, factor = inputs["x"], torch.from_numpy(table_of(inputs["x_factor"]).copy())
-        offset = torch.from_numpy(table_of(inputs["x_offset"]).copy()) if "x_offset" in inputs else 0 * factor
-        tables = {t: ir.convenience.get_const_tensor(inputs[t]) for t in ("weight", "weight_scale", "bias")}
-        assert x.dtype is not None
+        factor = _table(inputs["x_factor"])
+        offset = _table(inputs["x_offset"]) if "x_offset" in inputs else 0 * factor
         yield (
             name,
             _Layer(
@@ -188,8 +276,9 @@ def _layers_of(
                 *exact_names(node, name),
                 factor,
                 offset,
-                {table: tensor for table, tensor in tables.items() if tensor is not None},
-                getattr(torch, {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}[x.dtype.name]),
+                bool(offset.any()),
+                {table: _tensor(inputs[table]) for table in ("weight", "weight_scale", "bias")},
+                _dtype(inputs["x"]),
                 constants.get(name, {}),
             ),
         )
@@ -198,6 +287,13 @@ def _layers_of(
 def _quantised(layer: _Layer, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     weight = layer.weight.of(weights)
     return layer_weight(weight, layer.factor.to(weight.device))
+
+
+def _dequantised(integers: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that the integers of a layer stand for, for the layer's own input; the order of products is the export's."""
+    places = [1] * (integers.dim() - 2)
+    of_input = factor.to(scale.device).view(1, -1, *places)
+    return integers.float().mul_(scale.view(-1, 1, *places)).mul_(of_input).to(dtype)
 
 
 def _by_constant(layer: _Layer, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:

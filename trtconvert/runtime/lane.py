@@ -34,6 +34,10 @@ _REST = 1000
 """Calls that run plainly after one that could not be recorded, for lack of memory, say: asking for it costs far more than a graph
 spares."""
 
+_UNUSED = 256
+"""Calls after which a graph that none of them launched makes room for another. To record one takes TensorRT a tenth of a second,
+and spares some microseconds a call: where more shapes take turns than graphs are kept, the others had better run plainly."""
+
 _MOST_FAILURES = 3
 """Recordings that may fail, other than for lack of memory, before no more are tried. One that another thread's recording was in
 the way of fails once."""
@@ -180,10 +184,13 @@ class _Graph:
 
     Attributes:
         memory: bytes of its inputs and outputs.
+        used: number of the lane's call that launched it last.
 
     Raises:
         BackendUnavailable, RuntimeError: the call cannot be recorded.
     """
+
+    used = 0
 
     def __init__(self, plan: Plan, call: Call, context: _Context, stream: torch.cuda.Stream) -> None:
         inputs = [
@@ -257,7 +264,7 @@ class Lane:
     Args:
         plan: the engine.
         stream: all work goes there.
-        graphs: how many CUDA graphs are kept, the least recently used one goes first; 0 for none.
+        graphs: how many CUDA graphs are kept; one that no call launched for `_UNUSED` calls makes room. 0 for none.
 
     Attributes:
         lock: held by the caller during `run` and `close`. That of the memory which all engines share on the stream.
@@ -270,7 +277,7 @@ class Lane:
         room = plan.scratch.on(stream)
         self.lock = room.lock
         self.used, self.closed, self.recorded = time.monotonic(), False, 0
-        self._plan, self._stream, self._rest, self._failures = plan, stream, 0, 0
+        self._plan, self._stream, self._rest, self._failures, self._calls = plan, stream, 0, 0, 0
         self._limit = graphs * (2 if plan.caches else 1)  # caches take turns
         self._handle = stream.cuda_stream
         self._room: Room | None = room
@@ -328,10 +335,12 @@ class Lane:
             self._ready[shapes] = context
             self._wanted.discard(shapes)
             return outputs
+        self._calls += 1
         graph = self._graphs.get(call)
-        if graph is None and self._limit and call in self._seen:
+        if graph is None and call in self._seen and self._has_room:
             graph = self._record(call)
         if graph is not None:
+            graph.used = self._calls
             self._graphs.move_to_end(call)
             return graph(tensors)
         self._seen.add(call)
@@ -487,9 +496,16 @@ class Lane:
         context.enqueue(call, [x.data_ptr() for x in (*tensors, *outputs)], self._handle)
         return outputs
 
+    @property
+    def _has_room(self) -> bool:
+        """For a further graph, or in the place of one that is not needed any more."""
+        if len(self._graphs) < self._limit:
+            return True
+        return bool(self._limit) and self._calls - next(iter(self._graphs.values())).used > _UNUSED
+
     def _record(self, call: Call) -> _Graph | None:
-        """A graph of the call in place of the least recently used one; None where there is no memory for it now, or the engine
-        cannot be recorded."""
+        """A graph of the call, where there are as many as may be in place of the least recently used one; None where there is no
+        memory for it now, or the engine cannot be recorded."""
         if self._rest:
             self._rest -= 1
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from trtconvert.bundle import NAMESAKE, TRANSPOSED, unquantised_file
 from trtconvert.errors import UserError
-from trtconvert.runtime.int8_layers import Int8Layers
-from trtconvert.weights.finite import is_finite
+from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of
+from trtconvert.runtime.reading import Source as Numbers
+from trtconvert.runtime.reading import Spent, read_ahead
+from trtconvert.weights.finite import finite, is_finite
 from trtconvert.weights.lora import Update, read_lora
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ class Addition:
     update: Update
 
 
+LEAST_PART, LARGEST_PART = 2**26, 2**28
+"""Bytes that TensorRT is given at once, of the device's memory: each time costs something, and more gains little."""
+
 Additions = dict[str, tuple[Addition, ...]]
 """By the names of weights in the state dict."""
 
@@ -53,10 +58,52 @@ class NewWeights:
     Attributes:
         by_name: by the names of the state dict, as `trtconvert.runtime.refit` finds what the engine has of them.
         constants: of INT8 layers in plugins, by the engine's names, on the device or on the CPU.
+        checks: whether numbers are finite, where they were computed, and the error where they are not.
     """
 
     by_name: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
+    checks: list[tuple[Tensor, Callable[[], UserError]]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.by_name.values(), *self.constants.values()))
+
+    def add(self, other: NewWeights) -> None:
+        self.by_name |= other.by_name
+        self.constants |= other.constants
+        self.checks += other.checks
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            UserError: some are not finite.
+        """
+        for is_so, error in self.checks:
+            if not is_so:
+                raise error()
+        self.checks.clear()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Some of an engine's weights.
+
+    Attributes:
+        sources: what they are computed from.
+        compute: them, of these on one device.
+    """
+
+    sources: Sequence[Numbers]
+    compute: Callable[[Sequence[Tensor]], NewWeights]
+
+    def done(self, given: Sequence[Tensor]) -> NewWeights:
+        """Where the numbers are that are given, or on the CPU where there is no memory for it."""
+        try:
+            return self.compute(given)
+        except torch.OutOfMemoryError:
+            return self.compute([x.cpu() for x in given])
 
 
 class BuiltWeights:
@@ -82,6 +129,8 @@ class BuiltWeights:
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
         # What is read by others than INT8 layers has its name already.
         self._in_16_bits = {_state_name(name)[0] for name in model.graph.initializers}
+        products = products_of(model, {layer for layer, _ in constants.values()})
+        self._products = {name: x for name, x in products.items() if name not in self._in_16_bits}
         expand_layers(model, exact=True)
         self._places: dict[str, tuple[ir.TensorProtocol, bool]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -109,48 +158,97 @@ class BuiltWeights:
         Raises:
             UserError: it leaves the range of its type.
         """
-        layers, (tensor, turned) = self.layers, self._places[name]
-        if layers is not None and name in self._of_layers and wanted.get(origin := layers.origin(name)):
-            made = _where_there_is_room(
-                lambda where: layers.exact_numbers(name, self._full([origin], wanted, where)), device
-            )
-            if not is_finite(made):
-                raise _out_of_range(origin, wanted[origin], made.dtype)
-            return made
-        stored, additions = _as_torch(tensor), wanted.get(name, ())
-        if not additions:
-            return stored.T if turned else stored
-        made, finite = _where_there_is_room(lambda where: _sum(stored, turned, additions, where), device)
-        if not finite:
-            raise _out_of_range(name, additions, stored.dtype)
-        return made.T if turned else made
+        new = NewWeights()
+        for part in _made([self._weight(name, wanted)], device, 0, Spent()):
+            new.add(part)
+            return new.by_name[name]
+        raise AssertionError  # there is one job
 
-    def anew(self, names: Collection[str], wanted: Additions, device: torch.device) -> NewWeights:
-        """What an engine gets for weights to which something else is added than before.
+    def anew(
+        self,
+        names: Collection[str],
+        wanted: Additions,
+        device: torch.device,
+        limit: int | None = None,
+        spent: Spent | None = None,
+    ) -> Iterator[NewWeights]:
+        """What an engine gets for weights to which something else is added than before, in parts. Each is forgotten when the next
+        one is asked for.
 
         Args:
             names: of the weights; wanted, device: see `with_additions`.
+            limit: bytes of a part, about; by default what the device has room for, see `part_bytes`.
+            spent: counts bytes and seconds.
         Raises:
             UserError: see `with_additions`.
         """
-        new, layers = NewWeights(), self.layers
-        for name in names:
+        return _made(
+            self._jobs(names, wanted), device, part_bytes(device) if limit is None else limit, spent or Spent()
+        )
+
+    def _jobs(self, names: Collection[str], wanted: Additions) -> Iterator[_Job]:
+        layers, given = self.layers, set[str]()
+        for name in sorted(names):  # as files have them
             if name in self._places and (layers is None or name not in layers.shapes or name in self._in_16_bits):
-                new.by_name[name] = self.with_additions(name, wanted, device)
+                given.add(name)
+                yield self._weight(name, wanted)
         if layers is None:
-            return new
+            return
         for layer in layers.readers(names):
             for exact, origin in layers.exact_of(layer).items():
-                if origin in names and exact in self._of_layers and exact not in new.by_name:
-                    new.by_name[exact] = self.with_additions(exact, wanted, device)
-            of = layers.names_of(layer)
-            if any(wanted.get(name) for name in of):
-                new.constants |= _where_there_is_room(
-                    lambda where, layer=layer, of=of: layers.constants(layer, self._full(of, wanted, where)), device
-                )
-            else:
-                new.constants |= layers.as_built(layer)
-        return new
+                if origin in names and exact in self._of_layers and exact not in given:
+                    given.add(exact)
+                    yield self._weight(exact, wanted)
+            for together in layers.together(layer, names):
+                if any(wanted.get(name) for name in together):
+                    yield self._quantised(layer, together, wanted)
+                else:
+                    yield self._as_built(layer, together)
+
+    def _weight(self, name: str, wanted: Additions) -> _Job:
+        """Of one that is not in a plugin, with what is added to it."""
+        layers, (tensor, turned) = self.layers, self._places[name]
+        if layers is not None and name in self._of_layers and wanted.get(origin := layers.origin(name)):
+
+            def requantised(given: Sequence[Tensor]) -> NewWeights:
+                full = self._full([origin], wanted, given)
+                made = layers.exact_numbers(name, full.by_name)
+                return NewWeights({name: made}, {}, [*full.checks, _check(made, origin, wanted[origin])])
+
+            return _Job(self._sources([origin], wanted), requantised)
+        product, additions = self._products.get(name), wanted.get(name, ())
+        sources = [source_of(tensor)] if product is None else product.sources
+
+        def summed(given: Sequence[Tensor]) -> NewWeights:
+            rest, lies_turned = iter(given), turned and product is None
+            stored = next(rest) if product is None else product.numbers(next(rest), next(rest))
+            if not additions:
+                return NewWeights({name: stored.T if lies_turned else stored})
+            made = _sum(stored, lies_turned, additions, rest)
+            return NewWeights({name: made.T if lies_turned else made}, {}, [_check(made, name, additions)])
+
+        return _Job([*sources, *_tensors(additions)], summed)
+
+    def _quantised(self, layer: str, names: Sequence[str], wanted: Additions) -> _Job:
+        """Of a layer in a plugin, with what is added to its weight and bias."""
+        assert self.layers is not None
+        layers = self.layers
+
+        def compute(given: Sequence[Tensor]) -> NewWeights:
+            full = self._full(names, wanted, given)
+            return NewWeights({}, layers.constants(layer, full.by_name), full.checks)
+
+        return _Job(self._sources(names, wanted), compute)
+
+    def _as_built(self, layer: str, names: Sequence[str]) -> _Job:
+        """Of a layer in a plugin, as the bundle has it."""
+        assert self.layers is not None
+        layers, tables = self.layers, self.layers.tables(layer, names)
+
+        def compute(given: Sequence[Tensor]) -> NewWeights:
+            return NewWeights({}, layers.as_built(layer, dict(zip(tables, given, strict=True))))
+
+        return _Job(list(tables.values()), compute)
 
     def of_state(self, state: Mapping[str, Tensor], device: torch.device) -> NewWeights:
         """What an engine gets for the weights of another model like the one that it was made of.
@@ -183,18 +281,23 @@ class BuiltWeights:
             new.constants |= of_layer.constants
         return new
 
-    def _full(self, names: Sequence[str], wanted: Additions, device: torch.device) -> dict[str, Tensor]:
-        """What INT8 layers are quantised from, FP32, with what files add to it."""
+    def _sources(self, names: Sequence[str], wanted: Additions) -> list[Numbers]:
+        """Of what INT8 layers are quantised from."""
         assert self.layers is not None
-        found: dict[str, Tensor] = {}
+        found: list[Numbers] = []
         for name in names:
-            found[name] = self.layers.base(name, device)
-            additions = wanted.get(name, ())
-            for addition in additions:
-                addition.update.add_to(found[name], addition.source[-1])
-            if additions and not is_finite(found[name]):
-                raise _out_of_range(name, additions, torch.float32)
+            found += [self.layers.place(name), *_tensors(wanted.get(name, ()))]
         return found
+
+    def _full(self, names: Sequence[str], wanted: Additions, given: Sequence[Tensor]) -> NewWeights:
+        """What INT8 layers are quantised from, FP32, with what files add to it, of such sources."""
+        full, rest = NewWeights(), iter(given)
+        for name in names:
+            base, additions = next(rest), wanted.get(name, ())
+            full.by_name[name] = _sum(base, False, additions, rest, torch.float32)
+            if additions:
+                full.checks.append(_check(full.by_name[name], name, additions))
+        return full
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -245,16 +348,61 @@ def _state_name(initialiser: str) -> tuple[str, bool]:
     return name.removesuffix(TRANSPOSED), name.endswith(TRANSPOSED)
 
 
-def _sum(stored: Tensor, turned: bool, additions: Sequence[Addition], device: torch.device) -> tuple[Tensor, bool]:
-    """The sum, and whether all of it is finite.
+def part_bytes(device: torch.device) -> int:
+    """Of what TensorRT is given at once: of a GPU's free memory a small part."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return min(max(free // 16, LEAST_PART), LARGEST_PART)
+
+
+def _made(jobs: Iterable[_Job], device: torch.device, limit: int, spent: Spent) -> Iterator[NewWeights]:
+    """What jobs give, in parts of so many bytes, about; each is forgotten when the next one is asked for."""
+    part, size = NewWeights(), 0
+    for job, given in read_ahead(((job, job.sources) for job in jobs), device, limit // 4, spent):
+        new = job.done(given)
+        size += new.nbytes
+        part.add(new)
+        del given, new
+        if size >= limit:
+            part.check()
+            yield part
+            part.by_name.clear()
+            part.constants.clear()
+            size = 0
+    if size:
+        part.check()
+        yield part
+
+
+def _sum(
+    stored: Tensor,
+    turned: bool,
+    additions: Sequence[Addition],
+    given: Iterator[Tensor],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A weight with what files add to it, summed in FP32.
 
     In the order of the ONNX model's memory, which is the engine's: nothing is turned on the way.
-    """
-    total = stored.to(device, torch.float32, copy=True)
+
+    Args:
+        turned: whether it lies transposed.
+        given: the tensors of the additions, on its device.
+        dtype: of the sum; by default the weight's.
+    """  # fmt: skip
+    total = stored.to(torch.float32, copy=True)
     for addition in additions:
-        addition.update.add_to(total.T if turned else total, addition.source[-1])
-    made = total.to(stored.dtype)
-    return made, is_finite(made)
+        addition.update.of(given).add_to(total.T if turned else total, addition.source[-1])
+    return total.to(dtype or stored.dtype)
+
+
+def _tensors(additions: Iterable[Addition]) -> list[Tensor]:
+    return [x for addition in additions for x in addition.update.tensors]
+
+
+def _check(made: Tensor, name: str, additions: Sequence[Addition]) -> tuple[Tensor, Callable[[], UserError]]:
+    """See `NewWeights.checks`."""
+    dtype = made.dtype
+    return finite(made), lambda: _out_of_range(name, additions, dtype)
 
 
 def files_of(onnx: Path) -> list[tuple[str, int, int, int]]:
@@ -263,28 +411,31 @@ def files_of(onnx: Path) -> list[tuple[str, int, int, int]]:
     return [(name, state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states]
 
 
-def _as_torch(tensor: ir.TensorProtocol) -> Tensor:
-    array = tensor.numpy()
-    if tensor.dtype.name == "BFLOAT16":
-        return torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-def additions_of(loras: Loras, target: str, shapes: Mapping[str, tuple[int, ...]], title: str) -> Additions:
-    """What LoRAs add to the weights of a component.
+def additions_of(
+    loras: Loras, target: str, shapes: Mapping[str, tuple[int, ...]], title: str, known: Additions | None = None
+) -> Additions:
+    """What LoRAs add to the weights of a component, in memory of its own: files may change.
 
     Args:
         target, title: see `LoraFile.updates`.
+        known: of files that were read before, which are not read again as long as they are as they were.
     Raises:
         UserError: they are no pairs of a file and a number, a file cannot be read, or it does not fit.
     """
+    read: dict[tuple[str, int, int], dict[int, Update]] = defaultdict(dict)
+    for addition in (addition for additions in (known or {}).values() for addition in additions):
+        read[addition.source[:3]][id(addition.update)] = addition.update  # once, whatever its scales
     found: dict[str, list[Addition]] = defaultdict(list)
     for file, scale in _checked(loras):
-        lora = read_lora(file)
-        state = file.stat()
-        source = (str(file.resolve()), state.st_mtime_ns, state.st_size, scale)
-        for update in lora.updates(target, shapes, title):
-            found[update.weight].append(Addition(source, update))
+        state = file.stat() if file.is_file() else None  # before it is read: what is written later has another
+        key: tuple[str, int, int] = (
+            ("", 0, 0) if state is None else (str(file.resolve()), state.st_mtime_ns, state.st_size)
+        )
+        if key not in read:
+            updates = read_lora(file).in_memory().updates(target, shapes, title)
+            read[key] = {id(update): update for update in updates}
+        for update in read[key].values():
+            found[update.weight].append(Addition((key[0], key[1], key[2], scale), update))
     return {name: tuple(additions) for name, additions in found.items()}
 
 
@@ -306,13 +457,10 @@ def _checked(loras: Loras) -> Iterator[tuple[Path, float]]:
         yield checked
 
 
-def changed(before: Mapping[str, Collection[Source]], wanted: Additions) -> list[str]:
+def changed(before: Additions, wanted: Additions) -> set[str]:
     """The weights to which something else is added than before."""
-    return [
-        name for name in before.keys() | wanted.keys() if tuple(before.get(name, ())) != sources(wanted.get(name, ()))
-    ]
 
+    def sources(additions: Additions, name: str) -> list[Source]:
+        return [addition.source for addition in additions.get(name, ())]
 
-def sources(additions: Sequence[Addition]) -> tuple[Source, ...]:
-    """Which files, in order."""
-    return tuple(addition.source for addition in additions)
+    return {name for name in before.keys() | wanted.keys() if sources(before, name) != sources(wanted, name)}

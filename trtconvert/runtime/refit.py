@@ -8,6 +8,7 @@ ONNX model. That is the whole mapping.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,74 +22,109 @@ from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.runtime.lane import Plan
+from trtconvert.runtime.reading import Spent
 from trtconvert.weights.finite import is_finite
 
+_THREADS = 8
+"""That TensorRT may use."""
 
-def refit(
-    plan: Plan,
-    weights: Mapping[str, Tensor] | Path,
-    shapes: Mapping[str, Sequence[int]],
-    others: Callable[[str], Tensor | None] = lambda name: None,
-    constants: Mapping[str, Tensor] | None = None,
-) -> int:
-    """Replace weights of an engine in place. Nothing may be running on it.
+
+class Refitter:
+    """Replaces weights of an engine in place, some after the others. Nothing may be running on it meanwhile.
 
     Args:
         plan: a refittable engine.
-        weights: by the names of the denoiser's state dict, some or all of them; or a safetensors file.
         shapes: of the engine's weights of more than one dimension, by TensorRT's names. TensorRT itself only counts elements.
         others: what weights are that stay as they are, as far as that is known, by the names of the state dict: TensorRT may want
             them together with what is replaced.
-        constants: of INT8 layers, by the engine's names, in the types that it has, on its device or on the CPU.
-    Returns:
-        How many of the engine's weights were replaced.
-    Raises:
-        UserError: a name, shape or value does not fit, or TensorRT needs weights that are not given. The engine is as before.
-        BackendUnavailable: TensorRT failed half way; load the bundle again.
+
+    Attributes:
+        replaced: names of the engine's weights.
     """
-    if isinstance(weights, Path):
-        weights = read_weights(weights)
-    trt = plan.trt
-    refitter = trt.Refitter(plan.engine, plan.log)
-    names = set(refitter.get_all_weights())
-    # The numbers are looked at before: TensorRT would copy to the host what is not there.
-    refitter.weights_validation = False
-    kept: list[Tensor] = []  # TensorRT reads them when it refits
-    for target, tensor in (constants or {}).items():
-        kept.append(_set_constant(plan, refitter, target, tensor, target in names))
-    for name, tensor in weights.items():
-        turned = name + TRANSPOSED
-        targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
-        if not targets:
-            known = [_name_of(n) for n in names]
-            near = difflib.get_close_matches(name, known, 1)
+
+    def __init__(
+        self,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        others: Callable[[str], Tensor | None] = lambda name: None,
+        spent: Spent | None = None,
+    ) -> None:
+        self._plan, self._shapes, self._others, self._spent = plan, shapes, others, spent or Spent()
+        self._refitter = plan.trt.Refitter(plan.engine, plan.log)
+        self._names = set(self._refitter.get_all_weights())
+        # The numbers are looked at before: TensorRT would copy to the host what is not there.
+        self._refitter.weights_validation = False
+        self._refitter.max_threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        self.replaced = set[str]()
+
+    def replace(
+        self, weights: Mapping[str, Tensor], constants: Mapping[str, Tensor] | None = None, *, are_finite: bool = False
+    ) -> None:
+        """Replace some, and wait until TensorRT has them: what it was given may go then.
+
+        Args:
+            weights: by the names of the denoiser's state dict.
+            constants: of INT8 layers, by the engine's names, in the types that it has, on its device or on the CPU.
+            are_finite: whether the weights are known to be, in the types that they have.
+        Raises:
+            UserError: a name, shape or value does not fit, or TensorRT needs weights that are not given. Nothing is replaced.
+            BackendUnavailable: TensorRT failed half way; load the bundle again.
+        """
+        plan, refitter, kept = self._plan, self._refitter, dict[str, Tensor]()  # TensorRT reads them when it refits
+        try:
+            with self._spent.on("giving"):
+                self._give(kept, weights, constants or {}, are_finite)
+                if any(tensor.is_cuda for tensor in kept.values()):
+                    torch.cuda.current_stream().synchronize()  # TensorRT has a stream of its own
+            with self._spent.on("refitting"):
+                done = refitter.refit_cuda_engine()
+            if not done:
+                raise plan.failure(
+                    "TensorRT failed while it replaced weights: some may be new and others old; load the bundle again"
+                )
+        finally:
+            for target in kept:  # before their memory goes
+                refitter.unset_named_weights(target)
+        self.replaced |= kept.keys()
+        self._spent.parts += 1
+        self._spent.given += sum(tensor.nbytes for tensor in kept.values())
+
+    def _give(
+        self,
+        kept: dict[str, Tensor],
+        weights: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        are_finite: bool,
+    ) -> None:
+        plan, refitter, names = self._plan, self._refitter, self._names
+        for target, tensor in constants.items():
+            kept[target] = _set_constant(plan, refitter, target, tensor, target in names)
+        for name, tensor in weights.items():
+            turned = name + TRANSPOSED
+            targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
+            if not targets:
+                known = [_name_of(n) for n in names]
+                near = difflib.get_close_matches(name, known, 1)
+                raise UserError(
+                    f"the engine has no weight '{name}' to replace",
+                    expected=f"names of the denoiser's state dict{f', perhaps {near[0]}' if near else ''}",
+                    got=name,
+                    remedy="give the state dict of the module that was converted; leave out what its forward does not use",
+                )
+            for target in targets:
+                kept[target] = _set(plan, refitter, target, name, tensor, self._shapes.get(target), are_finite)
+        # Fused with what is replaced.
+        for target in refitter.get_missing_weights():
+            name = _name_of(target)
+            if (tensor := self._others(name)) is not None:
+                kept[target] = _set(plan, refitter, target, name, tensor, self._shapes.get(target), are_finite)
+        if missing := refitter.get_missing_weights():
             raise UserError(
-                f"the engine has no weight '{name}' to replace",
-                expected=f"names of the denoiser's state dict{f', perhaps {near[0]}' if near else ''}",
-                got=name,
-                remedy="give the state dict of the module that was converted; leave out what its forward does not use",
+                "the weights to replace are not enough",
+                expected="these too, which TensorRT has fused with them: " + ", ".join(missing),
+                got=f"{len(weights)} weights",
+                remedy="give the whole state dict",
             )
-        for target in targets:
-            kept.append(_set(plan, refitter, target, name, tensor, shapes.get(target)))
-    # Fused with what is replaced.
-    for target in refitter.get_missing_weights():
-        name = _name_of(target)
-        if (tensor := others(name)) is not None:
-            kept.append(_set(plan, refitter, target, name, tensor, shapes.get(target)))
-    if missing := refitter.get_missing_weights():
-        raise UserError(
-            "the weights to replace are not enough",
-            expected="these too, which TensorRT has fused with them: " + ", ".join(missing),
-            got=f"{len(weights)} weights",
-            remedy="give the whole state dict",
-        )
-    if any(tensor.is_cuda for tensor in kept):
-        torch.cuda.current_stream().synchronize()  # TensorRT has a stream of its own
-    if not refitter.refit_cuda_engine():
-        raise plan.failure(
-            "TensorRT failed while it replaced weights: some may be new and others old; load the bundle again"
-        )
-    return len(kept)
 
 
 def _set_constant(plan: Plan, refitter: Any, target: str, tensor: Tensor, is_known: bool) -> Tensor:
@@ -115,7 +151,9 @@ def _name_of(target: str) -> str:
     return target.removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
 
 
-def _set(plan: Plan, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
+def _set(
+    plan: Plan, refitter: Any, target: str, name: str, tensor: Tensor, shape: Sequence[int] | None, is_known_finite: bool
+) -> Tensor:  # fmt: skip
     trt = plan.trt
     transposed = target.removesuffix(NAMESAKE) != name
     prototype = refitter.get_weights_prototype(target)
@@ -126,7 +164,8 @@ def _set(plan: Plan, refitter: Any, target: str, name: str, tensor: Tensor, shap
         trt.DataType.INT64: torch.int64,
         trt.DataType.INT32: torch.int32,
     }[prototype.dtype]
-    if not is_finite(tensor.detach()) or (tensor.dtype != dtype and not is_finite(tensor.detach().to(dtype))):
+    known = is_known_finite or is_finite(tensor.detach())
+    if not known or (tensor.dtype != dtype and not is_finite(tensor.detach().to(dtype))):
         raise UserError(
             f"the new weight '{name}' cannot be used",
             expected=f"finite numbers that {str(dtype).removeprefix('torch.')} holds",
@@ -143,7 +182,10 @@ def _set(plan: Plan, refitter: Any, target: str, name: str, tensor: Tensor, shap
             got=str(list(tensor.shape)),
             remedy="give the state dict of the module that was converted",
         )
-    value = value.to(plan.device if value.device == plan.device else "cpu", dtype).contiguous()
+    try:
+        value = value.to(plan.device if value.device == plan.device else "cpu", dtype).contiguous()
+    except torch.OutOfMemoryError:
+        value = value.to("cpu", dtype).contiguous()
     if not _given(trt, refitter, target, prototype.dtype, value):
         raise UserError(
             f"TensorRT does not take the new weight '{name}'",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +14,12 @@ import torch
 from torch import Tensor
 
 from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord, unquantised_file
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
-from trtconvert.runtime.loras import (
-    BuiltWeights,
-    Loras,
-    NewWeights,
-    Source,
-    additions_of,
-    changed,
-    files_of,
-    sources,
-)
-from trtconvert.runtime.refit import read_weights, refit
+from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
+from trtconvert.runtime.reading import Spent
+from trtconvert.runtime.refit import Refitter, read_weights
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
 from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite, whose
@@ -71,6 +63,20 @@ class _Known:
     origin: torch.device | None
 
 
+@dataclass(frozen=True)
+class _Change:
+    """Weights to replace.
+
+    Attributes:
+        parts: one after the other, each of which may go when the next one is asked for.
+        others: see `Refitter`; are_finite: see `Refitter.replace`.
+    """
+
+    parts: Iterable[NewWeights]
+    others: Callable[[str], Tensor | None] = lambda name: None
+    are_finite: bool = True
+
+
 class TensorRTComponent:
     """A callable component on a GPU.
 
@@ -95,7 +101,7 @@ class TensorRTComponent:
         onnx: the component's ONNX model, whose weights `set_loras` begins with.
         device: the GPU.
         scratch: memory for execution contexts, shared with other engines.
-        graphs: CUDA graphs kept per stream, the least recently used one goes first; 0 for none.
+        graphs: CUDA graphs kept per stream, see `Lane`; 0 for none.
         streams: streams that keep their contexts and memory; the least recently used one loses them to a further one.
         weight_budget: bytes of weights that stay on the GPU, the others are streamed from host memory while it runs; for
             engines built with engine.weight_streaming.
@@ -103,6 +109,7 @@ class TensorRTComponent:
     Attributes:
         signature: what it takes.
         weights_memory: bytes of device memory that loading took, as the driver reports it for all processes of the GPU.
+        last_change: what the last `refit` or `set_loras` took.
 
     Raises:
         BackendUnavailable: TensorRT refuses the engine here; the message carries what it logged.
@@ -183,7 +190,8 @@ class TensorRTComponent:
         self._lock = threading.Lock()
         self._onnx, self._onnx_files = onnx, files_of(onnx) if onnx is not None else []
         self._built_weights: BuiltWeights | None = None
-        self._loras: dict[str, tuple[Source, ...]] = {}  # what weights have now, by their names in the state dict
+        self._loras: Additions = {}  # what weights have now
+        self.last_change = Spent()
         self._replaced = False  # by `refit`: the engine has other weights than it was built with
         self._changing = threading.Lock()
 
@@ -204,7 +212,7 @@ class TensorRTComponent:
 
     @property
     def graphs_recorded(self) -> int:
-        """CUDA graphs that were recorded on the streams that are kept now. Many more than shapes: raise `graphs`."""
+        """CUDA graphs that were recorded on the streams that are kept now."""
         return sum(lane.recorded for lane in list(self._lanes.values()))
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
@@ -293,7 +301,9 @@ class TensorRTComponent:
                 )
             state = weights if isinstance(weights, Mapping) else read_weights(Path(weights))
             keeps = self._onnx is not None and unquantised_file(self._onnx).is_file()
-            count = self._replace(self._built().of_state(state, self.device) if keeps else NewWeights(dict(state)))
+            self.last_change = Spent()
+            new = self._built().of_state(state, self.device) if keeps else NewWeights(dict(state))
+            count = self._replace(_Change([new], are_finite=False))
             self._replaced = True
             return count
 
@@ -326,15 +336,22 @@ class TensorRTComponent:
                     got="one with other weights",
                     remedy="load the bundle again; or merge the LoRAs into the weights and refit with those",
                 )
-            built, component = self._built(), self.signature.component
-            wanted = additions_of(loras, _target(component), built.shapes, _title(component))
+            self.last_change = spent = Spent()
+            with spent.on("opening"):
+                built = self._built()
+            component, before = self.signature.component, self._loras
+            with spent.on("checking"):
+                wanted = additions_of(loras, _target(component), built.shapes, _title(component), before)
+            names = changed(before, wanted)
 
-            def weight(name: str) -> Tensor | None:
-                return built.with_additions(name, wanted, self.device) if name in built else None
+            def new(additions: Additions) -> _Change:
+                def weight(name: str) -> Tensor | None:
+                    return built.with_additions(name, additions, self.device) if name in built else None
 
-            new = built.anew(set(changed(self._loras, wanted)), wanted, self.device)
-            count = self._replace(new, weight) if new.by_name or new.constants else 0
-            self._loras = {name: sources(additions) for name, additions in wanted.items()}
+                return _Change(built.anew(names, additions, self.device, spent=spent), weight)
+
+            count = self._replace(new(wanted), lambda: new(before)) if names else 0
+            self._loras = wanted
             return count
 
     def _built(self) -> BuiltWeights:
@@ -368,8 +385,12 @@ class TensorRTComponent:
                 remedy="set engine.refittable in the recipe, and build or compile the bundle again",
             )
 
-    def _replace(self, new: NewWeights, others: Callable[[str], Tensor | None] = lambda name: None) -> int:
-        """See `trtconvert.runtime.refit.refit`, with nothing running."""
+    def _replace(self, change: _Change, undo: Callable[[], _Change] | None = None) -> int:
+        """Replace weights, with nothing running.
+
+        Args:
+            undo: what gives the weights back as they are, where a change of several parts ends half way.
+        """
         try:
             with self._lock, ExitStack() as held:
                 # Other engines of the bundle take the same locks: in one order, so that none waits for the other.
@@ -382,7 +403,7 @@ class TensorRTComponent:
                         lane.close()
                 try:
                     with torch.cuda.device(self.device):
-                        return refit(self._opened(), new.by_name, self.record.weights, others, new.constants)
+                        return self._replace_all(change, undo)
                 except BackendUnavailable:
                     # Some weights may be new and others old: nobody shall see what they compute, whoever waits for a lane.
                     self._plan = None
@@ -392,6 +413,39 @@ class TensorRTComponent:
         except BackendUnavailable:
             self.close()
             raise
+
+    def _replace_all(self, change: _Change, undo: Callable[[], _Change] | None) -> int:
+        spent = self.last_change
+        refitter = Refitter(self._opened(), self.record.weights, change.others, spent)
+        parts = iter(change.parts)
+        try:
+            while True:
+                with spent.on("computing"):
+                    part = next(parts, None)
+                if part is None:
+                    return len(refitter.replaced)
+                refitter.replace(part.by_name, part.constants, are_finite=change.are_finite)
+                del part
+        except BackendUnavailable:
+            raise
+        except BaseException as error:
+            if refitter.replaced and not self._is_undone(undo):
+                raise BackendUnavailable(
+                    "weights were replaced half way: some are new and others old",
+                    expected="all of them replaced, or none",
+                    got=first_line(error),
+                    remedy="load the bundle again",
+                ) from error
+            raise
+
+    def _is_undone(self, undo: Callable[[], _Change] | None) -> bool:
+        if undo is None:
+            return False
+        try:
+            self._replace_all(undo(), None)
+        except (OSError, RuntimeError, TrtconvertError):
+            return False
+        return True
 
     def close(self) -> None:
         """Wait for what is running, and let go of the engine and its memory. Further calls are refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -54,8 +55,23 @@ def resident() -> int:
 
 
 def held() -> int:
-    """Bytes of device memory in use, by torch and by others."""
+    """Bytes of device memory in use by this process; where the driver does not tell processes apart, by all of them."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    own = _of_this_process()
     free, total = torch.cuda.mem_get_info()
-    return total - free
+    return total - free if own is None else own
+
+
+def _of_this_process() -> int | None:
+    """By NVML, if it is there and knows."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid)):
+            if process.pid == os.getpid():
+                return process.usedGpuMemory
+    except Exception:  # no module, no driver library, a container that hides processes
+        return None
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -278,9 +279,8 @@ def test_an_engine_for_another_machine_is_refused_unread(folder, tmp_path, field
     manifest = read_manifest(folder)
     component = manifest.components["denoiser"]
     record = component.engines[0].model_copy(update={field: value})
-    (tmp_path / "engines").mkdir()
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / record.file).write_bytes(b"rubbish")
-    (tmp_path / component.onnx).write_bytes((folder / component.onnx).read_bytes())
     changed = component.model_copy(update={"engines": [record]})
     write_manifest(tmp_path, manifest.model_copy(update={"components": {"denoiser": changed}, "digest": ""}))
     with pytest.raises(BackendUnavailable, match=rf"(?s)for another machine.*{expected}.*trtconvert compile"):
