@@ -32,6 +32,9 @@ class Refitter:
         self.given.append(name)
         return True
 
+    def unset_named_weights(self, name):
+        return True
+
     def get_missing_weights(self):
         return []
 

@@ -30,6 +30,9 @@ _FEWEST_STEPS = 119
 _FEW_ROWS = 8
 """Of a weight, which tell whether it is worth looking at all of it."""
 
+_FEW_COLUMNS = 8
+"""Of a row, which tell whether it is worth looking whether all of it are whole numbers of a scale."""
+
 TINY_SCALE = 2.0**-100
 """Scale of a token of zeros, which quantises to zeros whatever the scale is."""
 
@@ -80,7 +83,7 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         INT8 [N, …] and FP32 [N].
     """
     scale = _channel_scale(weight.float().flatten(1))
-    stored = (weight.float() / _per_output(scale, weight)).round().clamp(-LEVELS, LEVELS)
+    stored = (weight.float() / _per_output(scale, weight)).round_().clamp_(-LEVELS, LEVELS)
     return stored.to(torch.int8), scale
 
 
@@ -107,6 +110,8 @@ def _channel_scale(rows: Tensor) -> Tensor:
     candidates = largest / steps[:, None]
     scale = short_scale(candidates[0])
     short = candidates == short_scale(candidates)
+    few = rows[:, :_FEW_COLUMNS] / candidates[..., None]
+    short &= (few == few.round()).all(-1)
     if not short.any():  # asked once: a GPU has to be waited for
         return scale
     found = torch.zeros_like(scale, dtype=torch.bool)

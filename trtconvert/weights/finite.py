@@ -12,7 +12,12 @@ def is_finite(x: Tensor) -> bool:
     By the least and the largest, of which NaN is both: one pass without memory, where torch.isfinite takes six times as long on
     the CPU.
     """
+    return bool(finite(x))
+
+
+def finite(x: Tensor) -> Tensor:
+    """The same as a tensor where the numbers lie: on a GPU, nobody has to wait for it yet."""
     if not x.numel():
-        return True
+        return torch.ones((), dtype=torch.bool, device=x.device)
     turned = x.T if x.dim() == 2 and not x.is_contiguous() else x  # read as it lies
-    return all(torch.isfinite(end).item() for end in turned.aminmax())
+    return torch.isfinite(torch.stack(turned.aminmax())).all()

@@ -17,8 +17,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,15 @@ class Update:
     down: Tensor | None = None
     mid: Tensor | None = None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.up, self.down, self.mid) if x is not None]
+
+    def of(self, tensors: Iterator[Tensor]) -> Update:
+        """The same with the next ones of other tensors, in the order of its own: on another device, say."""
+        parts = {name: next(tensors) for name in ("up", "down", "mid") if getattr(self, name) is not None}
+        return replace(self, **parts)
+
     def add_to(self, weight: Tensor, scale: float) -> None:
         """Add so many times the difference to a weight, in place.
 
@@ -116,6 +125,14 @@ class LoraFile:
     def components(self) -> list[str]:
         """What names in it begin with, in the recipe's words, the denoiser first."""
         return named({component_of(name)[0] for name in self.layers})
+
+    def in_memory(self) -> LoraFile:
+        """The same in memory of its own: what was read is mapped, and follows who writes into the file."""
+        layers = {
+            name: _Layer({part: x.clone() for part, x in layer.parts.items()}, layer.alpha)
+            for name, layer in self.layers.items()
+        }
+        return LoraFile(self.path, layers)
 
     def updates(self, target: str, weights: Mapping[str, Sequence[int]], title: str) -> list[Update]:
         """What the file adds to the weights of a component.

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from trtconvert.bundle import unquantised_file
 from trtconvert.linear.sites import Layer, TensorRef, model_tensors, reference_from_json
-from trtconvert.weights.tensor_files import TensorWriter
+from trtconvert.weights.tensor_files import TensorWriter, read_entries, read_entry
 
 _METADATA = "trtconvert"
 _SMALLER = (torch.float16, torch.bfloat16)
@@ -85,19 +84,23 @@ class Unquantised:
 
     Attributes:
         refs: of each layer, what its "weight" and "bias" are of.
-        shapes: of the tensors.
+        entries: the tensors' places in the file, by name; shapes: of the tensors.
+
+    Raises:
+        UserError: the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
-        said: dict[str, Any] = json.loads(self._file.metadata()[_METADATA])
+        self.path = path
+        entries, metadata = read_entries(path)
+        said: dict[str, Any] = json.loads(metadata[_METADATA])
         self.refs: dict[str, dict[str, TensorRef | None]] = {
             layer: {part: None if ref is None else reference_from_json(ref) for part, ref in of.items()}
             for layer, of in said.items()
         }
-        names: Iterable[str] = self._file.keys()
-        self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+        self.entries = {entry.name: entry for entry in entries}
+        self.shapes = {entry.name: entry.shape for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        """On the CPU, where the file is mapped."""
-        return self._file.get_tensor(name)
+        """On the CPU."""
+        return read_entry(self.path, self.entries[name])
