@@ -117,6 +117,22 @@ def test_precision_and_recall_of_a_generator_that_forgot_a_mode():
     assert metrics.precision_recall(cluster + 500, reference) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("tile", [7, 64, 1024])
+def test_precision_and_recall_are_torch_fidelitys(tile, monkeypatch):
+    monkeypatch.setattr(metrics, "_TILE", tile)
+    generated, reference = normal(150, 6), normal(201, 6, seed=1) * 1.2 + 0.3
+    generated[:20] = reference[5:25]  # samples at no distance, of each other and of themselves
+    generated[20:25] = generated[0]
+    features = require("torch_fidelity.metric_prc", "torch-fidelity").prc_features_to_metric(
+        generated, reference, prc_neighborhood=metrics.NEIGHBOURS, prc_batch_size=1000, save_cpu_ram=True, verbose=False
+    )
+    found = metrics.precision_recall(generated, reference)
+    assert found == pytest.approx((features["precision"], features["recall"]), abs=1e-7)  # means in FP32
+    assert found == metrics.precision_recall(
+        generated, reference, tuple(map(metrics.ball_radii, (generated, reference)))
+    )
+
+
 # Pairs of images
 
 

@@ -10,6 +10,7 @@ Each set is made in shards (`shards.py`) that hold features and errors, never im
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -517,11 +518,16 @@ class FeatureSet:
     indices: Tensor
     nonfinite: int
 
+    @functools.cached_property
+    def radii(self) -> Tensor:
+        """See `metrics.ball_radii`."""
+        return metrics.ball_radii(self.pooled)
+
 
 def feature_set(shards: ShardSet, prefix: str) -> FeatureSet:
     moments: dict[str, Moments] = {}
     pooled, logits, indices, start = [], [], [], 0
-    for shard in shards.stream():
+    for shard in shards.stream([prefix + name for name in ("pooled", "spatial", "logits", "finite")]):
         everything = torch.ones(len(shard[prefix + "pooled"]), dtype=torch.bool)
         keep = shard.get(prefix + "finite", everything)
         indices.append(start + keep.nonzero()[:, 0])
@@ -546,13 +552,21 @@ def feature_set(shards: ShardSet, prefix: str) -> FeatureSet:
     return FeatureSet(moments, torch.cat(pooled), torch.cat(logits) if logits else None, kept, start - len(kept))
 
 
-def quality(got: FeatureSet, reference: FeatureSet, accuracy: Callable[[FeatureSet], float | None]) -> SetQuality:
+def quality(
+    got: FeatureSet, reference: FeatureSet, accuracy: Callable[[FeatureSet], float | None], *, by_sample: bool = True
+) -> SetQuality:
+    """
+    Args:
+        by_sample: with KID, precision and recall, which compare samples one by one and take longer than all else.
+    """
     distance = {
         kind: metrics.frechet_distance(got.moments[kind], reference.moments[kind]) for kind in reference.moments
     }
-    kid, kid_std = metrics.kernel_distance(got.pooled, reference.pooled)
     score, score_std = (None, None) if got.logits is None else metrics.inception_score(got.logits)
-    precision, recall = metrics.precision_recall(got.pooled, reference.pooled)
+    kid = kid_std = precision = recall = None
+    if by_sample:
+        kid, kid_std = metrics.kernel_distance(got.pooled, reference.pooled)
+        precision, recall = metrics.precision_recall(got.pooled, reference.pooled, (got.radii, reference.radii))
     return SetQuality(
         nonfinite=got.nonfinite,
         fid=distance["pooled"],

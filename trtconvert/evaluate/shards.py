@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.cache import code_identity
@@ -82,9 +82,11 @@ class ShardSet:
         """Indices of this rank's shards."""
         return range(ranks.rank, len(self.ranges), ranks.size)
 
-    def stream(self) -> Iterator[dict[str, Tensor]]:
+    def stream(self, names: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
         """The shards' tensors, from the first shard to the last.
 
+        Args:
+            names: of those that are wanted, where they are there; all by default.
         Raises:
             UserError: a shard is not there.
         """
@@ -97,7 +99,9 @@ class ShardSet:
                     got="no such file" if not path.exists() else "a damaged file",
                     remedy="run the same command again: missing shards are made anew",
                 )
-            yield load_file(path)
+            with safe_open(path, framework="pt") as file:
+                held = file.keys()
+                yield {name: file.get_tensor(name) for name in held if names is None or name in names}
 
 
 def _is_whole(path: Path) -> bool:

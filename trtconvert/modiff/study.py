@@ -358,7 +358,7 @@ def told(bar: Bar) -> Callable[[str, int, int], None]:
 
 
 def _finite(shards: ShardSet) -> Tensor:
-    return torch.cat([shard["finite"] for shard in shards.stream()])
+    return torch.cat([shard["finite"] for shard in shards.stream(("finite",))])
 
 
 def _require_finite(full: ShardSet, study: Study) -> None:
@@ -389,7 +389,7 @@ def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, fu
         if len(finite) - nonfinite <= metrics.NEIGHBOURS:
             rows.append(Row(variant, nonfinite, None, None, None, None, None, None))
             continue
-        got = feature_set(shards, "")
+        got = exact if variant == full else feature_set(shards, "")
         classes = None if got.logits is None else got.logits.shape[1]
         found = quality(
             got,
@@ -399,17 +399,13 @@ def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, fu
                 if not asked or got.logits is None or classes is None
                 else float((got.logits.argmax(1) == (seed + got.indices) % classes).double().mean())
             ),
+            by_sample=False,
         )
-        error, count = 0.0, 0
-        for one, other in zip(shards.stream(), sets[full].stream(), strict=True):
-            both = one["finite"] & other["finite"]
-            error += float((one["images"][both].double() - other["images"][both].double()).square().sum())
-            count += one["images"][both].numel()
         rows.append(
             Row(
                 variant,
                 nonfinite,
-                None if variant == full or not count else float(metrics.decibels(torch.tensor(error / count))),
+                None if variant == full else _decibels(shards, sets[full]),
                 found.fid,
                 found.sfid,
                 found.inception_score,
@@ -418,6 +414,17 @@ def _rows(sets: Mapping[Variant, ShardSet], images_seen: ShardSet, seed: int, fu
             )
         )
     return rows
+
+
+def _decibels(shards: ShardSet, full: ShardSet) -> float | None:
+    """Of all samples that are finite in both; None where none is."""
+    error, count = 0.0, 0
+    for one, other in zip(*(held.stream(("images", "finite")) for held in (shards, full)), strict=True):
+        both = one["finite"] & other["finite"]
+        difference = one["images"][both].double() - other["images"][both].double()
+        error += float(difference.square_().sum())
+        count += difference.numel()
+    return float(metrics.decibels(torch.tensor(error / count))) if count else None
 
 
 def markdown(rows: Sequence[Row]) -> str:
