@@ -128,9 +128,8 @@ def test_precision_and_recall_are_torch_fidelitys(tile, monkeypatch):
     )
     found = metrics.precision_recall(generated, reference)
     assert found == pytest.approx((features["precision"], features["recall"]), abs=1e-7)  # means in FP32
-    assert found == metrics.precision_recall(
-        generated, reference, tuple(map(metrics.ball_radii, (generated, reference)))
-    )
+    radii = metrics.ball_radii(generated), metrics.ball_radii(reference)
+    assert found == metrics.precision_recall(generated, reference, radii)
 
 
 # Pairs of images

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trtconvert.entry_point import function_identity, import_function
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.evaluate.optional import require
 from trtconvert.files import open_regular, sha256
+from trtconvert.models.denoiser import require_device
 
 SPATIAL_CHANNELS = 7
 """Channels of a feature map that sFID takes: the number of its authors."""
@@ -57,22 +59,28 @@ class Extractor:
 
     Attributes:
         name: as it was asked for.
-        identity: hash of the weights, or of the name and the code, which is what features on disk depend on.
+        identity: hash of the weights, or of the name and the code, and the device: what features on disk depend on.
         extract: [N, C, H, W] in [0, 1] → `Features`.
+        device: that `extract` takes images on.
     """
 
     name: str
     identity: str
     extract: Callable[[Tensor], Features]
+    device: str = "cpu"
 
     def __call__(self, images: Tensor) -> Features:
-        """
+        """Features on the CPU.
+
         Raises:
             UserError: it does not take such images.
         """
         try:
-            with torch.no_grad():
-                return self.extract(images)
+            # TF32 would see other features than the CPU does.
+            exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+            with torch.no_grad(), nullcontext() if self.device == "cpu" else exact:
+                found = self.extract(images.to(self.device))
+            return Features(**{name: tensor.cpu() for name, tensor in found.tensors().items()})
         except TrtconvertError:
             raise
         except Exception as error:  # of a network at images of another size, or of the user's code, whatever it is
@@ -84,23 +92,25 @@ class Extractor:
             ) from error
 
 
-def load_extractor(name: str, weights: Path | None = None) -> Extractor:
+def load_extractor(name: str, weights: Path | None = None, device: str = "cpu") -> Extractor:
     """
     Args:
         name: "digits-classifier", "emoji-classifier", "inception", or "package.module:function". Such a function takes
             images [N, C, H, W] in [0, 1] and returns pooled features [N, D], or `Features`.
         weights: of the extractor; the shipped classifiers know their own.
+        device: "cpu" or "cuda"; a function is called with images on the CPU, and takes them where it likes.
     Raises:
         UserError: there is no such extractor, or its weights are missing or unfit.
+        BackendUnavailable: torch sees no such device.
     """
+    require_device(device)
     if name in SHIPPED_CLASSIFIERS:
         path = weights or classifier_weights(name)
-        extract = {"digits-classifier": _digits, "emoji-classifier": _emoji}[name](
-            path
-        )  # says what is wrong with the file
-        return Extractor(name, sha256(path), extract)
+        # It says what is wrong with the file.
+        extract = {"digits-classifier": _digits, "emoji-classifier": _emoji}[name](path, device)
+        return Extractor(name, _on(device, sha256(path)), extract, device)
     if name == "inception":
-        return _inception(weights)
+        return _inception(weights, device)
     if ":" in name:
         return _from_function(name, weights)
     raise UserError(
@@ -109,6 +119,10 @@ def load_extractor(name: str, weights: Path | None = None) -> Extractor:
         got=name,
         remedy="correct --features",
     )
+
+
+def _on(device: str, identity: str) -> str:
+    return identity if device == "cpu" else f"{identity} on {device}"
 
 
 def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
@@ -143,10 +157,10 @@ def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
         ) from error
 
 
-def _digits(path: Path) -> Callable[[Tensor], Features]:
+def _digits(path: Path, device: str) -> Callable[[Tensor], Features]:
     from trtconvert.evaluate.classifier import load_digits_classifier
 
-    classifier = load_digits_classifier(path)
+    classifier = load_digits_classifier(path).to(device)
     convolutions = classifier.body[:5]
 
     def extract(images: Tensor) -> Features:
@@ -157,10 +171,10 @@ def _digits(path: Path) -> Callable[[Tensor], Features]:
     return extract
 
 
-def _emoji(path: Path) -> Callable[[Tensor], Features]:
+def _emoji(path: Path, device: str) -> Callable[[Tensor], Features]:
     from trtconvert.evaluate.emoji import load_emoji_classifier
 
-    classifier = load_emoji_classifier(path)
+    classifier = load_emoji_classifier(path).to(device)
 
     def extract(images: Tensor) -> Features:
         maps = classifier.maps(images)
@@ -170,7 +184,7 @@ def _emoji(path: Path) -> Callable[[Tensor], Features]:
     return extract
 
 
-def _inception(weights: Path | None) -> Extractor:
+def _inception(weights: Path | None, device: str) -> Extractor:
     """FID's InceptionV3 as torch-fidelity has it, with the layers that IS and sFID take."""
     what = "torch-fidelity's InceptionV3 weights (pt_inception or weights-inception-2015-12-05-6726825d.pth)"
     if weights is None:
@@ -197,6 +211,7 @@ def _inception(weights: Path | None) -> Extractor:
                 got=str(error).splitlines()[-1].strip(),
                 remedy="take the file that torch-fidelity uses",
             ) from error
+    network = network.to(device)
     maps: list[Tensor] = []
     # Nash et al. 2021 (arXiv 2103.03841) take the first channels of "mixed_6/conv", the branch that comes first here.
     network.Mixed_6d.register_forward_hook(lambda *call: maps.append(call[2][:, :SPATIAL_CHANNELS].flatten(1)))
@@ -206,7 +221,7 @@ def _inception(weights: Path | None) -> Extractor:
         pooled, logits = network((images.expand(-1, 3, -1, -1) * 255).round().byte())
         return Features(pooled, logits, maps[0])
 
-    return Extractor("inception", sha256(weights), extract)
+    return Extractor("inception", _on(device, sha256(weights)), extract, device)
 
 
 def _from_function(name: str, weights: Path | None) -> Extractor:

@@ -228,7 +228,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
         variants = studies.parse_variants(methods, bits)
         recipe = _recipe(model)
         features, reference = judges(recipe.model.source, features, reference)
-        extractor = load_extractor(features, features_weights)
+        extractor = load_extractor(features, features_weights, options["device"])
         study = _study(recipe, **options)
         shape = study.model.sample(study.model.denoiser, [seed], steps=1, solver="ddim").shape[1:]
         images = load_reference(reference, shape)
