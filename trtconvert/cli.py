@@ -433,7 +433,11 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
 )
 @click.option("--lpips-weights", type=click.Path(path_type=Path), help="torchvision's AlexNet weights: adds LPIPS.")
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the torch model, and of the feature extractor."
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Of the torch model, and of the feature extractor.",
 )
 @click.option(
     "--int8",
