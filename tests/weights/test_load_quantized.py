@@ -11,6 +11,7 @@ from support import run
 from torch import nn
 
 from trtconvert.errors import UserError
+from trtconvert.linear.products import MOST_FEW_ROWS
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.saved import with_dtype
 from trtconvert.recipe import ModelSection
@@ -59,12 +60,14 @@ def test_layers_keep_int8(tmp_path, granularity, empty):
     assert fresh.first.stored.dtype == torch.int8
     assert type(fresh.shared) is nn.Linear and fresh.sharing.weight is fresh.shared.weight
     assert {p.dtype for p in fresh.parameters()} == {torch.float32}
-    x = torch.randn(4, 130)
+    x = torch.randn(MOST_FEW_ROWS + 1, 130)
     with torch.no_grad():
         wanted, got = model(x[None]), fresh(x[None])
     assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.03
     exact = nn.functional.linear(x, fresh.first.weight, fresh.first.bias)
     assert 0 < float((fresh.first(x) - exact).norm() / exact.norm()) < 0.02  # of tokens in INT8
+    few = nn.functional.linear(x[:-1], fresh.first.weight, fresh.first.bias)
+    assert torch.equal(fresh.first(x[:-1]), few)  # as modulations have, which stay as they are
     with torch.enable_grad():  # where x takes gradients, ŵ is all that differs
         assert torch.equal(fresh.first(x.clone().requires_grad_()), exact)
     assert "Int8Linear(in_features=130, out_features=200" in repr(fresh)

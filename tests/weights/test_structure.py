@@ -160,8 +160,10 @@ def test_verdicts(name, encoder):
     assert stored("text_encoder/encoder.layers.1.mlp.fc2.weight") is None
     assert stored("vae/encoder.down_blocks.0.resnets.0.conv1.conv.weight") == encoder
     for path, role in ROLES["t2v"].items():
-        if role.startswith("VAE decoder") or role.endswith(("modulation", "vocabulary")):
+        if role.startswith("VAE decoder") or role.endswith("vocabulary"):
             assert stored(path) == "kept"
+        if role.endswith("modulation"):
+            assert stored(path) is None
     assert stored("transformer/time_embeddings.in_layer.weight") == "kept"
     assert stored("transformer/visual_transformer_blocks.0.self_attention.query_norm.weight") == "fp32"
 
@@ -189,7 +191,7 @@ def test_from_a_pipeline_to_a_loaded_one(tmp_path, name):
     decoder = "movq" if name == "kandinsky22" else "vae"
     in_int8 = {path for path, module in getattr(fresh, component).named_modules() if isinstance(module, Int8Linear)}
     roles = structure_of(open_source(tmp_path / "p")).roles
-    wanted = {Role("denoiser", "attention"), Role("denoiser", "MLP")}
+    wanted = {Role("denoiser", "attention"), Role("denoiser", "MLP"), Role("denoiser", "modulation")}
     before = getattr(pipe, component).state_dict()
     assert in_int8 == {
         path.removeprefix(f"{component}/").removesuffix(".weight")

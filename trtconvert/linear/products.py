@@ -5,7 +5,8 @@
 | of blocks | Triton's kernels: a scale per group of 128 channels of a token | `groups`, the same in torch |
 | of channels | the same, or the library's kernels (`kernel`, a scale per token), whichever is faster | |
 
-Where neither Triton nor the library is installed, the weight is multiplied in the type of the tokens.
+Few tokens, such as the one that modulations read, are multiplied as they are: reading the weight takes all the time then. So are
+all where neither Triton nor the library is installed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from trtconvert.linear.sites import IN_STEP, OUT_STEP
 from trtconvert.weights import blocks
 
 MOST_FEW_ROWS = 16
-"""Rows that the library's kernel multiplies with an INT8 weight as they are: reading the weight takes all the time."""
+"""Rows that are multiplied with an INT8 weight as they are."""
 
 
 def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x · ŵᵀ + bias with tokens and weight in INT8.
 
     Args:
-        x: […, K] of a floating-point type, without gradients; under autocast its type is that of the result.
+        x: […, K] of a floating-point type, without gradients; under autocast its type is that of the result. Rows are quantised
+            where there are more than `MOST_FEW_ROWS`.
         stored: INT8 [N, K]; scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] of blocks or [N] of channels; bias: [N] or None.
     Returns:
         […, N] in x's type.
@@ -71,14 +73,14 @@ def _(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _product(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    if not x.is_cuda or not len(x):
-        return groups.int8_gemm(*groups.act_quant(x), stored, scale, bias, x.dtype)
-    triton = _triton()
-    by_library = scale.dim() == 1 and _library_takes(x, stored)
-    if triton is None:
-        if by_library:
-            return _by_library(x, stored, scale, bias)
+    by_library = x.is_cuda and len(x) > 0 and scale.dim() == 1 and _library_takes(x, stored)
+    triton = _triton() if x.is_cuda else None
+    if not by_library and (len(x) <= MOST_FEW_ROWS or (x.is_cuda and triton is None)):
         return F.linear(x, dequantised(stored, scale, x.dtype), None if bias is None else bias.to(x.dtype))
+    if not x.is_cuda:
+        return groups.int8_gemm(*groups.act_quant(x), stored, scale, bias, x.dtype)
+    if triton is None or len(x) <= MOST_FEW_ROWS:
+        return _by_library(x, stored, scale, bias)
     if by_library and _library_is_faster(triton, x, stored, scale, bias):
         return _by_library(x, stored, scale, bias)
     return _by_triton(triton, x, stored, scale, bias)

@@ -312,9 +312,8 @@ def _by_role(tensor: StoredTensor, rules: Rules, role: Role, structure: Structur
     if role.unit == "VAE encoder" and structure and structure.reads_images:
         return Verdict(stored="kept", reason="VAE encoder, of images that the denoiser reads")
     is_weight = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
-    if role.unit == "denoiser" and is_weight and role.kind in ("modulation", "outside of blocks"):
-        reason = "modulation" if role.kind == "modulation" else "embedding, first or last layer"
-        return Verdict(stored="kept", reason=reason)
+    if role.unit == "denoiser" and is_weight and role.kind == "outside of blocks":
+        return Verdict(stored="kept", reason="embedding, first or last layer")
     if role.kind == "vocabulary":  # looked up, not multiplied with
         return Verdict(stored="kept", reason="vocabulary")
     return None
