@@ -12,7 +12,6 @@ over our time. Writes group_norm.md; nothing is asserted, tests/gpu/test_group_n
 from __future__ import annotations
 
 import argparse
-import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.errors import BackendUnavailable
-from trtconvert.library import has_group_norm_kernel, load_library
-from trtconvert.linear.kernel import ModeTable
+from trtconvert.library import has_group_norm_kernel
+from trtconvert.linear.conv_kernel import group_norm
 
 GROUPS, EPSILON = 32, 1e-5
 CACHED_BYTES = 25e6  # inputs and results of a shape; an H100's L2 cache is 50 MB
@@ -50,31 +49,10 @@ IMAGES += [Image(1280, 16), Image(2560, 16), Image(1280, 8), Image(2560, 8)]
 IMAGES += [Image(320, 128), Image(640, 128), Image(960, 128), Image(1280, 64), Image(1920, 64), Image(2560, 32)]
 
 
-class Params(ctypes.Structure):
-    """TrtConvertGroupNormParams of group_norm.h, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("struct_size", "version")),
-        *((name, ctypes.c_int64) for name in ("batch", "pixels")),
-        *((name, ctypes.c_int32) for name in ("channels", "groups", "data_type", "silu")),
-        ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("x", "shift", "weight", "bias", "normed", "stream")),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("factor", "payload")),
-    ]
-
-
 def ours(x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, normed: Tensor) -> None:
     """x and normed [B, C, H, W] with channels last in memory, shift [B, C], weight and bias [C], all FP16."""
-    batch, channels, height, width = x.shape
-    pointers = [tensor.data_ptr() for tensor in (x, shift, weight, bias, normed)]
-    stream = torch.cuda.current_stream().cuda_stream
-    given = Params(
-        ctypes.sizeof(Params), 1, batch, height * width, channels, GROUPS, 0, 1, EPSILON, *pointers, stream
-    )  # fmt: skip
-    message = ctypes.create_string_buffer(512)
-    if load_library().trtconvert_group_norm_run(ctypes.byref(given), message, len(message)):
-        raise RuntimeError(message.value.decode())
+    image, out = (tensor.permute(0, 2, 3, 1) for tensor in (x, normed))
+    group_norm(image, weight, bias, out, groups=GROUPS, epsilon=EPSILON, shift=shift)
 
 
 def in_torch(x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

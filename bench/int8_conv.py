@@ -13,22 +13,19 @@ Writes int8_conv.md; nothing is asserted, tests/gpu/test_int8_conv.py compares t
 from __future__ import annotations
 
 import argparse
-import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from group_norm import EPSILON, GROUPS
-from group_norm import Params as NormParams
 from linear import Call, measured, write_table
 from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.errors import BackendUnavailable
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.library import has_group_norm_kernel, load_library
-from trtconvert.linear.kernel import ModeTable
-from trtconvert.linear.modes import LayerMode
+from trtconvert.library import has_group_norm_kernel
+from trtconvert.linear.conv_kernel import group_norm, int8_conv
 from trtconvert.linear.reference import LEVELS, quantise_weight
 
 BATCH = 2
@@ -55,31 +52,6 @@ LAYERS = [Layer(64, 320, 320), Layer(64, 640, 320), Layer(32, 640, 640), Layer(3
 LAYERS += [Layer(16, 2560, 1280), Layer(8, 1280, 1280)]
 LAYERS += [Layer(128, 320, 320), Layer(128, 640, 320), Layer(64, 640, 640), Layer(64, 1280, 640), Layer(32, 1280, 1280)]
 LAYERS += [Layer(32, 2560, 1280)]
-
-
-class ConvParams(ctypes.Structure):
-    """TrtConvertInt8ConvParams of int8_conv.h, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("struct_size", "version")),
-        ("batch", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "height", "width", "in_channels", "out_channels", "kernel_h", "kernel_w", "stride_y", "stride_x", "pad_y",
-                "pad_x", "data_type",
-            )
-        ),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight_scale", "bias", "residual", "y", "stream")),
-        ("target_arch", ctypes.c_int32),
-    ]  # fmt: skip
-
-
-def run(function: str, given: ctypes.Structure) -> None:
-    message = ctypes.create_string_buffer(512)
-    if getattr(load_library(), function)(ctypes.byref(given), message, len(message)):
-        raise RuntimeError(message.value.decode())
 
 
 class Case:
@@ -109,29 +81,9 @@ class Case:
         largest = float(self.normed[0].abs().max())
         self.x_scale = torch.tensor([largest / LEVELS], device="cuda")
 
-    def _table(self) -> ModeTable:
-        return ModeTable(1 << LayerMode.STATIC, 1, 1, 1000.0, None, None, self.x_scale.data_ptr())
-
     def run_norm(self, i: int, in_int8: bool = False) -> None:
-        layer, stream = self.layer, torch.cuda.current_stream().cuda_stream
-        pointers = [self.x[i].data_ptr(), None, self.gamma.data_ptr(), self.beta.data_ptr()]
-        out = [None if in_int8 else self.normed[i].data_ptr(), stream]
-        table = [self._table(), None, self.payload[i].data_ptr()] if in_int8 else []
-        given = NormParams(
-            ctypes.sizeof(NormParams),
-            1,
-            BATCH,
-            layer.side**2,
-            layer.inputs,
-            GROUPS,
-            0,
-            1,
-            EPSILON,
-            *pointers,
-            *out,
-            *table,
-        )
-        run("trtconvert_group_norm_run", given)
+        out, scale = (self.payload[i], self.x_scale) if in_int8 else (self.normed[i], None)
+        group_norm(self.x[i], self.gamma, self.beta, out, groups=GROUPS, epsilon=EPSILON, scale=scale)
 
     def in_fp16(self, i: int) -> Tensor:
         self.run_norm(i)
@@ -140,15 +92,8 @@ class Case:
 
     def in_int8(self, i: int, arch: int = 0) -> Tensor:
         self.run_norm(i, in_int8=True)
-        layer = self.layer
-        given = ConvParams(
-            struct_size=ctypes.sizeof(ConvParams), version=1, batch=BATCH, height=layer.side, width=layer.side,
-            in_channels=layer.inputs, out_channels=layer.outputs, kernel_h=3, kernel_w=3, stride_y=1, stride_x=1,
-            pad_y=1, pad_x=1, table=self._table(), x=self.payload[i].data_ptr(), weight=self.stored[i].data_ptr(),
-            weight_scale=self.scales[i].data_ptr(), bias=self.bias.data_ptr(), y=self.y[i].data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream, target_arch=arch,
-        )  # fmt: skip
-        run("trtconvert_int8_conv_run", given)
+        stored, scales = self.stored[i], self.scales[i]
+        int8_conv(self.payload[i], stored, scales, self.bias, self.x_scale, self.y[i], padding=1, arch=arch)
         return self.y[i].permute(0, 3, 1, 2)
 
     def right(self) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +178,7 @@ def calibrate_stage(
             taken,
         )
         from trtconvert.calib.dtype_checks import fitting
+        from trtconvert.calib.plan import kernel_cost
 
         source = model()
         # Nobody wants to hear after the calibration what does not serve.
@@ -188,8 +189,6 @@ def calibrate_stage(
 
             require_fixed_sizes(source, covering(profiles))
         if recipe.attention.modes == "auto":
-            from trtconvert.calib.plan import kernel_cost
-
             kernel_cost(recipe.plan, recipe.layers, masks=bool(recipe.sparse_shares))
         elif recipe.sparse_shares:
             from trtconvert.calib.cost import KernelCost
@@ -197,6 +196,8 @@ def calibrate_stage(
             KernelCost.load(recipe.plan.kernel_cost, masks=True)
         with fitting(source, recipe.model.dtype):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
+        if recipe.attention.modes == "auto" and any(layer.kind == "conv" for layer in parts.layers):
+            kernel_cost(recipe.plan, recipe.layers, convs=True)
         if recipe.sparse_shares:
             refuse_without_blocks(source, parts.sites, covering(profiles), recipe.calibration.bins)
         if recipe.calibration.from_ is not None:
@@ -375,7 +376,7 @@ def export_stage(
             input_ranges=_input_ranges(calibration, source.guidance),
             profiles=profiles,
             sites=_site_records(calibration, plan, bool(recipe.sparse_shares)),
-            layers=_layer_records(calibration, plan, layers),
+            layers=_layer_records(recipe, calibration, plan, layers, _opt_rows(source, profiles[0])),
             engines=[],
             diffusers=source.diffusers,
             caches=[
@@ -746,13 +747,28 @@ def _converted_layers(
     }
 
 
-def _layer_records(calibration: Stage, plan: Stage, converted: Mapping[str, ConvertedLayer]) -> list[LayerRecord]:
+def _layer_records(
+    recipe: Recipe, calibration: Stage, plan: Stage, converted: Mapping[str, ConvertedLayer], batch: int
+) -> list[LayerRecord]:
+    """
+    Args:
+        batch: for which times were taken.
+    """
+    from trtconvert.linear import convs
+
     modes = _plan(plan).layers
     modulated = {name for name, layer in converted.items() if layer.change_scale is not None}
-    return [
-        _layer_record(layer, row if any(row := modes.get(layer.name, [])) else [], layer.name in modulated)
-        for layer in _layers(calibration)
-    ]
+    searched = recipe.attention.modes == "auto" and recipe.layers.modes == "auto"
+
+    def record(layer: Layer) -> LayerRecord:
+        if any(row := modes.get(layer.name, [])):
+            return _layer_record(layer, row, layer.name in modulated)
+        if searched and layer.kind == "conv" and not layer.obstacle and (slow := convs.left(layer, batch)):
+            reason = f"it is a convolution {slow}, and layers.modes: auto leaves it in 16 bits"
+            layer = replace(layer, obstacle=reason)
+        return _layer_record(layer, [])
+
+    return [record(layer) for layer in _layers(calibration)]
 
 
 def _component_records(found: ComponentLayers) -> list[LayerRecord]:

@@ -255,15 +255,28 @@ def test_layers_that_are_off_have_none():
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
-def table(path, *, attention=(4, 3, 2, 1), layers=((0, 4.0), (3, 1.0)), sizes=((64, 32, 32), (4096, 1024, 1024))):
-    """A table of made-up times: of attention by mode, of layers by mode, both in some unit of work."""
+def table(
+    path,
+    *,
+    attention=(4, 3, 2, 1),
+    layers=((0, 4.0), (3, 1.0)),
+    sizes=((64, 32, 32), (4096, 1024, 1024)),
+    convs=((0, 4.0), (3, 1.0)),
+):
+    """A table of made-up times: of attention by mode, of layers by mode, both in some unit of work, and of convolutions."""
     rows = [{"mode": m, "shape": [1, 1, 16, 16, 32], "seconds": s * 1e-5} for m, s in enumerate(attention)]
     of_layers = [
         {"mode": mode, "shape": list(shape), "seconds": s * 1e-9 * math.prod(shape) ** 0.5}
         for mode, s in layers
         for shape in sizes
     ]
-    path.write_text(json.dumps({"gpu": "made up", "date": "2026-01-01", "rows": rows, "layers": of_layers}))
+    of_convs = [
+        {"mode": mode, "shape": [2, side, side, 320, 320, 3], "seconds": s * 1e-9 * side}
+        for mode, s in convs
+        for side in (16, 64)
+    ]
+    made_up = {"gpu": "made up", "date": "2026-01-01", "rows": rows, "layers": of_layers, "convs": of_convs}
+    path.write_text(json.dumps(made_up))
     return path
 
 
@@ -279,6 +292,37 @@ def test_times_of_layers_are_interpolated_over_their_work(tmp_path):
     # A square root of the work between measured sizes, as the table has it.
     assert between == pytest.approx(1e-9 * (64 * 16 * 32 * 32) ** 0.5, rel=1e-6)
     assert cost.layer_seconds(small, 1, LayerMode.DYNAMIC) == math.inf  # not measured
+
+
+def conv_of(side=64, *, inputs=320, outputs=320, kernel=3, normed=True, padding=1):
+    return Layer(
+        "a", "conv", inputs, outputs, side**2, "a", TensorRef("a", 0, (outputs, inputs, kernel, kernel), (1, 1, 1, 1)),
+        kernel=(kernel, kernel), stride=(1, 1), padding=(padding, padding), normed=normed,
+    )  # fmt: skip
+
+
+def test_times_of_convolutions_are_those_of_engines(tmp_path):
+    cost = KernelCost.load(table(tmp_path / "t.json"), of_convs=True)
+    exact, static, alone = (cost.layer_seconds(conv_of(), 2, LayerMode(mode)) for mode in (0, 3, 1))
+    assert (exact, static) == (pytest.approx(4 * 64e-9), pytest.approx(64e-9))
+    assert alone == exact  # 16 bits, of INT8 weights
+    assert static < cost.layer_seconds(conv_of(), 4, LayerMode.STATIC)
+    for slow in (
+        conv_of(normed=False),  # nothing quantises its input
+        conv_of(8, outputs=160), conv_of(inputs=64), conv_of(kernel=1, padding=0), conv_of(padding=3),
+        dataclasses.replace(conv_of(), kernel=(3, 3, 3), stride=(1, 1, 1), padding=(1, 1, 1)),
+    ):  # fmt: skip
+        assert cost.layer_seconds(slow, 2, LayerMode.STATIC) == cost.layer_seconds(slow, 2, LayerMode.EXACT)
+    without = KernelCost.load(table(tmp_path / "t.json", convs=((0, 4.0),)), of_convs=True)
+    assert without.layer_seconds(conv_of(), 2, LayerMode.STATIC) == exact  # of a GPU without the kernel
+
+
+def test_the_times_that_come_with_the_program_have_convolutions():
+    cost = KernelCost.load(of_convs=True)
+    for side, inputs, outputs in ((64, 320, 320), (32, 640, 640), (8, 1280, 1280), (128, 320, 320)):
+        layer = conv_of(side, inputs=inputs, outputs=outputs)
+        static, exact = (cost.layer_seconds(layer, 2, mode) for mode in (LayerMode.STATIC, LayerMode.EXACT))
+        assert 1e-6 < static < exact < 1e-3
 
 
 # Builds ---------------------------------------------------------------------------------------------------------------
@@ -315,12 +359,16 @@ def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
     outcome = planned(tmp_path, point="fp16 everywhere, layers static")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]
     assert reused(outcome)["search"] and not any(site.in_int8 for site in component.sites)
-    assert sum(layer.in_int8 for layer in component.layers) == len(CHOSEN)
+    assert [layer.name for layer in component.layers if layer.in_int8] == [name for name in CHOSEN if name != "conv"]
+    (conv,) = (layer for layer in component.layers if layer.name == "conv")
+    assert conv.reason == (
+        "it is a convolution behind no group norm that would give its input in INT8, and layers.modes: auto leaves it in 16 bits"
+    )
     outcome = planned(tmp_path, point="balanced everywhere")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]
     assert reused(outcome)["search"] and component.sites[0].modes == [Mode.BALANCED] * 2
     assert not component.has_int8_layers
-    assert "10 in the model's type by the plan" in " ".join(outcome.output.replace("│", " ").split())
+    assert "9 in the model's type by the plan" in " ".join(outcome.output.replace("│", " ").split())
 
 
 def test_stated_layers_are_the_same_in_all_plans(tmp_path):
@@ -353,6 +401,13 @@ def test_layers_that_are_off_take_no_part_in_a_search(tmp_path):
     assert outcome.exit_code == 0, outcome.output
     assert not any(point.layers for point in read_frontier(tmp_path / "bundle" / "frontier.json").points)
     assert read_manifest(tmp_path / "bundle").components["denoiser"].layers == []
+
+
+def test_a_table_without_times_of_convolutions_is_refused_before_the_calibration(tmp_path):
+    outcome = planned(tmp_path, times={"convs": ()})
+    refusal(outcome, "times.json", "convolutions", "trtconvert measure", "layers.kinds: [linear]")
+    assert not list((tmp_path / "cache").glob("[!.]*"))  # no stage was made
+    assert planned(tmp_path, times={"convs": ()}, layers={"include": ["*"]}).exit_code == 0
 
 
 @pytest.mark.parametrize("times", [{"layers": ()}, {"layers": ((3, 1.0),)}])

@@ -13,7 +13,6 @@ from test_engine_on_gpu import Watch, inputs_of
 
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.lowering import int8_convs
 from trtconvert.export.lowering.int8_convs import INT8_CONV
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_group_norm_kernel, has_linear_kernel
@@ -28,8 +27,7 @@ pytest.importorskip("tensorrt_bindings", reason="needs TensorRT")
 def test_an_engine_with_int8_convolutions_computes_what_they_specify(monkeypatch, modes, equalised):
     if not (has_group_norm_kernel() and has_linear_kernel()):
         pytest.skip("needs kernels for group norms and layers")
-    monkeypatch.setattr(int8_convs, "_FEWEST_PIXELS", 1)
-    monkeypatch.setattr(int8_convs, "_FEWEST_OUTPUTS", 1)
+    tiny_convs.take_any_size(monkeypatch)
     trt = tensorrt.load()
     graph, inputs, expected = tiny_convs.traced(modes, equalised)
     options = EngineSection(layers="plugin", attention="native")

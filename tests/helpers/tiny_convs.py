@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
+import pytest
 import tiny_models
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,19 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.linear import convs
 from trtconvert.linear.reference import LayerTables, conv, quantise_weight
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted
 
 CHANNELS, WIDE, SIZE, BATCH, GROUPS = 16, 32, (6, 10), 2, 4
 MAX = 1000.0
+
+
+def take_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions of any size are taken."""
+    for name in ("FEWEST_PIXELS", "FEWEST_OUTPUTS", "LEAST_DEPTH"):
+        monkeypatch.setattr(convs, name, 1)
 
 
 class ResNet(nn.Module):

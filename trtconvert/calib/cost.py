@@ -18,6 +18,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError
+from trtconvert.linear import convs
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, flops
 
@@ -87,6 +88,10 @@ class KernelCost:
             (2.0 * math.prod(row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
             for row in table.get("layers", ())
         ]
+        self._convs = [
+            (_conv_flops(*row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
+            for row in table.get("convs", ())
+        ]
 
     @staticmethod
     def load(
@@ -96,6 +101,7 @@ class KernelCost:
         *,
         masks: bool = False,
         caches: bool = False,
+        of_convs: bool = False,
     ) -> KernelCost:
         """Times that `trtconvert measure` wrote, or those that come with the program.
 
@@ -103,9 +109,10 @@ class KernelCost:
             candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
             layer_candidates: likewise of layers, 16 bits among them.
             masks: whether the plan may choose block masks, of which there must be times too; caches: likewise layers that
-                quantise changes, whose caches are priced by the memory's bandwidth.
+                quantise changes, whose caches are priced by the memory's bandwidth; of_convs: likewise convolutions.
         Raises:
-            UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks, or bandwidth.
+            UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks, or bandwidth,
+                or convolutions.
         """
         path = path or KERNEL_COST
         try:
@@ -136,6 +143,14 @@ class KernelCost:
                 remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or state "
                 "layers.modes (off leaves layers in 16 bits)",
             )
+        if of_convs and not any(mode == LayerMode.EXACT for _, mode, _ in cost._convs):
+            raise UserError(
+                f"{path} cannot price the convolutions that the plan may convert",
+                expected="times of convolutions behind group norms, in 16 bits (exact) and in INT8",
+                got=f"none, measured {cost.date} on an {cost.gpu}",
+                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or leave "
+                "convolutions out (layers.kinds: [linear], and layers.include without their names), or state layers.modes",
+            )
         if masks and not cost._masked:
             raise UserError(
                 f"{path} cannot price the block masks of attention.sparse",
@@ -162,7 +177,8 @@ class KernelCost:
             here = {mode for shape, mode, _ in self._rows if (shape.head_dim, shape.to_prompt) == (size, prompt)}
             if missing := [mode.name.lower() for mode in sorted(modes) if mode not in here]:
                 return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
-        if any(not (0 < seconds < math.inf) for _, _, seconds in (*self._rows, *self._calibrated, *self._layers)):
+        timed = (*self._rows, *self._calibrated, *self._layers, *self._convs)
+        if any(not (0 < seconds < math.inf) for *_, seconds in timed):
             return "times that are not positive"
         if any(not (0 < density <= 1 and 0 < ratio < math.inf) for *_, density, ratio in self._masked):
             return "block masks whose density is not in (0, 1], or whose time is not positive"
@@ -214,8 +230,15 @@ class KernelCost:
 
     def layer_seconds(self, layer: Layer, batch: int, mode: LayerMode) -> float:
         """Time of one call of a layer, its activations' quantisation inside. Interpolated as attention's is; infinite for
-        a mode that was not measured."""
-        points = sorted((work, t) for work, kind, t in self._layers if kind == mode)
+        a mode that was not measured. Of convolutions with the group norm in front: those that engines leave in 16 bits, see
+        `convs.left`, take the time of these in all modes, and so do all where there is no kernel for INT8."""
+        rows = self._layers
+        if layer.kind == "conv":
+            rows = self._convs
+            measured = mode == LayerMode.STATIC and any(kind == mode for _, kind, _ in rows)
+            if not measured or convs.left(layer, batch):
+                mode = LayerMode.EXACT
+        points = sorted((work, t) for work, kind, t in rows if kind == mode)
         if not points:
             return math.inf
         return _interpolated(flops(layer, batch), points)
@@ -242,6 +265,11 @@ class KernelCost:
         return torch.tensor(
             [[self.seconds(shape, mode, scaling) for mode in Mode] for shape, scaling in rows], dtype=torch.float64
         )
+
+
+def _conv_flops(batch: int, height: int, width: int, in_channels: int, out_channels: int, kernel: int) -> float:
+    """Operations of a convolution whose result is as large as its image."""
+    return 2.0 * batch * height * width * in_channels * out_channels * kernel**2
 
 
 def _points(rows: Sequence[_Row], shape: AttentionShape, mode: Mode) -> list[tuple[float, float]]:

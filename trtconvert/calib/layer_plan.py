@@ -90,17 +90,26 @@ class SearchedLayers:
         section: LayersSection,
         allowed: Collection[LayerMode],
         bins: int,
+        slow: Collection[str] = (),
     ) -> SearchedLayers:
         """
         Args:
             layers: to convert; allowed: the modes that the search may choose, none where the recipe states them all.
+            slow: names of layers that are no faster in INT8. They stay in 16 bits where the search would choose, unless they may
+                quantise changes.
         """
-        stated = layer_modes(section, layers, bins)
         change_scales = {
             layer.name: scale
             for layer in layers
             if section.modiff == "auto" and (scale := calibration.layers[layer.source].change_scale) is not None
         }
+        exact = {
+            layer.name
+            for layer in layers
+            if section.modes == "auto" and layer.name in slow and layer.name not in change_scales
+        }
+        layers = [layer for layer in layers if layer.name not in exact]
+        stated = layer_modes(section, layers, bins)
         groups: dict[str, list[Layer]] = {}
         for layer in layers:
             if section.modes == "auto" and not layer.weight_only:
@@ -115,7 +124,8 @@ class SearchedLayers:
         return SearchedLayers(
             groups,
             modes,
-            {name: row for name, row in stated.items() if name not in searched},
+            {name: row for name, row in stated.items() if name not in searched}
+            | {name: torch.zeros(bins, dtype=torch.int32) for name in exact},
             Int8Layers(tables, model.timestep_max, change_scales, model.timesteps_fall),
         )
 
@@ -135,7 +145,7 @@ class SearchedLayers:
     def in_plan(self, plan: Plan) -> Int8Layers:
         """How the layers that a plan converts compute. Their caches, if any, are empty."""
         int8 = self.int8
-        tables, scales = {name: int8.tables[name] for name in self.fixed}, {}
+        tables, scales = {name: int8.tables[name] for name, row in self.fixed.items() if row.any()}, {}
         for source, members in self.names.items():
             row = plan[LAYERS_OF + source]
             if row.any():

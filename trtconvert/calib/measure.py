@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trtconvert.attention import kernel
 from trtconvert.attention.device_time import device_microseconds
@@ -17,9 +18,11 @@ from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import BLOCK, tables_from_data
 from trtconvert.calib.cost import AttentionShape
 from trtconvert.errors import BackendUnavailable
+from trtconvert.library import has_group_norm_kernel
+from trtconvert.linear import conv_kernel
 from trtconvert.linear import kernel as linear_kernel
 from trtconvert.linear.modes import LayerMode
-from trtconvert.linear.reference import LayerTables, quantise_weight
+from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight
 
 _HEADS = ((1, 24, 128), (2, 10, 64), (2, 8, 40))
 _PROMPT = 77
@@ -37,6 +40,15 @@ LAYER_SHAPES = (
     (4608, 12288, 3072), (4608, 3072, 12288), (17160, 1536, 1536), (17160, 8960, 1536), (17160, 1536, 8960),
 )  # fmt: skip
 """Rows, output and input channels of the layers of common diffusion models."""
+
+CONV_SHAPES = tuple(
+    (2, side, side, channels, outputs, 3)
+    for side, channels, outputs in (
+        (64, 320, 320), (64, 640, 320), (32, 640, 640), (32, 1280, 640), (16, 1280, 1280), (16, 2560, 1280), (8, 1280, 1280),
+        (128, 320, 320), (128, 640, 320), (64, 640, 640), (64, 1280, 640), (32, 1280, 1280), (32, 2560, 1280),
+    )
+)  # fmt: skip
+"""Batch, height, width, input and output channels and window of the convolutions of Stable Diffusion 1.5 and SDXL."""
 
 _LAYER_MODES = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
 
@@ -64,13 +76,15 @@ def measure_kernels(
     done: Callable[[], None] = lambda: None,
     layer_shapes: Sequence[tuple[int, int, int]] = LAYER_SHAPES,
     masked_shapes: Sequence[AttentionShape] = MASKED_SHAPES,
+    conv_shapes: Sequence[tuple[int, int, int, int, int, int]] = CONV_SHAPES,
 ) -> str:
-    """Times of attention in every mode, of block masks in terms of those, and of layers in 16 bits (torch) and in INT8, and the
-    memory's bandwidth, as JSON text, see `KernelCost.load`. FP16, quantisation inside; scales of queries and keys are measured,
-    and in the modes that may do so calibrated as well; see `device_microseconds`.
+    """Times of attention in every mode, of block masks in terms of those, of layers and of convolutions behind group norms in
+    16 bits (torch) and in INT8, and the memory's bandwidth, as JSON text, see `KernelCost.load`. FP16, quantisation inside;
+    scales of queries and keys are measured, and in the modes that may do so calibrated as well; see `device_microseconds`.
 
     Args:
         done: called after each shape and mode, for calibrated scales, and for each density of block masks.
+        conv_shapes: of which there are no times in INT8 where the GPU has no kernel for group norms that give it.
     Raises:
         BackendUnavailable: there is no GPU.
     """
@@ -113,6 +127,13 @@ def measure_kernels(
             seconds = device_microseconds([_layer_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
             layers.append({"mode": int(mode), "shape": list(shape), "seconds": round(seconds, 9)})
             done()
+    convs = []
+    for shape in conv_shapes:
+        for mode in _conv_modes():
+            with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+                seconds = device_microseconds([_conv_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
+            convs.append({"mode": int(mode), "shape": list(shape), "seconds": round(seconds, 9)})
+            done()
     table = {
         "gpu": torch.cuda.get_device_name(),
         "date": datetime.date.today().isoformat(),
@@ -120,7 +141,7 @@ def measure_kernels(
     }
     parts = [
         f' "{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in of_name) + "\n ]"
-        for name, of_name in (("rows", rows), ("masked", masked), ("layers", layers))
+        for name, of_name in (("rows", rows), ("masked", masked), ("layers", layers), ("convs", convs))
     ]
     return json.dumps(table, indent=1)[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
 
@@ -134,7 +155,8 @@ def _bandwidth() -> float:
 def steps() -> int:
     """How often `done` is called for the usual shapes."""
     of_masks = len(MASKED_SHAPES) * len(Mode) * len(DENSITIES)
-    return len(SHAPES) * len(CALLS) + of_masks + len(LAYER_SHAPES) * len(_LAYER_MODES)
+    of_layers = len(LAYER_SHAPES) * len(_LAYER_MODES) + len(CONV_SHAPES) * len(_conv_modes())
+    return len(SHAPES) * len(CALLS) + of_masks + of_layers
 
 
 def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
@@ -169,7 +191,7 @@ def _layer_call(shape: tuple[int, int, int], mode: LayerMode, seed: int) -> Call
     weight = torch.randn(outputs, channels, device="cuda", generator=generator) * channels**-0.5
     if mode == LayerMode.EXACT:
         half, bias = weight.half(), torch.zeros(outputs, device="cuda", dtype=torch.float16)
-        return lambda: torch.nn.functional.linear(x, half, bias)
+        return lambda: functional.linear(x, half, bias)
     stored, scale = quantise_weight(weight)
     nothing, ones = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
     modes = torch.tensor([int(mode)], dtype=torch.int32)
@@ -177,3 +199,55 @@ def _layer_call(shape: tuple[int, int, int], mode: LayerMode, seed: int) -> Call
         stored, scale, torch.zeros(outputs, device="cuda"), ones, nothing, x.abs().amax().float()[None] / 127, modes
     )
     return lambda: linear_kernel.linear(x, None, tables)
+
+
+_NORM_GROUPS = 32
+
+
+def _conv_modes() -> tuple[LayerMode, ...]:
+    return (LayerMode.EXACT, LayerMode.STATIC) if _has_norms() else (LayerMode.EXACT,)
+
+
+def _has_norms() -> bool:
+    return torch.cuda.is_available() and has_group_norm_kernel()
+
+
+def _conv_call(shape: tuple[int, int, int, int, int, int], mode: LayerMode, seed: int) -> Callable[[], Tensor]:
+    """A group norm with SiLU, by our kernel where there is one, and the convolution of what it gives."""
+    batch, height, width, channels, outputs, size = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*of: int) -> Tensor:
+        return torch.randn(of, device="cuda", generator=generator)
+
+    x, padding = normal(batch, height, width, channels).half(), size // 2
+    gamma, beta, bias = normal(channels).half(), normal(channels).half(), normal(outputs)
+    weight = normal(outputs, channels, size, size) / (channels * size**2) ** 0.5
+    image = x.permute(0, 3, 1, 2)  # whose channels lie last
+
+    def in_torch() -> Tensor:
+        return functional.silu(functional.group_norm(image, _NORM_GROUPS, gamma, beta))
+
+    if mode == LayerMode.EXACT:
+        half, half_bias = weight.half().to(memory_format=torch.channels_last), bias.half()
+        normed = torch.empty_like(x)
+
+        def in_16_bits() -> Tensor:
+            if not _has_norms():
+                return functional.conv2d(in_torch(), half, half_bias, padding=padding)
+            conv_kernel.group_norm(x, gamma, beta, normed, groups=_NORM_GROUPS)
+            return functional.conv2d(normed.permute(0, 3, 1, 2), half, half_bias, padding=padding)
+
+        return in_16_bits
+    stored, weight_scale = quantise_weight(weight)
+    stored = stored.permute(0, 2, 3, 1).contiguous()
+    scale = in_torch().abs().amax().float()[None] / LEVELS
+    payload = torch.empty_like(x, dtype=torch.int8)
+    y = torch.empty(batch, height, width, outputs, device="cuda", dtype=torch.float16)
+
+    def in_int8() -> Tensor:
+        conv_kernel.group_norm(x, gamma, beta, payload, groups=_NORM_GROUPS, scale=scale)
+        conv_kernel.int8_conv(payload, stored, weight_scale, bias, scale, y, padding=padding)
+        return y
+
+    return in_int8

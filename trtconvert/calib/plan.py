@@ -71,20 +71,27 @@ def make_plan(section: AttentionSection, sites: Iterable[str], sigmas: Tensor, b
 
 
 def kernel_cost(
-    section: PlanSection, of_layers: LayersSection, *, masks: bool = False
+    section: PlanSection, of_layers: LayersSection, *, masks: bool = False, convs: bool = False
 ) -> tuple[KernelCost, set[Mode], set[LayerMode]]:
     """The kernels' times by which a search prices its plans, and the modes that it may choose: of attention, FP16 among them,
     and of layers, none where it does not decide about them.
 
     Args:
-        masks: whether it may choose block masks.
+        masks: whether it may choose block masks; convs: whether convolutions are among the layers.
     Raises:
         UserError: as `KernelCost.load`.
     """
     allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
     in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
     allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
-    cost = KernelCost.load(section.kernel_cost, allowed, allowed_layers, masks=masks, caches=of_layers.modiff == "auto")
+    cost = KernelCost.load(
+        section.kernel_cost,
+        allowed,
+        allowed_layers,
+        masks=masks,
+        caches=of_layers.modiff == "auto",
+        of_convs=convs and bool(in_int8),
+    )
     return cost, allowed, allowed_layers
 
 
@@ -135,11 +142,18 @@ def search(
         shares: of attention that block masks may lose, of which the calibration has the blocks.
         cache_bytes: of a number in the caches of layers that quantise changes, where `layers.modiff` is auto.
     """
-    cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares))
+    has_convs = any(layer.kind == "conv" for layer in layers)
+    cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares), convs=has_convs)
     shapes = [AttentionShape.of(site, batch) for site in sites]
     seconds = cost.table(shapes, [scalings[site.name] for site in sites])
     blocks = {site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks}
-    searched = SearchedLayers.of(model, layers, calibration, of_layers, allowed_layers, bins)
+    slow = {
+        layer.name
+        for layer in layers
+        if layer.kind == "conv"
+        and cost.layer_seconds(layer, batch, LayerMode.STATIC) >= cost.layer_seconds(layer, batch, LayerMode.EXACT)
+    }
+    searched = SearchedLayers.of(model, layers, calibration, of_layers, allowed_layers, bins, slow)
     modulated = any(MODULATED in modes for modes in searched.modes.values())
     of_search = len(FRONTIER_DB) + BISECTIONS
     bar.total(

@@ -100,6 +100,7 @@ class Layer:
         source: the first layer that reads the same tensor, itself or another: they share scales, so that x is quantised once.
         weight: where it is in the model, [N, K, *kernel]; equal for tied layers. bias: likewise.
         weight_only: its activations stay in 16 bits in every timestep bin, as its rows are few.
+        normed: a group norm gives its input, perhaps through `silu`.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Layer:
     padding: tuple[int, ...] = ()
     obstacle: str = ""
     weight_only: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
         (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d), 1
     ):
         hooks[function] = of_conv(function, sizes, transposed=True)
-    return hooks
+    return {**hooks, **handler.norm_hooks()} if isinstance(handler, LayerFinder) else hooks
 
 
 def _taken(args: tuple[Any, ...], named: Mapping[str, Any], *names: str) -> list[Any]:
@@ -255,6 +257,7 @@ class LayerFinder:
         self._sources = WeakIdKeyDictionary()
         self._storages: dict[int, list[tuple[str, Tensor]]] = {}
         self._calls: dict[tuple[Any, ...], str] = {}
+        self._normed = WeakIdKeyDictionary()
         for name, tensor in model_tensors(model).items():
             self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
@@ -285,8 +288,28 @@ class LayerFinder:
                 call.stride,
                 call.padding,
                 call.obstacle or computed or _obstacle(call, batch),
+                normed=call.x in self._normed,
             )
         return output
+
+    def norm_hooks(self) -> Hooks:
+        """Hooks that note what group norms give, and what `silu` makes of it."""
+
+        def noted(function: Callable[..., Tensor], of_any: bool) -> Hook:
+            def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+                (x,) = _taken(args, named, "input")
+                normed = of_any or x in self._normed
+                result = function(*args, **named)
+                if normed:
+                    self._normed[result] = True
+                return result
+
+            return hook
+
+        return {
+            functional.group_norm: noted(functional.group_norm, True),
+            functional.silu: noted(functional.silu, False),
+        }
 
     def _source(self, call: LayerCall) -> str:
         """The first layer that reads the same tensor, as it is now: what was changed in place is another one."""

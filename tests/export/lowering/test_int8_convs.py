@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import tiny_convs
 import tolerances
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
-from trtconvert.export.lowering import expand_layers, int8_convs, lower_to_native, quantise_products, take_group_norms
+from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products, take_group_norms
 from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, take_int8_convs
 from trtconvert.export.nodes.attention import attention_nodes
@@ -36,8 +37,7 @@ def lowered(modes, equalised: bool = True):
 @pytest.fixture
 def everywhere(monkeypatch):
     """Convolutions of any size are taken."""
-    monkeypatch.setattr(int8_convs, "_FEWEST_PIXELS", 1)
-    monkeypatch.setattr(int8_convs, "_FEWEST_OUTPUTS", 1)
+    tiny_convs.take_any_size(monkeypatch)
 
 
 def of_samples(given, timestep, timestep_max, count):

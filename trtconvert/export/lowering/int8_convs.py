@@ -8,6 +8,7 @@ windows and weights reads these. A convolution adds the residual connection behi
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +17,18 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.group_norms import GROUP_NORM
+from trtconvert.export.lowering.group_norms import GROUP_NORM, take_group_norms
 from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
+from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
 from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.layers import CONV, layer_nodes
+from trtconvert.linear.convs import NOT_NORMED, PIXELS, obstacle, too_small
 from trtconvert.linear.modes import LayerMode
 
 INT8_GROUP_NORM, INT8_CONV = "Int8GroupNorm", "Int8Conv"
 """Operators of the plugins."""
-
-_IN_STEP, _OUT_STEP, _MOST_CHANNELS, _MOST_OUTPUTS = 16, 8, 16384, 65536  # of int8_conv.h
-_MOST_KERNEL, _MOST_STRIDE = 15, 8
-_FEWEST_PIXELS, _FEWEST_OUTPUTS = 1024, 2**20
-"""Of a result: with fewer the kernel leaves multiprocessors idle, as it does not split the depth."""
 
 
 @dataclass(frozen=True)
@@ -69,50 +68,80 @@ def take_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> i
     """
     count = 0
     for node in list(model.graph):  # one by one: what one adds may be another one's result
-        taken = _conv(node)
-        if taken is not None and _is_large(taken, profiles):
-            _replace(taken)
+        found = _found(node, profiles)
+        if isinstance(found, _Conv):
+            _replace(found)
             count += 1
     if count:
         RemoveUnusedNodesPass()(model)  # weights, norms and factors that nothing reads any more
     return count
 
 
-def _conv(conv: ir.Node) -> _Conv | None:
+def left_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """The convolutions in INT8 that `take_int8_convs` would leave in 16 bits, and why.
+
+    These are to be 16-bit products of their own inputs from the start: a factor in front of one is a kernel more, and hides from
+    `take_group_norms` what becomes tokens.
+
+    Args:
+        model: with `Int8Conv` nodes of ours; it stays as it is.
+        profiles: as in `take_int8_convs`.
+    """
+    names = [name for name, node in layer_nodes(model).items() if node.op_type == CONV]
+    if not names:
+        return {}
+    model = model.clone()
+    expand_layers(model, offsets=True)
+    take_group_norms(model)
+    reasons = dict.fromkeys(names, PIXELS)  # products of tokens, with their group norm
+    for node in model.graph:
+        found = _found(node, profiles)
+        if found is not None:
+            weight = int8_weight_of(node.inputs[1])
+            assert weight is not None
+            reasons[weight.activation.source] = found if isinstance(found, str) else ""
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _found(conv: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Conv | str | None:
+    """A convolution with INT8 weights, or why it stays in 16 bits; None for other nodes."""
     weight = int8_weight_of(conv.inputs[1]) if conv.op_type == "Conv" and not conv.domain else None
-    if weight is None or any(mode != LayerMode.STATIC for mode in weight.activation.modes):
+    if weight is None:
         return None
-    if len(weight.shape) != 4 or not _takes(conv, weight):
-        return None
+    if any(mode != LayerMode.STATIC for mode in weight.activation.modes):
+        return "with activations of 16 bits in some timestep bins"
+    pads = conv.attributes["pads"].as_ints()
+    half = len(pads) // 2
+    if reason := obstacle(weight.shape.numpy(), conv.attributes["strides"].as_ints(), pads[:half], pads[half:]):
+        return reason
     x, factor = conv.inputs[0], None
+    if x is None or x.dtype not in HALF or conv.outputs[0].dtype != x.dtype:
+        return "not of images in 16 bits"
+    read_once = is_read_once(x)
     if (mul := producer_of(x, "Mul")) is not None and (numbers := constant_of(mul.inputs[1])) is not None:
-        if x is None or not is_read_once(x):
-            return None
         x, factor = mul.inputs[0], numbers.astype(np.float32).reshape(-1)
+        read_once = read_once and x is not None and is_read_once(x)
     norm = x.producer() if x is not None else None
-    if x is None or norm is None or norm.domain != DOMAIN or norm.op_type != GROUP_NORM or not is_read_once(x):
-        return None
-    if norm.attributes["channels_last"].as_int() or x.dtype not in HALF or conv.outputs[0].dtype != x.dtype:
-        return None
+    if x is None or norm is None or norm.domain != DOMAIN or norm.op_type != GROUP_NORM:
+        return NOT_NORMED
+    if not read_once or norm.attributes["channels_last"].as_int():
+        return "of what others read too"
+    if reason := _too_small(conv, weight, profiles):
+        return reason
     residual, add = _residual(conv)
     return _Conv(norm, factor, conv, weight, residual, add)
 
 
-def _takes(conv: ir.Node, weight: Int8Weight) -> bool:
-    """Whether the kernel has its channels, window, steps and padding. Layers have no groups and no dilation."""
-    outputs, channels, *kernel = weight.shape.numpy()
-    top, left, bottom, right = conv.attributes["pads"].as_ints()
-    return (
-        channels % _IN_STEP == 0
-        and channels <= _MOST_CHANNELS
-        and outputs % _OUT_STEP == 0
-        and outputs <= _MOST_OUTPUTS
-        and max(kernel) <= _MOST_KERNEL
-        and max(conv.attributes["strides"].as_ints()) <= _MOST_STRIDE
-        and (top, left) == (bottom, right)
-        and top < kernel[0]
-        and left < kernel[1]
-    )
+def _too_small(conv: ir.Node, weight: Int8Weight, profiles: Sequence[Mapping[str, int]]) -> str:
+    shape = conv.outputs[0].shape
+    for sizes in profiles:
+        known = shape.evaluate(sizes) if shape is not None else None
+        if known is None or not known.is_static():
+            return "of sizes that the graph does not tell"
+        batch, outputs, height, width = known.numpy()
+        if reason := too_small(batch * height * width, outputs, math.prod(weight.shape.numpy()[1:])):
+            return reason
+    return ""
 
 
 def _residual(conv: ir.Node) -> tuple[ir.Value | None, ir.Node | None]:
@@ -126,21 +155,6 @@ def _residual(conv: ir.Node) -> tuple[ir.Value | None, ir.Node | None]:
         return None, None
     fits = is_same_shape(other.shape, result.shape) and is_same_shape(add.outputs[0].shape, result.shape)
     return (other, add) if fits else (None, None)
-
-
-def _is_large(taken: _Conv, profiles: Sequence[Mapping[str, int]]) -> bool:
-    shape = taken.conv.outputs[0].shape
-    if shape is None:
-        return False
-    for sizes in profiles:
-        known = shape.evaluate(sizes)
-        if not known.is_static():
-            return False
-        batch, outputs, height, width = known.numpy()
-        pixels = batch * height * width
-        if pixels < _FEWEST_PIXELS or pixels * outputs < _FEWEST_OUTPUTS:
-            return False
-    return True
 
 
 def _replace(taken: _Conv) -> None:
