@@ -6,9 +6,11 @@ An engine does not give its weights away, so they are read from the bundle's ONN
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -123,9 +125,13 @@ class BuiltWeights:
 
     def __init__(self, onnx: Path, constants: Mapping[str, tuple[str, str]]) -> None:
         from trtconvert.export import storage  # ONNX tooling: loading and running a bundle does without
+
+        with _no_search_for_rings():
+            self._open(storage.load(onnx), unquantised_file(onnx), constants)
+
+    def _open(self, model: ir.Model, unquantised: Path, constants: Mapping[str, tuple[str, str]]) -> None:
         from trtconvert.export.lowering import expand_layers
 
-        model, unquantised = storage.load(onnx), unquantised_file(onnx)
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
         # What is read by others than INT8 layers has its name already.
         self._in_16_bits = {_state_name(name)[0] for name in model.graph.initializers}
@@ -171,9 +177,8 @@ class BuiltWeights:
         device: torch.device,
         limit: int | None = None,
         spent: Spent | None = None,
-    ) -> Iterator[NewWeights]:
-        """What an engine gets for weights to which something else is added than before, in parts. Each is forgotten when the next
-        one is asked for.
+    ) -> Generator[NewWeights]:
+        """What an engine gets for weights to which something else is added than before, in parts.
 
         Args:
             names: of the weights; wanted, device: see `with_additions`.
@@ -213,19 +218,24 @@ class BuiltWeights:
             def requantised(given: Sequence[Tensor]) -> NewWeights:
                 full = self._full([origin], wanted, given)
                 made = layers.exact_numbers(name, full.by_name)
-                return NewWeights({name: made}, {}, [*full.checks, _check(made, origin, wanted[origin])])
+                check = _check(made, origin, wanted[origin])
+                return NewWeights({name: _laid(made, turned)}, {}, [*full.checks, check])
 
             return _Job(self._sources([origin], wanted), requantised)
         product, additions = self._products.get(name), wanted.get(name, ())
         sources = [source_of(tensor)] if product is None else product.sources
 
         def summed(given: Sequence[Tensor]) -> NewWeights:
-            rest, lies_turned = iter(given), turned and product is None
-            stored = next(rest) if product is None else product.numbers(next(rest), next(rest))
+            rest = iter(given)
+            stored = next(rest)
+            if product is not None:
+                stored = product.numbers(stored, next(rest))
+            elif turned:
+                stored = stored.T
             if not additions:
-                return NewWeights({name: stored.T if lies_turned else stored})
-            made = _sum(stored, lies_turned, additions, rest)
-            return NewWeights({name: made.T if lies_turned else made}, {}, [_check(made, name, additions)])
+                return NewWeights({name: _laid(stored, turned)})
+            made = _sum(stored, additions, rest)
+            return NewWeights({name: _laid(made, turned)}, {}, [_check(made, name, additions)])
 
         return _Job([*sources, *_tensors(additions)], summed)
 
@@ -294,13 +304,25 @@ class BuiltWeights:
         full, rest = NewWeights(), iter(given)
         for name in names:
             base, additions = next(rest), wanted.get(name, ())
-            full.by_name[name] = _sum(base, False, additions, rest, torch.float32)
+            full.by_name[name] = _sum(base, additions, rest, torch.float32)
             if additions:
                 full.checks.append(_check(full.by_name[name], name, additions))
         return full
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
+
+
+@contextmanager
+def _no_search_for_rings() -> Iterator[None]:
+    """Python looks through all objects again and again while so many are made as a model has: it takes as long as making them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _refuse_unfit(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -354,45 +376,43 @@ def part_bytes(device: torch.device) -> int:
     return min(max(free // 16, LEAST_PART), LARGEST_PART)
 
 
-def _made(jobs: Iterable[_Job], device: torch.device, limit: int, spent: Spent) -> Iterator[NewWeights]:
-    """What jobs give, in parts of so many bytes, about; each is forgotten when the next one is asked for."""
+def _made(jobs: Iterable[_Job], device: torch.device, limit: int, spent: Spent) -> Generator[NewWeights]:
+    """What jobs give, in parts of so many bytes, about."""
     part, size = NewWeights(), 0
     for job, given in read_ahead(((job, job.sources) for job in jobs), device, limit // 4, spent):
-        new = job.done(given)
-        size += new.nbytes
-        part.add(new)
-        del given, new
+        with spent.on("computing"):
+            new = job.done(given)
+            size += new.nbytes
+            part.add(new)
+            del given, new
+            if size >= limit:
+                part.check()
         if size >= limit:
-            part.check()
             yield part
-            part.by_name.clear()
-            part.constants.clear()
-            size = 0
+            part, size = NewWeights(), 0
     if size:
         part.check()
         yield part
 
 
 def _sum(
-    stored: Tensor,
-    turned: bool,
-    additions: Sequence[Addition],
-    given: Iterator[Tensor],
-    dtype: torch.dtype | None = None,
+    stored: Tensor, additions: Sequence[Addition], given: Iterator[Tensor], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A weight with what files add to it, summed in FP32.
-
-    In the order of the ONNX model's memory, which is the engine's: nothing is turned on the way.
+    """A weight with what files add to it, summed in FP32. It lies as the weight does, which may be transposed.
 
     Args:
-        turned: whether it lies transposed.
         given: the tensors of the additions, on its device.
         dtype: of the sum; by default the weight's.
-    """  # fmt: skip
+    """
     total = stored.to(torch.float32, copy=True)
     for addition in additions:
-        addition.update.of(given).add_to(total.T if turned else total, addition.source[-1])
+        addition.update.of(given).add_to(total, addition.source[-1])
     return total.to(dtype or stored.dtype)
+
+
+def _laid(weight: Tensor, turned: bool) -> Tensor:
+    """The same as the engine has it in memory."""
+    return weight.T.contiguous().T if turned else weight
 
 
 def _tensors(additions: Iterable[Addition]) -> list[Tensor]:

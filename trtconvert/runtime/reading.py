@@ -6,11 +6,12 @@ thread alone copies from the page cache at a fraction of what the device takes.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -59,9 +60,9 @@ class Spent:
 
     Attributes:
         read: bytes of files and of the host's memory. given: bytes that TensorRT was given. parts: how many times it refitted.
-        seconds: of the host, by what it did: "opening" the bundle's weights, "checking" LoRA files, "waiting" for what is read,
-            "computing", "giving" it to TensorRT, which waits for the device's part of the computation, and "refitting" by
-            TensorRT.
+        seconds: by what was done: "opening" the bundle's weights, "checking" LoRA files, "waiting" for new weights, "giving" them
+            to TensorRT, "refitting" by TensorRT. A thread beside these spends some on "reading", waiting for what is read, and on
+            "computing", the device's work included.
     """
 
     read: int = 0
@@ -71,13 +72,41 @@ class Spent:
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Of what is within, what is measured in it is not counted twice."""
-        started, before = time.perf_counter(), sum(self.seconds.values())
+        started = time.perf_counter()
         try:
             yield
         finally:
-            within = sum(self.seconds.values()) - before
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started - within
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Always the same: torch keeps memory by the stream that it was taken on."""
+    return torch.cuda.Stream(device)
+
+
+def one_ahead(items: Generator[_T], device: torch.device) -> Generator[_T]:
+    """What a generator gives, the next item while one is used: in a thread, on a stream of its own, which it has waited for."""
+    stream = _stream(device) if device.type == "cuda" else None
+
+    @torch.inference_mode()  # of the caller, if any, a thread knows nothing
+    def following() -> _T | None:
+        if stream is None:
+            return next(items, None)
+        with torch.cuda.stream(stream):
+            item = next(items, None)
+            stream.synchronize()
+        return item
+
+    with ThreadPoolExecutor(1, "trtconvert-new-weights") as thread:
+        try:
+            coming = thread.submit(following)
+            while (item := coming.result()) is not None:
+                coming = thread.submit(following)
+                yield item
+                del item  # before the next one is waited for
+        finally:
+            thread.submit(items.close)
 
 
 def room_for(size: int, device: torch.device) -> Tensor:
@@ -112,7 +141,7 @@ def read_ahead(
                 return
             item, order = orders.popleft()
             ahead -= order.memory.nbytes
-            with spent.on("waiting"):
+            with spent.on("reading"):
                 tensors = order.tensors()
             spent.read += sum(x.nbytes for x in tensors)
             del order

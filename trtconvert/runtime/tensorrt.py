@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, fi
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
 from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
-from trtconvert.runtime.reading import Spent
+from trtconvert.runtime.reading import Spent, one_ahead
 from trtconvert.runtime.refit import Refitter, read_weights
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
@@ -68,11 +68,11 @@ class _Change:
     """Weights to replace.
 
     Attributes:
-        parts: one after the other, each of which may go when the next one is asked for.
+        parts: one after the other; each may go when the engine has it.
         others: see `Refitter`; are_finite: see `Refitter.replace`.
     """
 
-    parts: Iterable[NewWeights]
+    parts: Generator[NewWeights]
     others: Callable[[str], Tensor | None] = lambda name: None
     are_finite: bool = True
 
@@ -303,7 +303,7 @@ class TensorRTComponent:
             keeps = self._onnx is not None and unquantised_file(self._onnx).is_file()
             self.last_change = Spent()
             new = self._built().of_state(state, self.device) if keeps else NewWeights(dict(state))
-            count = self._replace(_Change([new], are_finite=False))
+            count = self._replace(_Change((part for part in (new,)), are_finite=False))
             self._replaced = True
             return count
 
@@ -417,15 +417,15 @@ class TensorRTComponent:
     def _replace_all(self, change: _Change, undo: Callable[[], _Change] | None) -> int:
         spent = self.last_change
         refitter = Refitter(self._opened(), self.record.weights, change.others, spent)
-        parts = iter(change.parts)
         try:
-            while True:
-                with spent.on("computing"):
-                    part = next(parts, None)
-                if part is None:
-                    return len(refitter.replaced)
-                refitter.replace(part.by_name, part.constants, are_finite=change.are_finite)
-                del part
+            with closing(one_ahead(change.parts, self.device)) as parts:
+                while True:
+                    with spent.on("waiting"):
+                        part = next(parts, None)
+                    if part is None:
+                        return len(refitter.replaced)
+                    refitter.replace(part.by_name, part.constants, are_finite=change.are_finite)
+                    del part  # before the next one is waited for
         except BackendUnavailable:
             raise
         except BaseException as error:
