@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,19 @@ def default_folder() -> Path:
             got=str(error),
             remedy="set XDG_CACHE_HOME or HOME to a folder that only this user writes, or give --cache or --no-cache",
         ) from error
+
+
+def timing_path(name: str, suffix: str) -> Path | None:
+    """Where what was measured on this machine is kept, in the user's cache folder; None for a user without one.
+
+    Args:
+        name: in words, of what was measured and what measured it.
+    """
+    plain = re.sub(r"[^\w.]+", "-", name).strip("-").lower()
+    try:
+        return default_folder() / "timing" / f"{plain}{suffix}"
+    except UserError:
+        return None
 
 
 @dataclass(frozen=True)

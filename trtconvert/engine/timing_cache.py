@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trtconvert.cache import default_folder
+from trtconvert.cache import timing_path
 from trtconvert.errors import UserError, first_line
 from trtconvert.files import one_at_a_time, whole_file
 
@@ -17,11 +16,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 def timing_cache_path(gpu: str, version: str) -> Path | None:
     """Where the timings of one kind of GPU and one version of TensorRT are kept; None for a user without a cache folder."""
-    name = re.sub(r"[^\w.]+", "-", f"{gpu} tensorrt {version}").strip("-").lower()
-    try:
-        return default_folder() / "timing" / f"{name}.cache"
-    except UserError:
-        return None
+    return timing_path(f"{gpu} tensorrt {version}", ".cache")
 
 
 def load_timings(config: Any, path: Path, notice: Callable[[str], None]) -> None:

@@ -6,8 +6,10 @@ input and â once and writes â and the codes, then reads the codes and ô and w
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 
 from trtconvert.linear.triton_kernels import milliseconds
 from trtconvert.modiff.reference import BEGINS, COLUMNS, HIGH, LOW, PRODUCT, SCALE, ZERO, Geometry, Weight
+from trtconvert.modiff.tiles import TILES, Choices, Tiles, candidates
+
+__all__ = ["TILES", "Tiles", "add_product", "bounds_of_change", "quantise_change"]
 
 _SCALE, _LOW, _HIGH, _ZERO = tl.constexpr(SCALE), tl.constexpr(LOW), tl.constexpr(HIGH), tl.constexpr(ZERO)
 _BEGINS, _PRODUCT, _COLUMNS = tl.constexpr(BEGINS), tl.constexpr(PRODUCT), tl.constexpr(COLUMNS)
@@ -29,36 +34,31 @@ _ELEMENTS, _WIDEST = 4096, 256  # of a tile of what is quantised, and its column
 _INT32 = 2**31
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a product is cut up: rows of a tile, its output channels, channels that are multiplied at a time; warps and stages of
-    Triton's."""
-
-    rows: int
-    strip: int
-    depth: int
-    warps: int
-    stages: int
-
-
-TILES = (
-    Tiles(128, 128, 128, 8, 3),
-    Tiles(128, 128, 64, 8, 4),
-    Tiles(128, 128, 64, 4, 4),
-    Tiles(128, 256, 64, 8, 3),
-    Tiles(256, 128, 64, 8, 3),
-    Tiles(64, 128, 128, 4, 3),
-    Tiles(64, 256, 64, 8, 3),
-    Tiles(128, 64, 128, 4, 3),
-    Tiles(64, 64, 128, 4, 4),
-    Tiles(32, 64, 128, 4, 4),
-)
-"""What is tried."""
 _UNMEASURED = Tiles(128, 128, 64, 8, 3)
 _BAND = 8  # tiles of rows that come together, so that what they read stays in the L2 cache
 
 
-@triton.jit
+# Numbers that only bound loops and masks get no kernels of their own for 1 and for multiples of 16, as Triton makes them of all
+# integers; those that decide how memory lies do: channels, outputs, and where the second part begins.
+_ANY = ("count", "per_group", "groups")
+_ANY_IMAGE = (
+    "pixels",
+    "height",
+    "width",
+    "out_height",
+    "out_width",
+    "per_group",
+    "groups",
+    "sy",
+    "sx",
+    "py",
+    "px",
+    "dy",
+    "dx",
+)
+
+
+@triton.jit(do_not_specialize=_ANY)
 def _quantise_change(
     x, a_hat, rows, q, count, channels, per_group, groups, first_width,
     CACHED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -103,7 +103,7 @@ def _quantise_change(
         tl.store(quantiser + groups * _COLUMNS + _PRODUCT, bad, is_bad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _bounds(
     x, a_hat, rows, bounds, count, channels, per_group, groups, first_width,
     CACHED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
@@ -140,12 +140,11 @@ def _bounds(
         tl.atomic_max(high + group, most, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_IMAGE)
 def _add_product(
     q, rows, weight, weight_scale, sums, bias, o_hat, y, pixels, outputs, height, width, channels, out_height, out_width,
-    per_group, groups, first_width,
-    KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr,
-    DY: tl.constexpr, DX: tl.constexpr, PARTS: tl.constexpr, SHIFTED: tl.constexpr, WIDE: tl.constexpr,
+    per_group, groups, first_width, sy, sx, py, px, dy, dx,
+    KH: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr, SHIFTED: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STRIP: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     tall, strips = tl.cdiv(pixels, BLOCK), tl.cdiv(outputs, STRIP)
@@ -158,8 +157,8 @@ def _add_product(
     inside, there = row < pixels, output < outputs
     image = row // (out_height * out_width)
     point = row % (out_height * out_width)
-    top = point // out_width * SY - PY
-    left = point % out_width * SX - PX
+    top = point // out_width * sy - py
+    left = point % out_width * sx - px
     corner = (image * height + top) * width + left
     if WIDE:
         corner = corner.to(tl.int64)
@@ -182,11 +181,12 @@ def _add_product(
         for k in range(KH * KW * deep):
             tap = k // deep
             channel = start + k % deep * DEPTH + tl.arange(0, DEPTH)
-            dy, dx = tap // KW * DY, tap % KW * DX
-            within = inside & (top + dy >= 0) & (top + dy < height) & (left + dx >= 0) & (left + dx < width)
+            down, right = tap // KW * dy, tap % KW * dx
+            at_y, at_x = top + down, left + right
+            within = inside & (at_y >= 0) & (at_y < height) & (at_x >= 0) & (at_x < width)
             real = channel < end
             a = tl.load(
-                q + (corner + (dy * width + dx))[:, None] * channels + channel[None, :],
+                q + (corner + (down * width + right))[:, None] * channels + channel[None, :],
                 within[:, None] & real[None, :],
                 0,
             )
@@ -247,6 +247,7 @@ def bounds_of_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequ
         _untyped(_bounds)[(triton.cdiv(count, tall), len(widths))](
             x, a_hat, rows, bounds, count, channels, count // groups, groups, widths[0],
             CACHED=a_hat is not None, PARTS=len(widths), ROWS=tall, WIDTH=wide, TOGETHER=together, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return bounds
 
@@ -267,25 +268,47 @@ def add_product(
     if not pixels:
         return
 
-    def launch(tiles: Tiles, o_hat: Tensor | None, y: Tensor | None) -> None:
+    def launch(tiles: Tiles, o_hat: Tensor | None, y: Tensor | None, warmup: bool = False) -> None:
         grid = (triton.cdiv(pixels, tiles.rows) * triton.cdiv(outputs, tiles.strip),)
-        (kh, kw), (sy, sx), (py, px), (dy, dx) = geometry.kernel, geometry.stride, geometry.padding, geometry.dilation
-        _untyped(_add_product)[grid](
+        kh, kw = geometry.kernel
+        _untyped(_add_product).run(
             codes, rows, weight.codes, weight.scale, weight.sums, weight.bias, o_hat, y, pixels, outputs, height, width,
             channels, out_height, out_width, pixels // rows.shape[1], rows.shape[1], widths[0],
-            KH=kh, KW=kw, SY=sy, SX=sx, PY=py, PX=px, DY=dy, DX=dx, PARTS=len(widths), SHIFTED=shifted,
-            WIDE=codes.numel() >= _INT32, BLOCK=tiles.rows, STRIP=tiles.strip, DEPTH=tiles.depth, BAND=_BAND,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            *geometry.stride, *geometry.padding, *geometry.dilation,
+            KH=kh, KW=kw, PARTS=len(widths), SHIFTED=shifted, WIDE=codes.numel() >= _INT32,
+            BLOCK=tiles.rows, STRIP=tiles.strip, DEPTH=tiles.depth, BAND=_BAND,
+            num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, grid=grid, warmup=warmup,
         )  # fmt: skip
 
     if tiles is None:
-        dtypes = tuple(None if x is None else x.dtype for x in (o_hat, y))
-        key = (pixels, outputs, channels, geometry, tuple(widths), shifted, dtypes, codes.device)
-        if key not in _fastest and not torch.cuda.is_current_stream_capturing():
-            scratch = [None if x is None else torch.empty_like(x) for x in (o_hat, y)]  # a cache is added to
-            _fastest[key] = min(TILES, key=lambda one: milliseconds(lambda: launch(one, *scratch)))
-        tiles = _fastest.get(key, _UNMEASURED)
+        stored = tuple(x.dtype for x in (o_hat, y) if x is not None)
+        key = (pixels, outputs, tuple(widths), geometry, shifted, stored, codes.device)
+        tiles = _fastest.get(key)
+        if tiles is None and torch.cuda.is_current_stream_capturing():
+            tiles = _UNMEASURED
+        elif tiles is None:
+            # Sizes up to the next power of two have one choice, with a cache or without.
+            size = f"{1 << (pixels - 1).bit_length()} {outputs} {[*widths]} {geometry} {shifted} {stored}"
+            choices = _choices(codes.device)
+            tiles = choices.get(size)
+            if tiles is None:
+                processors = torch.cuda.get_device_properties(codes.device).multi_processor_count
+                tried = candidates(pixels, outputs, widths, processors)
+                # Triton lets go of Python's lock while it compiles; what fails to compile fails again where it is measured.
+                threads = ThreadPoolExecutor(min(len(tried), os.cpu_count() or 1))
+                with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+                    for one in tried:
+                        launch(one, o_hat, y, warmup=True)
+                own = [None if x is None else torch.empty_like(x) for x in (o_hat, y)]  # a cache is added to
+                tiles = min(tried, key=lambda one: milliseconds(lambda: launch(one, own[0], own[1])))
+                choices.add(size, tiles)
+            _fastest[key] = tiles
     launch(tiles, o_hat, y)
 
 
 _fastest: dict[tuple, Tiles] = {}
+
+
+@functools.cache
+def _choices(device: torch.device) -> Choices:
+    return Choices(torch.cuda.get_device_name(device), triton.__version__, _untyped(_add_product).cache_key)
