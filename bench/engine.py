@@ -2,7 +2,7 @@
 
     python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
                            [--peers torch torchao-fp8 torchao-int8 modelopt-fp8 modelopt-int8 plain native group-norms plugin
-                                    channels-first auto layers layers-qdq native-layers]
+                                    channels-first auto layers layers-convs layers-qdq native-layers]
                            [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
                            [--kernels FOLDER] [--json FILE]
 
@@ -23,7 +23,8 @@ a CUDA graph; U-Nets, half of whose layers lie between such blocks, are compiled
 are TensorRT with its own attention and linear layers between the Q and DQ of NVIDIA's Model Optimizer: FP8, and INT8 with
 SmoothQuant, by its own configurations, calibrated on the inputs that are timed (bench/modelopt_layers.py); they need the package
 nvidia-modelopt. Peers whose package is missing are left out, with a word. `layers` is our plugin between INT8 layers as
-`trtconvert compile` builds them first.
+`trtconvert compile` builds them first; in `layers-convs` those convolutions of U-Nets are INT8 as well that our kernel computes,
+as with layers.kinds: [linear, conv].
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
@@ -88,6 +89,7 @@ from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions
 from trtconvert.export.passes.squeezes import drop_idle_squeezes
 from trtconvert.export.trace import SiteOptions, trace
+from trtconvert.linear import convs
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection, LayersSection
@@ -104,8 +106,10 @@ PLUGIN = "TensorRT, our plugin"
 GROUP_NORMS = f"{NATIVE}, our group norms"
 CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
 PLAIN = "TensorRT of torch.onnx.export"
+CONVS = "layers-convs"
 LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = {
     "layers": (f"{PLUGIN}, INT8 layers", False, "auto"),
+    CONVS: (f"{PLUGIN}, INT8 layers and convolutions", False, "auto"),
     "layers-qdq": (f"{PLUGIN}, INT8 layers by Q/DQ alone", False, "native"),
     "native-layers": (f"{NATIVE}, INT8 layers by Q/DQ", True, "native"),
 }
@@ -409,6 +413,12 @@ def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Atte
     ]
 
 
+def chosen_layers(found: Sequence[Layer], kinds: Collection[str]) -> list[Layer]:
+    """Those of some kinds that the default recipe takes, or would."""
+    section = LayersSection()
+    return select_layers(found, ["*"], [], section.min_rows, kinds, few_rows=section.few_rows)[0]
+
+
 class Bench:
     """One architecture: its figures, as they are measured."""
 
@@ -417,12 +427,13 @@ class Bench:
         name: str,
         kernels: Path | None = None,
         with_layers: bool = True,
+        with_convs: bool = False,
         dtype: torch.dtype = torch.float16,
         scaling: str = "calibrated",
     ) -> None:
-        """Args: name: of the architecture; kernels: of profiles of engines, where wanted; dtype: FP16 or BF16; scaling: of
-        queries and keys."""
-        self._dtype, self._scaling = dtype, scaling
+        """Args: name: of the architecture; kernels: of profiles of engines, where wanted; with_convs: convolutions that our
+        kernel computes are INT8 layers too; dtype: FP16 or BF16; scaling: of queries and keys."""
+        self._dtype, self._scaling, self._with_convs = dtype, scaling, with_convs
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
         self._modelopt = dict[str, dict[str, QdqLinear]]()
@@ -455,9 +466,10 @@ class Bench:
             feed = {name: x.float() for name, x in half[0].items()}
             feed["timestep"].fill_(TIMESTEPS[mode])
             self.expected[mode] = intercepted(self.model, observe, finder if mode == MODES[0] else None)(**feed)
-        self.layers, _ = select_layers(
-            finder.layers(), ["*"], [], section.min_rows, section.kinds, few_rows=section.few_rows
-        )
+        self.layers = chosen_layers(finder.layers(), section.kinds)
+        if self._with_convs:
+            batch = shapes["timestep"][0]
+            self.layers += [layer for layer in chosen_layers(finder.layers(), ["conv"]) if not convs.left(layer, batch)]
         self.tables = {
             site: AttentionTables(**{field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])})
             for site, found in bins.items()
@@ -588,13 +600,20 @@ class Bench:
         self.model.denoiser.cpu()
         torch.cuda.empty_cache()
 
-    def export(self, folder: Path, *, layers: bool) -> Path:
-        """The ONNX model, with INT8 layers or without, in a folder, made unless it is there."""
-        kind = f"{_NAMES[self._dtype]}{'-int8' if layers else ''}{'-dynamic' if self._scaling == 'dynamic' else ''}"
+    @property
+    def has_convs(self) -> bool:
+        """Whether convolutions are among the layers."""
+        return any(layer.kind == "conv" for layer in self.layers)
+
+    def export(self, folder: Path, *, kinds: Collection[str]) -> Path:
+        """The ONNX model, with INT8 layers of some kinds or without, in a folder, made unless it is there."""
+        of_kinds = {"": "", "linear": "-int8", "conv-linear": "-int8-convs"}["-".join(sorted(kinds))]
+        layers = {name: layer for name, layer in self.converted.items() if layer.layer.kind in kinds} if kinds else {}
+        kind = f"{_NAMES[self._dtype]}{of_kinds}{'-dynamic' if self._scaling == 'dynamic' else ''}"
         path = folder / f"{self.model.name}-{kind}.onnx"
         if not path.exists():
             with Phase(f"{path.stem}: exported"):
-                export(self.model, self.tables, self.converted if layers else {}, path, self._dtype, self._scaling)
+                export(self.model, self.tables, layers, path, self._dtype, self._scaling)
         return path
 
     def build_layers(self, path: Path, peers: Collection[str]) -> None:
@@ -816,6 +835,7 @@ def main() -> None:
                 name,
                 arguments.kernels,
                 bool(LAYER_PEERS.keys() & set(peers)),
+                CONVS in peers,
                 getattr(torch, arguments.dtype),
                 arguments.scaling,
             )
@@ -826,11 +846,13 @@ def main() -> None:
             engines = set(peers) - {"torch", "plain", *TORCHAO_PEERS, *MODELOPT_PEERS, *LAYER_PEERS}
             bench.to_cpu()
             if arguments.exports or engines:
-                path = bench.export(exports, layers=False)
+                path = bench.export(exports, kinds=())
                 if engines:
                     bench.build_engines(path, engines)
-            if of_layers := LAYER_PEERS.keys() & set(peers):
-                bench.build_layers(bench.export(exports, layers=True), of_layers)
+            if of_layers := LAYER_PEERS.keys() & set(peers) - {CONVS}:
+                bench.build_layers(bench.export(exports, kinds=("linear",)), of_layers)
+            if CONVS in peers and bench.has_convs:
+                bench.build_layers(bench.export(exports, kinds=("linear", "conv")), [CONVS])
             bench.build_modelopt(exports)
             if "plain" in peers:
                 bench.build_plain(exports)

@@ -15,6 +15,7 @@ from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.histogram import Histogram
 from trtconvert.evaluate.metrics import psnr
+from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, TensorRef
 from trtconvert.models.denoiser import on_device
@@ -92,11 +93,14 @@ def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
     shapes = [AttentionShape(1, 4, n, n, 64) for n in (256, 4096)]
     done: list[int] = []
     of_layers = [(256, 512, 512), (4096, 2048, 2048)]
-    (tmp_path / "cost.json").write_text(measure.measure_kernels(shapes, lambda: done.append(1), of_layers, shapes[1:]))
+    of_convs = [(2, side, side, 320, 320, 3) for side in (16, 64)]
+    text = measure.measure_kernels(shapes, lambda: done.append(1), of_layers, shapes[1:], of_convs)
+    (tmp_path / "cost.json").write_text(text)
     in_modes = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
-    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes, masks=True, caches=True)
+    cost = KernelCost.load(tmp_path / "cost.json", layer_candidates=in_modes, masks=True, caches=True, of_convs=True)
+    conv_modes = (LayerMode.EXACT, LayerMode.STATIC) if has_group_norm_kernel() else (LayerMode.EXACT,)
     of_masks = len(Mode) * len(measure.DENSITIES)
-    calls = len(shapes) * len(measure.CALLS) + of_masks + len(of_layers) * 3
+    calls = len(shapes) * len(measure.CALLS) + of_masks + len(of_layers) * 3 + len(of_convs) * len(conv_modes)
     assert cost.gpu == torch.cuda.get_device_name() and len(done) == calls
     for mode in Mode:
         quarter, half, whole = (cost.masked_ratio(shapes[1], mode, density) for density in measure.DENSITIES)
@@ -106,6 +110,19 @@ def test_measured_times_are_a_table_of_costs(tmp_path) -> None:
             cost.layer_seconds(Layer("a", "linear", k, n, rows, "a", TensorRef("a", 0, (n, k), (k, 1))), 1, mode)
             for rows, n, k in of_layers
         )
+        assert 1e-6 < small < large < 1e-2
+    for mode in conv_modes:
+        small, large = (
+            cost.layer_seconds(
+                Layer(
+                    "a", "conv", 320, 320, side**2, "a", TensorRef("a", 0, (320, 320, 3, 3), (2880, 9, 3, 1)),
+                    kernel=(3, 3), stride=(1, 1), padding=(1, 1), normed=True,
+                ),
+                2,
+                mode,
+            )
+            for side in (16, 64)
+        )  # fmt: skip
         assert 1e-6 < small < large < 1e-2
     for mode in Mode:
         short, long = (cost.seconds(shape, mode) for shape in shapes)

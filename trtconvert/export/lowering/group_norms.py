@@ -22,6 +22,7 @@ from trtconvert.export.lowering.initializers import changed_initializer, columns
 from trtconvert.export.lowering.patches import is_of_patches
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, perm_of, producer_of
 from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.layers import CONV
 
 GROUP_NORM = "GroupNorm"
 """Operator of the plugin: x [B, C, H, W], weight, bias [C], and perhaps shift [B, C] → the group norm of x + shift, which is
@@ -284,7 +285,8 @@ def _is_of_convolution(value: ir.Value) -> bool:
 
 
 def _is_convolution(node: ir.Node) -> bool:
-    return node.op_type == "Conv" and not node.domain
+    """One of the model, or a layer of ours that `expand_layers` will make one of."""
+    return (node.domain, node.op_type) in (("", "Conv"), (DOMAIN, CONV))
 
 
 def _entry(norm: _GroupNorm) -> _Entry | None:
