@@ -34,7 +34,6 @@ from trtconvert.modiff.scales import Seen, least_error
 from trtconvert.modiff.settings import Settings
 from trtconvert.modiff.splits import find_widths
 from trtconvert.modiff.weights import Grid, round_to_nearest, search_grid
-from trtconvert.weights.finite import is_finite
 from trtconvert.weights.tensor_files import raw_bytes
 
 _PER_CALL = 1024  # numbers that are kept of a layer's input in a call
@@ -339,28 +338,24 @@ def _scales(
     seen: dict[tuple[str, int, str, int], Seen] = {}  # layer, part, kind, bin
     before: dict[str, list[Tensor]] = {}
     calls: dict[str, int] = {}
+    ends: list[tuple[str, Tensor]] = []  # the least and the largest of what layers read in a step
     place: tuple[int, bool] = (0, True)  # the step's bin, and whether a trajectory begins
 
-    def add(name: str, kind: str, at: int, x: Tensor) -> None:
+    def add(name: str, kind: str, at: int, x: Tensor) -> list[Tensor]:
         axis = 1 if x.dim() == 4 and isinstance(layers[name], nn.Conv2d) else -1
-        for part, values in enumerate(x.split(list(widths[name]), axis)):
+        return [
             seen.setdefault((name, part, kind, at), Seen()).add(values, generator, _PER_CALL)
+            for part, values in enumerate(x.split(list(widths[name]), axis))
+        ]
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def see(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].detach()
-            if not is_finite(x):
-                raise UserError(
-                    f"{name} reads numbers that are not finite",
-                    expected="finite activations on the model's own trajectory",
-                    got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
-                    remedy="calibrate in float32, or look for what overflows",
-                )
             at, begins = place
             call = calls.get(name, 0)
             calls[name] = call + 1
             held = before.setdefault(name, [])
-            add(name, "activations", at, x)
+            ends.extend((name, each) for each in add(name, "activations", at, x))
             if begins or call >= len(held) or held[call].shape != x.shape:
                 add(name, "first", 0, x)
                 held[call:] = [x.clone()]
@@ -379,8 +374,12 @@ def _scales(
                 place = at, index == 0
                 calls.clear()
                 model(*call.args, **call.kwargs)
+                _require_finite(ends, index)
+                ends.clear()
                 done += 1
                 said("activations", done, total)
+            for each in seen.values():
+                each.settle()
 
     def row(name: str, part: int, kind: str, at: int, bits: int, begins: bool) -> Tensor:
         near = sorted((b for n, p, k, b in seen if (n, p, k) == (name, part, kind)), key=lambda b: (abs(b - at), b))
@@ -401,6 +400,23 @@ def _scales(
 
     bits, first = settings.activation_bits, first_bits(replace(settings, modulation=True))
     return {name: (table(name, "changes", bits, first), table(name, "activations", bits, bits)) for name in layers}
+
+
+def _require_finite(ends: Sequence[tuple[str, Tensor]], step: int) -> None:
+    """
+    Args:
+        ends: of layers' inputs in the order in which they run, [2] each. They are looked at together: each look at a GPU waits.
+    Raises:
+        UserError: one of them is NaN or Inf.
+    """
+    finite = torch.stack([each for _, each in ends]).isfinite().all(1).tolist() if ends else []
+    if not all(finite):
+        raise UserError(
+            f"{ends[finite.index(False)][0]} reads numbers that are not finite",
+            expected="finite activations on the model's own trajectory",
+            got=f"NaN or Inf in step {step + 1} of a trajectory",
+            remedy="calibrate in float32, or look for what overflows",
+        )
 
 
 def _identity(

@@ -6,6 +6,7 @@ arXiv 2102.05426), as Q-Diff takes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,18 +74,23 @@ def adaround(
     below = {name: position.floor() for name, position in positions.items()}
     # So that the first weights are those of full precision: h(v) is what is left of the position.
     logits = {name: _inverse(positions[name] - below[name]).requires_grad_() for name in layers}
-    optimizer = torch.optim.Adam(list(logits.values()), lr=how.rate)
+    on_gpu = any(v.is_cuda for v in logits.values())
+    optimizer = torch.optim.Adam(
+        list(logits.values()), lr=how.rate, fused=on_gpu
+    )  # launching takes longer than computing
+    scales = {name: grids[name].spread(grids[name].scale, below[name], widths[name]) for name in layers}
     nearest = {name: grids[name].values(position.round(), widths[name]) for name, position in positions.items()}
     scale = 1 / max(_error(unit, nearest, layers, examples), 1e-20)
     with torch.enable_grad():
         for step in range(how.iterations):
             example = examples[int(torch.randint(len(examples), (1,), generator=generator))]
-            soft = {name: grids[name].values(below[name] + _up(v), widths[name]) for name, v in logits.items()}
+            up = {name: _up(v) for name, v in logits.items()}
+            soft = {name: (below[name] + share) * scales[name] for name, share in up.items()}
             loss = scale * _squared_error(unit, soft, layers, *_some(example, how.batch, generator))
             done = (step / how.iterations - _WARMUP) / (1 - _WARMUP)
             if done >= 0:
-                beta = _LAST_BETA + (_FIRST_BETA - _LAST_BETA) * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * done)))
-                undecided = sum((1 - (2 * _up(v) - 1).abs().pow(beta)).mean() for v in logits.values())
+                beta = _LAST_BETA + (_FIRST_BETA - _LAST_BETA) * 0.5 * (1 + math.cos(math.pi * done))
+                undecided = sum((1 - (2 * share - 1).abs().pow(beta)).mean() for share in up.values())
                 loss = loss + how.weight * undecided
             optimizer.zero_grad()
             loss.backward()

@@ -21,22 +21,33 @@ _STEPS = 6
 
 @dataclass
 class Seen:
-    """Some numbers of what a layer reads, drawn evenly from all its calls, and the range of all of them."""
+    """Some numbers of what a layer reads, drawn evenly from all its calls, and the range of all of them and 0.
 
-    low: float = 0.0
-    high: float = 0.0
+    Adding waits for no GPU; `settle` does.
+    """
+
+    low: Tensor = field(default_factory=lambda: torch.zeros(()))
+    high: Tensor = field(default_factory=lambda: torch.zeros(()))
     values: list[Tensor] = field(default_factory=list)
 
-    def add(self, x: Tensor, generator: torch.Generator, count: int) -> None:
-        """Some numbers of a tensor."""
+    def add(self, x: Tensor, generator: torch.Generator, count: int) -> Tensor:
+        """Some numbers of a tensor. Gives its least and its largest, [2], on its device; both are NaN where it holds NaN."""
         flat = x.detach().float().reshape(-1)
-        self.low, self.high = min(self.low, float(flat.min())), max(self.high, float(flat.max()))
+        least, most = flat.aminmax()
+        self.low = torch.minimum(self.low.to(x.device), least)
+        self.high = torch.maximum(self.high.to(x.device), most)
         chosen = torch.randint(flat.numel(), (min(count, flat.numel()),), generator=generator)
-        self.values.append(flat[chosen.to(flat.device)].cpu())
+        self.values.append(flat[chosen.to(flat.device)])
+        return torch.stack([least, most])
+
+    def settle(self) -> None:
+        """Brings to the CPU what was added."""
+        self.low, self.high, self.values = self.low.cpu(), self.high.cpu(), [torch.cat(self.values).cpu()]
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """At most `VALUES` of the numbers."""
-        every = torch.cat(self.values)
+        self.settle()
+        every = self.values[0]
         return every[torch.randperm(len(every), generator=generator)[:VALUES]]
 
 

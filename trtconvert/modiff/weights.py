@@ -30,9 +30,11 @@ class Grid:
 
     def spread(self, values: Tensor, weight: Tensor, widths: Sequence[int]) -> Tensor:
         """[P, N] values for each element of a weight [N, C, …], or [N, 1, …] where there is one part."""
-        of_channels = (
-            values.T.repeat_interleave(torch.tensor(widths, device=values.device), 1) if len(widths) > 1 else values.T
-        )
+        of_channels = values.T
+        if len(widths) > 1:
+            # Not repeat_interleave, which has to ask a GPU how long its result is.
+            parts = zip(values, widths, strict=True)
+            of_channels = torch.cat([part[:, None].expand(-1, width) for part, width in parts], 1)
         return of_channels.reshape(*of_channels.shape, *[1] * (weight.dim() - 2))
 
     def position(self, weight: Tensor, widths: Sequence[int]) -> Tensor:
