@@ -7,10 +7,12 @@ descriptors (TMA on Hopper and later), which give zeros beyond a matrix, so that
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -28,6 +30,8 @@ from trtconvert.linear.reference import LEVELS, TINY_SCALE
 _LEVELS, _TINY = tl.constexpr(float(LEVELS)), tl.constexpr(TINY_SCALE)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 """Added and taken away it rounds FP32 to integers, halves to the even one."""
+
+Kind = TypeVar("Kind")
 
 _ALIGNED = 16  # bytes between rows, as tensor descriptors ask for them
 
@@ -210,23 +214,22 @@ def int8_gemm(
         return y
     q, weight, scale = _aligned(q), _aligned(weight), scale.contiguous()
 
-    def launch(tiles: Tiles) -> None:
+    def launch(tiles: Tiles, warmup: bool = False) -> None:
         grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.strip * tiles.strips),)
-        _untyped(_int8_gemm)[grid](
+        _untyped(_int8_gemm).run(
             TensorDescriptor(q, [rows, channels], list(q.stride()), [tiles.rows, GROUP]),
             step,
             TensorDescriptor(weight, [outputs, channels], list(weight.stride()), [tiles.strip, GROUP]),
             scale, bias, y, rows, outputs, channels, *step.stride(), scale.shape[-1],
             GROUP=GROUP, BY_BLOCK=scale.dim() == 2, BLOCK=tiles.rows, STRIP=tiles.strip, STRIPS=tiles.strips,
-            BAND=_BAND, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+            BAND=_BAND, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, grid=grid, warmup=warmup,
         )  # fmt: skip
 
     if tiles is None:
         key = (size_class(rows), outputs, channels, dtype, scale.dim(), q.device)
         if key not in _fastest and not torch.cuda.is_current_stream_capturing():
-            _fastest[key] = min(
-                MANY_ROWS if rows > MOST_FEW else FEW_ROWS, key=lambda one: milliseconds(lambda: launch(one))
-            )
+            tried = MANY_ROWS if rows > MOST_FEW else FEW_ROWS
+            _fastest[key] = fastest(tried, lambda one: launch(one, warmup=True), launch)
         tiles = _fastest.get(key, _UNMEASURED[rows <= MOST_FEW])
     launch(tiles)
     return y
@@ -238,6 +241,20 @@ _fastest: dict[tuple, Tiles] = {}
 def size_class(rows: int) -> int:
     """What numbers of rows have measurements in common: the next power of two, up to 8,192."""
     return min(1 << (rows - 1).bit_length(), 8192)
+
+
+def fastest(tried: Sequence[Kind], compiled: Callable[[Kind], object], launch: Callable[[Kind], object]) -> Kind:
+    """The one of several tiles whose launch takes the least time.
+
+    Args:
+        compiled: asks for the kernel of tiles (a launch with warmup=True); launch: runs it.
+    """
+    # Triton lets go of Python's lock while it compiles. What fails to compile fails again where it is measured.
+    threads = ThreadPoolExecutor(min(len(tried), os.cpu_count() or 1))
+    with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        for one in tried:
+            compiled(one)
+    return min(tried, key=lambda one: milliseconds(lambda: launch(one)))
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -7,9 +7,7 @@ input and â once and writes â and the codes, then reads the codes and ô and w
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trtconvert.linear.triton_kernels import milliseconds
+from trtconvert.linear.triton_kernels import fastest
 from trtconvert.modiff.reference import BEGINS, COLUMNS, HIGH, LOW, PRODUCT, SCALE, ZERO, Geometry, Weight
 from trtconvert.modiff.tiles import TILES, Choices, Tiles, candidates
 
@@ -294,13 +292,10 @@ def add_product(
             if tiles is None:
                 processors = torch.cuda.get_device_properties(codes.device).multi_processor_count
                 tried = candidates(pixels, outputs, widths, processors)
-                # Triton lets go of Python's lock while it compiles; what fails to compile fails again where it is measured.
-                threads = ThreadPoolExecutor(min(len(tried), os.cpu_count() or 1))
-                with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-                    for one in tried:
-                        launch(one, o_hat, y, warmup=True)
                 own = [None if x is None else torch.empty_like(x) for x in (o_hat, y)]  # a cache is added to
-                tiles = min(tried, key=lambda one: milliseconds(lambda: launch(one, own[0], own[1])))
+                tiles = fastest(
+                    tried, lambda one: launch(one, o_hat, y, warmup=True), lambda one: launch(one, own[0], own[1])
+                )
                 choices.add(size, tiles)
             _fastest[key] = tiles
     launch(tiles, o_hat, y)
