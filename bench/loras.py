@@ -1,11 +1,14 @@
 """Seconds that a loaded engine takes to change its LoRAs, with INT8 layers and without.
 
     python bench/loras.py [--model sdxl] [--layers plugin exact] [--rank 16] [--exports FOLDER] [--optimization-level 1]
+                          [--parts 64 256 1024]
     python bench/loras.py --bundle BUNDLE
 
 A LoRA with random numbers for every linear layer of a denoiser is set, set at another strength, and taken away, of an engine that
 is refittable. Before, what of it is the host's: reading the weights, and adding to them. That is all that is measured where
-TensorRT cannot be used. The goal is 2 s for SDXL's U-Net.
+TensorRT cannot be used. The goal is 2 s for SDXL's U-Net. Below each row is where its time goes
+(`trtconvert.runtime.reading.Spent`): opening, checking, waiting, giving and refitting follow each other; reading and computing
+are a thread's beside them. `--parts` compares how much TensorRT is given at once.
 
 Without a bundle, the denoiser is one of bench/architectures.py with random weights that FP16 holds, calibrated by one call on the
 GPU, and not verified by sampling; `--exports` keeps its ONNX model for further runs. How fast the engine is does not matter here,
@@ -20,6 +23,7 @@ import datetime
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +47,9 @@ from trtconvert.linear.reference import LEVELS, LayerTables, layer_weight, short
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerCall, LayerFinder, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection, LayersSection
-from trtconvert.runtime.loras import BuiltWeights, additions_of
+from trtconvert.runtime import loras as runtime_loras
+from trtconvert.runtime.loras import Additions, BuiltWeights, additions_of
+from trtconvert.runtime.reading import Spent, one_ahead
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
 from trtconvert.weights.unquantised import save_unquantised
@@ -186,11 +192,27 @@ def host_rows(onnx: Path, rank: int, folder: Path, device: torch.device) -> Path
     built = timed("open the weights", lambda: BuiltWeights(onnx, {}))
     file = lora_file(built.shapes, rank, folder)
     wanted = timed("read the LoRA", lambda: additions_of([(file, 1.0)], "denoiser", built.shapes, "the denoiser"))
-    timed(f"add it to {len(wanted)} weights, in 16 bits", lambda: built.anew(wanted.keys(), wanted, device))
+    for name, additions in (("add it to", wanted), ("add it again to", wanted), ("take it away from", {})):
+        spent = Spent()
+
+        def change(additions: Additions = additions, spent: Spent = spent) -> None:
+            with closing(one_ahead(built.anew(wanted.keys(), additions, device, spent=spent), device)) as parts:
+                while next(parts, None) is not None:  # what came before has gone
+                    spent.parts += 1
+
+        timed(f"{name} {len(wanted)} weights, in 16 bits", change)
+        print_spent(spent)
     return file
 
 
-def engine_rows(denoiser: Any, file: Path) -> None:
+def print_spent(spent: Spent) -> None:
+    seconds = ", ".join(f"{what} {taken:.2f} s" for what, taken in spent.seconds.items())
+    print(
+        f"| … {spent.read / 2**20:.0f} MiB read, {spent.given / 2**20:.0f} given in {spent.parts} parts | {seconds} |"
+    )
+
+
+def engine_rows(denoiser: Any, file: Path, sizes: Sequence[int]) -> None:
     layers = {layer for layer, _ in denoiser.record.int8_constants.values()}
     print(f"| INT8 layers that plugins compute | {len(layers)} |")
     for name, loras in (
@@ -199,11 +221,26 @@ def engine_rows(denoiser: Any, file: Path) -> None:
         ("two of them", [(file, 0.5), (file, 0.25)]),
         ("none", []),
     ):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        count = timed(name, lambda loras=loras: denoiser.set_loras(loras))
-        taken = torch.cuda.max_memory_allocated() - before
-        print(f"| … weights of the engine, device memory meanwhile | {count}, {taken / 2**20:.0f} MiB |", flush=True)
+        set_row(denoiser, name, loras)
+    usual = runtime_loras.LARGEST_PART
+    for size in sizes:
+        runtime_loras.LARGEST_PART = size * 2**20
+        set_row(denoiser, f"in parts of {size} MiB", [(file, 1.0)])
+        set_row(denoiser, "… and none", [])
+    runtime_loras.LARGEST_PART = usual
+
+
+def set_row(denoiser: Any, name: str, loras: Sequence[tuple[Path, float]]) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    count = timed(name, lambda: denoiser.set_loras(loras))
+    taken, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - reserved
+    print(f"| … weights of the engine | {count} |")
+    print(
+        f"| … device memory meanwhile, and what torch has taken for it | {taken / 2**20:.0f}, {kept / 2**20:.0f} MiB |"
+    )
+    print_spent(denoiser.last_change)
 
 
 def error_rows(denoiser: Any, name: str, file: Path, device: torch.device) -> None:
@@ -255,6 +292,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--exports", type=Path, help="keep the exported model here")
     parser.add_argument("--optimization-level", type=int, default=1)
+    parser.add_argument(
+        "--parts", type=int, nargs="*", default=[], help="MiB that TensorRT is given at once, to compare"
+    )
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # what the errors are against is FP32
     has_engines, has_gpu = tensorrt.status().available, torch.cuda.is_available()
@@ -268,7 +308,7 @@ def main() -> None:
             file = host_rows(arguments.bundle / component.onnx, arguments.rank, folder, device)
             if has_engines:
                 with runtime.load(arguments.bundle, backend="tensorrt") as bundle:
-                    engine_rows(bundle["denoiser"], file)
+                    engine_rows(bundle["denoiser"], file, arguments.parts)
             return
         exports = arguments.exports or folder
         exports.mkdir(parents=True, exist_ok=True)
@@ -278,7 +318,7 @@ def main() -> None:
         file = host_rows(onnx, arguments.rank, folder, device)
         for layers in arguments.layers if has_engines else ():
             denoiser = built_engine(onnx, layers, arguments.optimization_level, device, folder)
-            engine_rows(denoiser, file)
+            engine_rows(denoiser, file, arguments.parts)
             error_rows(denoiser, arguments.model, file, device)
             denoiser.close()
             torch.cuda.empty_cache()

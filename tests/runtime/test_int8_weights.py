@@ -226,6 +226,17 @@ def test_some_weights_of_int8_layers(load):
             loaded.refit({"q.weight": wrong})
 
 
+def test_a_bias_that_stays_is_not_given(load, tmp_path):
+    """Without offsets nothing of it follows from the weight."""
+    made = int8_model(as_stored(tiny_layers.build(), torch.float16), STATIC)
+    loaded = load(made.graph(torch.float16), layers="plugin", of=of_module(made))
+    file = file_of(made, tmp_path, ["q"])
+    for loras in ([(file, 1.0)], []):
+        assert loaded.set_loras(loras) == 2
+        tables = {loaded.record.int8_constants[name] for name in HostRefitter.given}
+        assert tables == {("q", "weight"), ("q", "weight_scale")}
+
+
 def test_a_weight_without_the_bias_that_follows_from_it(geglu):
     made, loaded = geglu
     state = made.model.denoiser.state_dict()

@@ -247,3 +247,71 @@ def test_weights_beside_the_model_are_read_where_they_lie(load, tmp_path, monkey
     storage.weights_file(tmp_path / "x.onnx").unlink()
     with pytest.raises(UserError, match="no longer what the engine was built from"):
         loaded.set_loras([])
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """TensorRT is given one weight at a time."""
+    monkeypatch.setattr(runtime_loras, "LEAST_PART", 1)
+    monkeypatch.setattr(runtime_loras, "LARGEST_PART", 1)
+
+
+def test_weights_are_given_in_parts(tiny, tmp_path, small_parts):
+    module, loaded = tiny
+    built = engine()
+    layers, file = file_of(tmp_path, module, ["embed", "qkv", "out"])
+    assert loaded.set_loras([(file, 1.0)]) == 3
+    assert loaded.last_change.parts == 3 and Refitter.given[-1:] == ["qkv.weight.T"]
+    assert loaded.last_change.given == sum(built[f"{name}.weight.T"].nbytes for name in layers)
+    assert_engine_has(merged(module, layers, HALF))
+    assert loaded.set_loras([]) == 3 and all(torch.equal(x, built[name]) for name, x in engine().items())
+
+
+def test_what_cannot_be_set_half_way_is_undone(tiny, tmp_path, small_parts):
+    """With the LoRA that was set before, also where its file is another now."""
+    module, loaded = tiny
+    layers, file = file_of(tmp_path, module, ["embed", "out"])
+    loaded.set_loras([(file, 1.0)])
+    before = engine()
+    save_file({"of": torch.ones(1)}, file)
+    other, wrong = file_of(tmp_path, module, ["embed", "qkv"], "b")
+    _, large = file_of(tmp_path, module, ["qkv"], "c")
+    with pytest.raises(UserError, match=r"(?s)qkv.weight leaves the range.*at 1e\+39"):
+        loaded.set_loras([(wrong, 1.0), (large, 1e39)])
+    assert loaded.last_change.parts > 1
+    assert all(torch.equal(x, before[name]) for name, x in engine().items())
+    assert_engine_has(merged(module, layers, HALF))
+    loaded.set_loras([(wrong, 1.0)])
+    assert_engine_has(merged(module, other, HALF))
+
+
+def test_an_engine_that_cannot_be_undone_is_not_called(tiny, tmp_path, small_parts, monkeypatch):
+    module, loaded = tiny
+    _, file = file_of(tmp_path, module, ["embed", "qkv"])
+
+    def given(refitter, name, weights, where="host"):
+        return name == "embed.weight.T" and bool(monkeypatch.setattr(Refitter, "set_named_weights", refuse) or True)
+
+    def refuse(*of):
+        return False
+
+    monkeypatch.setattr(Refitter, "set_named_weights", given)
+    with pytest.raises(BackendUnavailable, match=r"(?s)half way.*got: TensorRT does not take.*load the bundle again"):
+        loaded.set_loras([(file, 1.0)])
+    with pytest.raises(UserError, match="was closed"):
+        computes(loaded)
+
+
+def test_a_file_is_read_again_when_it_is_another(tiny, tmp_path, monkeypatch):
+    module, loaded = tiny
+    layers, file = file_of(tmp_path, module, ["qkv"])
+    read, times = runtime_loras.read_lora, []
+    monkeypatch.setattr(runtime_loras, "read_lora", lambda path: times.append(path) or read(path))
+    loaded.set_loras([(file, 1.0)])
+    loaded.set_loras([(file, 0.5), (file, 0.25)])
+    assert len(times) == 1
+    assert_engine_has(merged(module, layers, 0.75 * HALF))
+    layers, file = file_of(tmp_path, module, ["qkv"], layout=tiny_loras.peft(""))
+    loaded.set_loras([(file, 0.5)])
+    assert len(times) == 2
+    assert_engine_has(merged(module, layers, 0.5))

@@ -10,16 +10,21 @@ import tiny_loras
 import torch
 from layers_of_any_size import take_any_size
 from rich.console import Console
+from safetensors.torch import save_file
 from support import tiny_recipe
 
 from trtconvert import runtime
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
+from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.linear.reference import layer_bias, layer_weight
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
+from trtconvert.runtime import loras as runtime_loras
+from trtconvert.runtime import reading
+from trtconvert.weights.tensor_files import read_entries
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
@@ -81,6 +86,44 @@ def test_loras_of_int8_layers(denoiser, tmp_path, timestep):
     assert relative_error(denoiser(*inputs).cpu(), changed) < relative_error(changed, expected) / 2
     denoiser.refit(module.state_dict())
     torch.testing.assert_close(denoiser(*inputs), before, rtol=1e-2, atol=1e-2)
+
+
+def test_parts_give_what_the_whole_gives(denoiser, tmp_path, monkeypatch):
+    """Each is computed while TensorRT takes the one before, and goes then."""
+    module, inputs = tiny_layers.build().denoiser, inputs_at(100.0)
+    before = denoiser(*inputs)
+    file = tiny_loras.save(tmp_path / "lora.safetensors", tiny_loras.layers_of(module, TOUCHED), tiny_loras.peft(""))
+    count = denoiser.set_loras([(file, 1.0)])
+    assert denoiser.last_change.parts == 1
+    whole = denoiser(*inputs)
+    monkeypatch.setattr(runtime_loras, "LEAST_PART", 1)
+    monkeypatch.setattr(runtime_loras, "LARGEST_PART", 1)
+    denoiser.set_loras([])
+    assert torch.equal(denoiser(*inputs), before)
+    assert denoiser.set_loras([(file, 1.0)]) == count and denoiser.last_change.parts > 4
+    assert torch.equal(denoiser(*inputs), whole)
+    large = tiny_loras.save(tmp_path / "large.safetensors", tiny_loras.layers_of(module, ["tied"]), tiny_loras.peft(""))
+    with pytest.raises(UserError, match=r"tied\.weight leaves the range"):  # and what was given before it is taken back
+        denoiser.set_loras([(file, 0.5), (large, 1e39)])
+    assert denoiser.last_change.parts > 4
+    assert torch.equal(denoiser(*inputs), whole)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_numbers_are_read_to_the_gpu(tmp_path, monkeypatch, inference):
+    """Into memory that kernels before may still read, in pieces of many threads."""
+    monkeypatch.setattr(reading, "_PIECE", 2**16)
+    tensors = {str(index): torch.randn(300, 1001 + index).half() for index in range(40)}
+    save_file(tensors, tmp_path / "numbers.safetensors")
+    entries, _ = read_entries(tmp_path / "numbers.safetensors")
+    places = [(x.name, [reading.Place(tmp_path / "numbers.safetensors", x.start, x.dtype, x.shape)]) for x in entries]
+    with torch.inference_mode(inference):
+        sums = dict[str, torch.Tensor]()
+        for name, (found,) in reading.read_ahead(places, torch.device("cuda", 0), 2**22):
+            torch.cuda._sleep(1_000_000)  # so that what follows runs after the memory was given back
+            sums[name] = (found.double() * 1).sum()
+    for name, found in sums.items():
+        torch.testing.assert_close(found.cpu(), tensors[name].double().sum())
 
 
 @pytest.mark.parametrize("shape", [(320, 640), (64, 32, 3, 3), (7, 5)], ids=str)
