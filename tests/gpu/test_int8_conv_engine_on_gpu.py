@@ -29,7 +29,7 @@ def test_an_engine_with_int8_convolutions_computes_what_they_specify(monkeypatch
         pytest.skip("needs kernels for group norms and layers")
     tiny_convs.take_any_size(monkeypatch)
     trt = tensorrt.load()
-    graph, inputs, expected = tiny_convs.traced(modes, equalised)
+    graph, inputs, expected, _ = tiny_convs.traced(modes, equalised)
     options = EngineSection(layers="plugin", attention="native")
     model = tensorrt.lowered(graph, list(attention_nodes(graph)), options, [{}])
     assert sum(node.op_type == INT8_CONV for node in model.graph) == 4

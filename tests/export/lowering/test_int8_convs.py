@@ -11,7 +11,8 @@ import tolerances
 import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from tiny_convs import CHANNELS, WIDE, traced
+from support import Quiet
+from tiny_convs import CHANNELS, WIDE, Odd, traced
 from torch.nn import functional as F
 
 from trtconvert.engine import tensorrt
@@ -21,12 +22,14 @@ from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, take_int8_convs
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
+from trtconvert.linear.sites import LayerFinder
+from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection
 
 
 def lowered(modes, equalised: bool = True):
     """A U-Net's graph with INT8 convolutions as plugins, and how many; inputs, and what the layers specify at timesteps."""
-    graph, inputs, expected = traced(modes, equalised)
+    graph, inputs, expected, _ = traced(modes, equalised)
     expand_layers(graph, offsets=True)
     assert take_group_norms(graph) == 4
     count = take_int8_convs(graph, [{}])
@@ -149,3 +152,85 @@ def test_engines_have_them_where_they_can(everywhere, monkeypatch, options, take
     graph = traced([3]).graph
     model = tensorrt.lowered(graph, list(attention_nodes(graph)), EngineSection(**options), [{}])
     assert len(named(model, INT8_CONV)) == taken and len(named(model, GROUP_NORM)) in (0, 4)
+
+
+def lowered_for_engines(monkeypatch, graph, **options):
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    sections = EngineSection(layers="plugin", **options)
+    left = tensorrt._convs_in_16_bits(graph, sections, [{}])
+    return tensorrt.lowered(graph, list(attention_nodes(graph)), sections, [{}]), left
+
+
+def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
+    graph, inputs, expected, left = traced([3, 3], denoiser=Odd, exclude=("entry", "exit"))
+    assert left == {
+        "entry": "the recipe excludes it",
+        "exit": "the recipe excludes it",
+        "groups": "it has 2 groups",
+        "dilated": "it is dilated",
+        "transposed": "it is a transposed convolution",
+        "twelve": "its 12 output channels are not a multiple of 8 up to 65,536",
+        "uneven": "its padding differs from side to side",
+    }
+    model, in_16_bits = lowered_for_engines(monkeypatch, graph)
+    assert in_16_bits == {
+        "wide": "with padding as wide as the window",
+        "pixels": "of single pixels, a product in 16 bits",
+        "raw": "behind no group norm that would give its input in INT8",
+        "padded": "behind no group norm that would give its input in INT8",
+        "video": "over 3 dimensions, our kernel has the two of images",
+        "one": "of what others read too",
+        "other": "of what others read too",
+    }
+    assert len(named(model, INT8_CONV)) == 4  # plain, shared twice, zeros
+    shared = [node.inputs[1] for node in named(model, INT8_CONV) if "shared" in str(node.inputs[1].name)]
+    assert len(shared) == 2
+    timestep = torch.tensor([100.0, 900.0])
+    right = expected(timestep, in_16_bits)
+    assert relative_error(run(model, inputs, timestep), right) < tolerances.INT8_CONVS_OF_A_UNET
+
+
+def test_the_finder_knows_which_convolutions_lie_behind_group_norms():
+    of = tiny_convs.model(Odd)
+    finder = LayerFinder(of.denoiser)
+    intercepted(of, layers=finder)(**of.example(0, {}))
+    behind = {layer.name for layer in finder.layers() if layer.kind == "conv" and layer.normed}
+    assert behind == {
+        "plain", "groups", "dilated", "transposed", "twelve", "uneven", "wide", "pixels", "shared", "shared#2", "zeros", "one",
+        "other",
+    }  # fmt: skip
+
+
+def test_convolutions_that_stay_are_products_of_their_own_inputs(monkeypatch):
+    """Too small all of them: no factor is left in front of one, which would be a kernel more."""
+    graph = traced([3]).graph
+    model, in_16_bits = lowered_for_engines(monkeypatch, graph)
+    assert set(in_16_bits.values()) == {"of too few pixels to be faster in INT8"} and len(in_16_bits) == 4
+    assert len(named(model, GROUP_NORM)) == 4
+    exact = tensorrt.lowered(graph, list(attention_nodes(graph)), EngineSection(layers="exact"), [{}])
+    assert [node.op_type for node in model.graph] == [node.op_type for node in exact.graph]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"channels_last": False}, "in an engine whose group norms are TensorRT's own"),
+        ({"hardware_compatible": True}, "without group norms that give INT8: not every GPU that engine.hardware_compatible asks "
+         "for has a kernel for them"),
+    ],
+    ids=["channels_last", "hardware_compatible"],
+)  # fmt: skip
+def test_engines_without_norms_of_ours_say_why(everywhere, monkeypatch, options, reason):
+    model, in_16_bits = lowered_for_engines(monkeypatch, traced([3]).graph, **options)
+    assert not named(model, INT8_CONV) and set(in_16_bits.values()) == {reason}
+    told = []
+    monkeypatch.setattr(Quiet, "notice", lambda self, text: told.append(text), raising=False)
+    tensorrt._tell_convs(in_16_bits, Quiet())
+    (text,) = told
+    assert text.startswith("convolutions in 16 bits") and "4 " + reason in text and "first.conv1" in text
+
+
+def test_in_bf16_too(everywhere, monkeypatch):
+    model, in_16_bits = lowered_for_engines(monkeypatch, traced([3], dtype=torch.bfloat16).graph)
+    assert not in_16_bits and [node.attributes["bfloat16"].as_int() for node in named(model, INT8_CONV)] == [1] * 4

@@ -266,7 +266,14 @@ def _shift(x: ir.Value, reshape: ir.Node, back: ir.Node) -> tuple[ir.Value, ir.V
 
 
 def _is_beside_convolution(norm: _GroupNorm) -> bool:
-    return _is_of_convolution(norm.x) or any(_is_convolution(reader) for reader, _ in norm.result.uses())
+    return _is_of_convolution(norm.x) or any(_is_before_convolution(reader) for reader, _ in norm.result.uses())
+
+
+def _is_before_convolution(reader: ir.Node) -> bool:
+    """Whether a node is a convolution, or the factor of an INT8 one's input."""
+    if reader.op_type == "Mul" and not reader.domain and constant_of(reader.inputs[1]) is not None:
+        return any(_is_convolution(further) for further, _ in reader.outputs[0].uses())
+    return _is_convolution(reader)
 
 
 def _is_of_convolution(value: ir.Value) -> bool:
