@@ -238,7 +238,8 @@ class _Threads:
             if isinstance(source, Place):
                 _read_file(self._files[source.path], source, start - at, target)
             else:
-                target.copy_(source.view(-1).view(torch.uint8)[start - at : end - at])
+                # By numpy: torch would have threads of its own in each of these.
+                target.numpy()[:] = source.view(-1).view(torch.uint8).numpy()[start - at : end - at]
 
 
 def _read_file(file: int, place: Place, begin: int, target: Tensor) -> None:

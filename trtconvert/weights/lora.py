@@ -129,7 +129,7 @@ class LoraFile:
     def in_memory(self) -> LoraFile:
         """The same in memory of its own: what was read is mapped, and follows who writes into the file."""
         layers = {
-            name: _Layer({part: x.clone() for part, x in layer.parts.items()}, layer.alpha)
+            name: _Layer({part: _copied(x) for part, x in layer.parts.items()}, layer.alpha)
             for name, layer in self.layers.items()
         }
         return LoraFile(self.path, layers)
@@ -246,6 +246,11 @@ def read_lora(path: Path) -> LoraFile:
         if "down" in layer.parts and layer.alpha is None:
             layer.alpha = _alpha(path, settings, module, len(layer.parts["down"]))
     return LoraFile(path, layers)
+
+
+def _copied(x: Tensor) -> Tensor:
+    # By numpy: torch's threads take longer than so few numbers.
+    return torch.from_numpy(x.contiguous().view(-1).view(torch.uint8).numpy().copy()).view(x.dtype).view(x.shape)
 
 
 def _damage(tensor: Tensor) -> str:
