@@ -1,7 +1,7 @@
 """LoRAs of an engine that was built refittable: its weights are those that it was built with, and what files add to them.
 
 An engine does not give its weights away, so they are read from the bundle's ONNX model, by the names that TensorRT has of them
-(see `trtconvert.runtime.refit`). Only those that a change concerns are read, and none is kept.
+(see `trtconvert.runtime.refit`). Only those that a change concerns are read, in parts, and none is kept.
 """
 
 from __future__ import annotations

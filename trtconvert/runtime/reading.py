@@ -219,15 +219,16 @@ class _Threads:
         if free is None:
             self._read(piece, first, sources)
             return
-        if not hasattr(self._own, "pinned"):
-            self._own.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-            self._own.stream = torch.cuda.Stream(self._device)
-        pinned = self._own.pinned[: len(piece)]
-        self._read(pinned, first, sources)
-        with torch.cuda.stream(self._own.stream):
-            self._own.stream.wait_event(free)
-            piece.copy_(pinned, non_blocking=True)
-        self._own.stream.synchronize()
+        with torch.cuda.device(self._device):  # which threads do not inherit: pinned memory is of a device's context
+            if not hasattr(self._own, "pinned"):
+                self._own.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+                self._own.stream = torch.cuda.Stream()
+            pinned, stream = self._own.pinned[: len(piece)], self._own.stream
+            self._read(pinned, first, sources)
+            with torch.cuda.stream(stream):
+                stream.wait_event(free)
+                piece.copy_(pinned, non_blocking=True)
+            stream.synchronize()
 
     def _read(self, piece: Tensor, first: int, sources: Sequence[tuple[Source, int]]) -> None:
         for source, at in sources:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord, unquantised_file
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line
+from trtconvert.errors import BackendUnavailable, UserError, first_line
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
 from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
@@ -314,8 +314,9 @@ class TensorRTComponent:
         Weights to which the same files add at the same scales as before stay. The others are W + scale · alpha/rank · up · down,
         summed in FP32 on the engine's device, in the engine's type, with W as the bundle has it, the recipe's own `loras` in it.
         INT8 layers are quantised anew: they are what a build with these LoRAs and the same calibration gives, and one to which
-        nothing is added any more is the bundle's bit for bit. The first call reads the bundle's ONNX model. Each call takes as
-        much memory as the weights that it replaces, on the device as far as it has room, else on the host.
+        nothing is added any more is the bundle's bit for bit. The first call reads the bundle's ONNX model. Weights are made and
+        replaced in parts: a call takes up to some 0.8 GiB of the device's memory, less where less is free, and of the host's
+        where there is none; on the host, the LoRAs that are set stay in memory. `last_change` tells what it took.
 
         Args:
             loras: safetensors files, in the layouts that the recipe's section `loras` takes, and what their differences are
@@ -325,7 +326,7 @@ class TensorRTComponent:
         Raises:
             UserError: the engine is not refittable, has other weights than it was built with, or a file cannot be read or does
                 not fit. The engine is as before.
-            BackendUnavailable: TensorRT failed half way; load the bundle again.
+            BackendUnavailable: TensorRT failed half way, or what was replaced could not be taken back; load the bundle again.
         """
         with self._changing:
             self._refuse_fixed_weights()
@@ -443,7 +444,7 @@ class TensorRTComponent:
             return False
         try:
             self._replace_all(undo(), None)
-        except (OSError, RuntimeError, TrtconvertError):
+        except BaseException:  # whatever it is, the engine has some of both, and who asked for the change is told so
             return False
         return True
 
