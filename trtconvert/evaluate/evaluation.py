@@ -201,10 +201,10 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     metrics.check_packages()
     bundle = runtime.load(folder)
     features, images = judges(bundle.manifest.recipe.model.source, request.features, request.reference)
-    extractor = load_extractor(features, request.features_weights, request.device)
     source = full_precision(bundle, request.weights)
     source = on_device(source, request.device) if source else None
     int8, backend = _int8(bundle, source, request)
+    extractor = load_extractor(features, request.features_weights, request.device)
     drawing = _Drawing(
         source.sample if source else models.load_sampler(bundle),
         _batch(request, bundle.manifest, source),

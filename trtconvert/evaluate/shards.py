@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from trtconvert.cache import code_identity
@@ -99,9 +99,11 @@ class ShardSet:
                     got="no such file" if not path.exists() else "a damaged file",
                     remedy="run the same command again: missing shards are made anew",
                 )
+            if names is None:
+                yield load_file(path)
+                continue
             with safe_open(path, framework="pt") as file:
-                held = file.keys()
-                yield {name: file.get_tensor(name) for name in held if names is None or name in names}
+                yield {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118 (not a dict)
 
 
 def _is_whole(path: Path) -> bool:

@@ -75,9 +75,8 @@ def adaround(
     # So that the first weights are those of full precision: h(v) is what is left of the position.
     logits = {name: _inverse(positions[name] - below[name]).requires_grad_() for name in layers}
     on_gpu = any(v.is_cuda for v in logits.values())
-    optimizer = torch.optim.Adam(
-        list(logits.values()), lr=how.rate, fused=on_gpu
-    )  # launching takes longer than computing
+    # One kernel for all layers: on a GPU launching takes longer than computing.
+    optimizer = torch.optim.Adam(list(logits.values()), lr=how.rate, fused=on_gpu)
     scales = {name: grids[name].spread(grids[name].scale, below[name], widths[name]) for name in layers}
     nearest = {name: grids[name].values(position.round(), widths[name]) for name, position in positions.items()}
     scale = 1 / max(_error(unit, nearest, layers, examples), 1e-20)
