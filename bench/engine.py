@@ -2,7 +2,7 @@
 
     python bench/engine.py [--models sd15 sdxl flux pixart sd3 video video-81]
                            [--peers torch torchao-fp8 torchao-int8 modelopt-fp8 modelopt-int8 plain native group-norms plugin
-                                    channels-first auto layers layers-convs layers-qdq native-layers]
+                                    channels-first auto layers layers-convs convs layers-qdq native-layers]
                            [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
                            [--kernels FOLDER] [--json FILE]
 
@@ -24,7 +24,7 @@ are TensorRT with its own attention and linear layers between the Q and DQ of NV
 SmoothQuant, by its own configurations, calibrated on the inputs that are timed (bench/modelopt_layers.py); they need the package
 nvidia-modelopt. Peers whose package is missing are left out, with a word. `layers` is our plugin between INT8 layers as
 `trtconvert compile` builds them first; in `layers-convs` those convolutions of U-Nets are INT8 as well that our kernel computes,
-as with layers.kinds: [linear, conv].
+as with layers.kinds: [linear, conv], and in `convs` these alone.
 
 `plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
 The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
@@ -106,10 +106,12 @@ PLUGIN = "TensorRT, our plugin"
 GROUP_NORMS = f"{NATIVE}, our group norms"
 CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
 PLAIN = "TensorRT of torch.onnx.export"
-CONVS = "layers-convs"
+OF_CONVS = {"layers-convs": ("linear", "conv"), "convs": ("conv",)}
+"""Kinds of the INT8 layers of peers that have convolutions among them; the others have linear layers."""
 LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = {
     "layers": (f"{PLUGIN}, INT8 layers", False, "auto"),
-    CONVS: (f"{PLUGIN}, INT8 layers and convolutions", False, "auto"),
+    "layers-convs": (f"{PLUGIN}, INT8 layers and convolutions", False, "auto"),
+    "convs": (f"{PLUGIN}, INT8 convolutions", False, "auto"),
     "layers-qdq": (f"{PLUGIN}, INT8 layers by Q/DQ alone", False, "native"),
     "native-layers": (f"{NATIVE}, INT8 layers by Q/DQ", True, "native"),
 }
@@ -607,7 +609,7 @@ class Bench:
 
     def export(self, folder: Path, *, kinds: Collection[str]) -> Path:
         """The ONNX model, with INT8 layers of some kinds or without, in a folder, made unless it is there."""
-        of_kinds = {"": "", "linear": "-int8", "conv-linear": "-int8-convs"}["-".join(sorted(kinds))]
+        of_kinds = {"": "", "linear": "-int8", "conv": "-convs", "conv-linear": "-int8-convs"}["-".join(sorted(kinds))]
         layers = {name: layer for name, layer in self.converted.items() if layer.layer.kind in kinds} if kinds else {}
         kind = f"{_NAMES[self._dtype]}{of_kinds}{'-dynamic' if self._scaling == 'dynamic' else ''}"
         path = folder / f"{self.model.name}-{kind}.onnx"
@@ -835,7 +837,7 @@ def main() -> None:
                 name,
                 arguments.kernels,
                 bool(LAYER_PEERS.keys() & set(peers)),
-                CONVS in peers,
+                bool(OF_CONVS.keys() & set(peers)),
                 getattr(torch, arguments.dtype),
                 arguments.scaling,
             )
@@ -849,10 +851,11 @@ def main() -> None:
                 path = bench.export(exports, kinds=())
                 if engines:
                     bench.build_engines(path, engines)
-            if of_layers := LAYER_PEERS.keys() & set(peers) - {CONVS}:
+            if of_layers := LAYER_PEERS.keys() & set(peers) - OF_CONVS.keys():
                 bench.build_layers(bench.export(exports, kinds=("linear",)), of_layers)
-            if CONVS in peers and bench.has_convs:
-                bench.build_layers(bench.export(exports, kinds=("linear", "conv")), [CONVS])
+            for peer, kinds in OF_CONVS.items():
+                if peer in peers and bench.has_convs:
+                    bench.build_layers(bench.export(exports, kinds=kinds), [peer])
             bench.build_modelopt(exports)
             if "plain" in peers:
                 bench.build_plain(exports)

@@ -628,7 +628,7 @@ def compare(first: Path, second: Path, output: Path, out: Output) -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("kernel_cost.json"), show_default=True)
 @_speaking
 def measure(output: Path, out: Output) -> None:
-    """Measure the attention kernels on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
+    """Measure attention, layers and convolutions on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
     from trtconvert.calib.measure import steps, write_kernel_cost
     from trtconvert.files import whole_file
 

@@ -1,4 +1,4 @@
-"""`trtconvert measure`: times of the attention kernels on this machine's GPU, for `plan.kernel_cost` in recipes."""
+"""`trtconvert measure`: times of attention, layers and convolutions on this machine's GPU, for `plan.kernel_cost` in recipes."""
 
 from __future__ import annotations
 
