@@ -303,3 +303,20 @@ def test_weights_that_were_quantised_come_back_number_by_number(size, shape):
     assert torch.equal(again, stored.view(shape)) and torch.equal(scale_again, scale)
     assert is_quantised(restored) and not is_quantised(weight) and not is_quantised(torch.zeros(shape))
     assert not is_quantised(restored + weight * 1e-3)
+
+
+def test_rows_that_begin_as_if_they_were_quantised():
+    """The scale follows from all columns, of which the first ones are looked at before the others."""
+    scale, integers = (
+        0.01171875,
+        torch.arange(-60, 60).repeat(3, 1) * 2.0,
+    )  # of eight bits; 120 steps at most
+    integers[:, 0] = 119
+    whole = integers * scale
+    broken = whole.clone()
+    broken[1, -1] += scale / 3
+    stored, scales = quantise_weight(whole)
+    assert torch.equal(scales, torch.full((3,), scale)) and torch.equal(stored.float(), integers)
+    stored, scales = quantise_weight(broken)
+    assert scales[0] == scales[2] == scale and torch.equal(stored[::2].float(), integers[::2])
+    assert scales[1] < scale and stored[1].max() > 119
