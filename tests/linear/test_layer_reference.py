@@ -307,11 +307,8 @@ def test_weights_that_were_quantised_come_back_number_by_number(size, shape):
 
 def test_rows_that_begin_as_if_they_were_quantised():
     """The scale follows from all columns, of which the first ones are looked at before the others."""
-    scale, integers = (
-        0.01171875,
-        torch.arange(-60, 60).repeat(3, 1) * 2.0,
-    )  # of eight bits; 120 steps at most
-    integers[:, 0] = 119
+    scale, integers = 0.01171875, torch.arange(-60, 60).repeat(3, 1) * 2.0  # a scale of eight bits
+    integers[:, 0] = 119  # the largest, so that the next smaller scale has 127 steps for it
     whole = integers * scale
     broken = whole.clone()
     broken[1, -1] += scale / 3
