@@ -76,6 +76,7 @@ class Refitter:
                 self._give(kept, weights, constants or {}, are_finite)
                 if any(tensor.is_cuda for tensor in kept.values()):
                     torch.cuda.current_stream().synchronize()  # TensorRT has a stream of its own
+            self.replaced |= kept.keys()  # from here on, whatever ends it
             with self._spent.on("refitting"):
                 done = refitter.refit_cuda_engine()
             if not done:
@@ -85,7 +86,6 @@ class Refitter:
         finally:
             for target in kept:  # before their memory goes
                 refitter.unset_named_weights(target)
-        self.replaced |= kept.keys()
         self._spent.parts += 1
         self._spent.given += sum(tensor.nbytes for tensor in kept.values())
 
