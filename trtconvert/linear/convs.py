@@ -17,7 +17,7 @@ FEWEST_PIXELS, FEWEST_OUTPUTS = 128, 2**17
 LEAST_DEPTH = 640
 """Numbers of a window below which reading the images takes most of the time, as of linear layers."""
 
-PIXELS = "of single pixels, a product in 16 bits"
+PIXELS = "of single pixels, which is a product"
 NOT_NORMED = "behind no group norm that would give its input in INT8"
 
 

@@ -176,7 +176,7 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
     model, in_16_bits = lowered_for_engines(monkeypatch, graph)
     assert in_16_bits == {
         "wide": "with padding as wide as the window",
-        "pixels": "of single pixels, a product in 16 bits",
+        "pixels": "of single pixels, which is a product",
         "raw": "behind no group norm that would give its input in INT8",
         "padded": "behind no group norm that would give its input in INT8",
         "video": "over 3 dimensions, our kernel has the two of images",
