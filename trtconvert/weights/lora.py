@@ -98,7 +98,10 @@ class Update:
         if self.mid is not None:  # a convolution 1 × 1, one with the kernel, and one 1 × 1
             down = torch.einsum("om...,mi->oi...", self.mid.to(device, dtype), down.flatten(1))
         matrix = weight if weight.dim() == 2 else weight.view(len(weight), -1)
-        matrix.addmm_(up.flatten(1), down.flatten(1))
+        if 1 in matrix.shape:  # of a row that lies transposed cuBLAS takes the strides for another matrix's
+            matrix += up.flatten(1) @ down.flatten(1)
+        else:
+            matrix.addmm_(up.flatten(1), down.flatten(1))
 
 
 @dataclass
