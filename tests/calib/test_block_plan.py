@@ -50,8 +50,8 @@ def test_time_follows_the_blocks_and_masks_that_leave_few_out_cost_time():
     for mode in Mode:
         ratios = [cost.masked_ratio(SHAPE, mode, density) for density in (0.01, 0.1, 0.25, 0.5, 0.8, 1.0)]
         assert ratios[0] > 0 and ratios == sorted(ratios) and ratios[-1] > 1
-    # As they were measured there: at that work, and at the nearest.
-    assert cost.masked_ratio(SHAPE, Mode.BALANCED, 0.5) == 0.5352
+    # As they were measured: at that work a little more than the blocks' share, and at the nearest.
+    assert 0.5 < cost.masked_ratio(SHAPE, Mode.BALANCED, 0.5) < 0.6
     of_64 = replace(SHAPE, head_dim=64)
     nearest = AttentionShape(2, 10, 16384, 16384, 64)
     assert cost.masked_ratio(of_64, Mode.FP8, 1.0) == cost.masked_ratio(nearest, Mode.FP8, 1.0)
