@@ -6,7 +6,7 @@ integers of the bundle's ONNX model, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,10 @@ class _Layer:
     constants: Mapping[str, tuple[str, ...]]
 
     @property
+    def channels(self) -> list[Tensor]:
+        return [self.factor, self.offset]
+
+    @property
     def refs(self) -> list[TensorRef]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
@@ -69,11 +73,11 @@ class Product:
 
     @property
     def sources(self) -> list[Source]:
-        return [source_of(self.weight), source_of(self.scale)]
+        return [source_of(self.weight), source_of(self.scale), self.factor]
 
-    def numbers(self, integers: Tensor, scale: Tensor) -> Tensor:
-        """As `expand_layers` has them."""
-        return _dequantised(integers, scale, self.factor, self.dtype)
+    def numbers(self, integers: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+        """As `expand_layers` has them, of the sources on one device."""
+        return _dequantised(integers, scale, factor, self.dtype)
 
 
 class Int8Layers:
@@ -142,22 +146,32 @@ class Int8Layers:
         entry = self._file.entries[name]
         return Place(self._file.path, entry.start, entry.dtype, entry.shape)
 
-    def exact_numbers(self, exact: str, weights: Mapping[str, Tensor]) -> Tensor:
+    def exact_channels(self, exact: str) -> list[Tensor]:
+        """What `exact_numbers` needs beside weights, on the CPU."""
+        return self._by_exact[exact].channels
+
+    def channels(self, name: str) -> list[Tensor]:
+        """What `constants` needs beside weights, on the CPU."""
+        return self._layers[name].channels
+
+    def exact_numbers(self, exact: str, weights: Mapping[str, Tensor], channels: Sequence[Tensor]) -> Tensor:
         """What a 16-bit product gets, in the model's type, as `expand_layers` has it.
 
         Args:
             weights: FP32, by the names of the state dict; its `origin` at least.
+            channels: see `exact_channels`, where the weights are.
         """
-        layer = self._by_exact[exact]
+        layer, (factor, _) = self._by_exact[exact], channels
         if exact != layer.exact and layer.bias is not None:
             return layer.bias.of(weights).to(layer.dtype)
-        return _dequantised(*_quantised(layer, weights), layer.factor, layer.dtype)
+        return _dequantised(*layer_weight(layer.weight.of(weights), factor), factor, layer.dtype)
 
-    def constants(self, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def constants(self, name: str, weights: Mapping[str, Tensor], channels: Sequence[Tensor]) -> dict[str, Tensor]:
         """What plugins of the engine get for a layer, by the engine's names.
 
         Args:
             weights: FP32 on one device, by the names of the state dict: of the layer's weight, bias, or both.
+            channels: see `channels`, where the weights are.
         Raises:
             UserError: its INT8 bias follows from its weight too, and one of both is not given.
         """
@@ -175,10 +189,10 @@ class Int8Layers:
         own = layer.bias.of(weights) if layer.bias is not None and layer.bias.name in given else None
         numbers = {} if own is None else {"bias": own}
         if layer.weight.name in given:
-            integers, scale = _quantised(layer, weights)
+            factor, offset = channels
+            integers, scale = layer_weight(layer.weight.of(weights), factor)
             numbers |= {"weight": integers, "weight_scale": scale}
             if layer.moved:
-                factor, offset = layer.factor.to(scale.device), layer.offset.to(scale.device)
                 numbers["bias"] = layer_bias(own, integers, scale, factor, offset)
         return _by_constant(layer, numbers)
 
@@ -284,15 +298,10 @@ def _layers_of(
         )
 
 
-def _quantised(layer: _Layer, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    weight = layer.weight.of(weights)
-    return layer_weight(weight, layer.factor.to(weight.device))
-
-
 def _dequantised(integers: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that the integers of a layer stand for, for the layer's own input; the order of products is the export's."""
     places = [1] * (integers.dim() - 2)
-    of_input = factor.to(scale.device).view(1, -1, *places)
+    of_input = factor.view(1, -1, *places)
     return integers.float().mul_(scale.view(-1, 1, *places)).mul_(of_input).to(dtype)
 
 

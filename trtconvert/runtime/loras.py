@@ -216,12 +216,13 @@ class BuiltWeights:
         if layers is not None and name in self._of_layers and wanted.get(origin := layers.origin(name)):
 
             def requantised(given: Sequence[Tensor]) -> NewWeights:
-                full = self._full([origin], wanted, given)
-                made = layers.exact_numbers(name, full.by_name)
+                *sources, factor, offset = given
+                full = self._full([origin], wanted, sources)
+                made = layers.exact_numbers(name, full.by_name, (factor, offset))
                 check = _check(made, origin, wanted[origin])
                 return NewWeights({name: _laid(made, turned)}, {}, [*full.checks, check])
 
-            return _Job(self._sources([origin], wanted), requantised)
+            return _Job([*self._sources([origin], wanted), *layers.exact_channels(name)], requantised)
         product, additions = self._products.get(name), wanted.get(name, ())
         sources = [source_of(tensor)] if product is None else product.sources
 
@@ -229,7 +230,7 @@ class BuiltWeights:
             rest = iter(given)
             stored = next(rest)
             if product is not None:
-                stored = product.numbers(stored, next(rest))
+                stored = product.numbers(stored, next(rest), next(rest))
             elif turned:
                 stored = stored.T
             if not additions:
@@ -245,10 +246,11 @@ class BuiltWeights:
         layers = self.layers
 
         def compute(given: Sequence[Tensor]) -> NewWeights:
-            full = self._full(names, wanted, given)
-            return NewWeights({}, layers.constants(layer, full.by_name), full.checks)
+            *sources, factor, offset = given
+            full = self._full(names, wanted, sources)
+            return NewWeights({}, layers.constants(layer, full.by_name, (factor, offset)), full.checks)
 
-        return _Job(self._sources(names, wanted), compute)
+        return _Job([*self._sources(names, wanted), *layers.channels(layer)], compute)
 
     def _as_built(self, layer: str, names: Sequence[str]) -> _Job:
         """Of a layer in a plugin, as the bundle has it."""
@@ -280,11 +282,12 @@ class BuiltWeights:
             def made(where: torch.device, layer: str = layer, given: Sequence[str] = given) -> NewWeights:
                 weights = {name: of_layers[name].to(where, torch.float32).contiguous() for name in given}
                 exact = {
-                    name: layers.exact_numbers(name, weights)
+                    name: layers.exact_numbers(name, weights, [x.to(where) for x in layers.exact_channels(name)])
                     for name, origin in layers.exact_of(layer).items()
                     if origin in weights and name in self._of_layers
                 }
-                return NewWeights(exact, layers.constants(layer, weights))
+                channels = [x.to(where) for x in layers.channels(layer)]
+                return NewWeights(exact, layers.constants(layer, weights, channels))
 
             of_layer = _where_there_is_room(made, device)
             new.by_name = of_layer.by_name | new.by_name  # of tied ones the first counts
