@@ -1,8 +1,11 @@
 """Conversion of weights to INT8: `trtconvert quantize` in a process of its own, against reading the same file from the disk.
 
 python bench/weights.py [--gigabytes 2] [--rounds 5] [--folder /tmp]
+python bench/weights.py --images [--samples 8] [--steps 20] [--device cpu]
 
-Reading and conversion take turns, each from a file that is not in memory; the median of the turns' ratios is told.
+Reading and conversion take turns, each from a file that is not in memory; the median of the turns' ratios is told. With
+`--images` instead: samples of the models that ship, with what `load_quantized` makes of their quantised files, against those
+of the files as they are, from the same seeds, by DDIM.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from pathlib import Path
 
 import torch
 
+from trtconvert.evaluate.metrics import decibels
+from trtconvert.models.denoiser import on_device
+from trtconvert.models.digits import digits_model
+from trtconvert.models.emoji import emoji_model
+from trtconvert.shipped import shipped_folder
+from trtconvert.weights import Int8Linear, load_quantized
 from trtconvert.weights.tensor_files import TensorWriter
 
 SIZE = 4096
@@ -72,12 +81,40 @@ def run(*arguments: str) -> tuple[float, float, int, int]:
     return float(seconds), float(processors), int(before) * 1024, int(after) * 1024
 
 
+@torch.inference_mode()
+def print_images(samples: int, steps: int, device: str, folder: Path) -> None:
+    print("| | scales | INT8 layers | PSNR, dB | worst sample, dB |\n| --- | --- | ---: | ---: | ---: |")
+    for name, build in (("digits-dit", digits_model), ("emoji-dit", emoji_model)):
+        weights = shipped_folder() / f"{name}.safetensors"
+        plain = on_device(build(weights), device)
+        expected = plain.sample(plain.denoiser, range(samples), steps=steps, solver="ddim")
+        for granularity in ("block", "channel"):
+            output = folder / f"{name}-{granularity}"
+            run("quantize", str(weights), "-o", str(output), "--granularity", granularity)
+            model = build(weights)
+            load_quantized(model.denoiser, output)
+            moved = on_device(model, device)
+            got = moved.sample(moved.denoiser, range(samples), steps=steps, solver="ddim")
+            errors = (got - expected).double().square().flatten(1).mean(1)
+            layers = sum(isinstance(module, Int8Linear) for module in model.denoiser.modules())
+            whole, worst = (float(decibels(x)) for x in (errors.mean(), errors.max()))
+            print(f"| {name} | {granularity} | {layers} | {whole:.1f} | {worst:.1f} |", flush=True)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--gigabytes", type=float, default=2.0)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    arguments.add_argument("--images", action="store_true")
+    arguments.add_argument("--samples", type=int, default=8)
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = arguments.parse_args()
+    if given.images:
+        with tempfile.TemporaryDirectory(dir=given.folder) as name:
+            print_images(given.samples, given.steps, given.device, Path(name))
+        return
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         model, output = Path(name, "model.safetensors"), Path(name, "int8")
         write_model(model, max(1, round(given.gigabytes * 1e9 / (2 * SIZE * SIZE))))
