@@ -194,12 +194,14 @@ def test_nan_keeps_no_limit():
     [
         ("{", "JSONDecodeError"),
         ('{"gpu": "x", "date": "y", "rows": []}', "no rows"),
-        ('{"gpu": "x", "rows": []}', "'date'"),
+        ('{"gpu": "x", "rows": []}', "date: Field required"),
+        ("null", "valid dictionary"),
         (
             '{"gpu": "x", "date": "y", "rows": [{"mode": 0, "shape": [1, 1, 8, 8, 64], "seconds": 1}]}',
             "no times of precision",
         ),
-        ('{"gpu": "x", "date": "y", "rows": [{"mode": 7, "shape": [1, 1, 8, 8, 64], "seconds": 1}]}', "7"),
+        ('{"gpu": "x", "date": "y", "rows": [{"mode": 7, "shape": [1, 1, 8, 8, 64], "seconds": 1}]}', "rows.0.mode"),
+        ('{"gpu": "x", "date": "y", "rows": [1]}', "rows.0"),
     ],
 )
 def test_what_is_no_table_of_costs_is_refused(tmp_path, content, got):
@@ -208,6 +210,24 @@ def test_what_is_no_table_of_costs_is_refused(tmp_path, content, got):
     with pytest.raises(UserError, match=r"cost\.json does not hold times") as refused:
         KernelCost.load(path)
     assert got in refused.value.got and "trtconvert measure" in refused.value.expected
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [("shape", wrong) for wrong in ([], [0] * 7, [-1] * 6, [10**200] * 3, ["64"] * 5)]
+    + [("time", wrong) for wrong in (math.nan, math.inf, -1, "1e-5", True, 10**400)]
+    + [("mode", None)],
+)
+def test_damaged_rows_of_costs_are_named(tmp_path, field, wrong):
+    path = tmp_path / "cost.json"
+    whole = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
+    for name, time in (("rows", "seconds"), ("masked", "ratio"), ("layers", "seconds"), ("convs", "seconds")):
+        damaged = time if field == "time" else field
+        first, *others = whole[name]
+        path.write_text(json.dumps(whole | {name: [first | {damaged: wrong}, *others]}))
+        with pytest.raises(UserError, match=r"cost\.json does not hold times") as refused:
+            KernelCost.load(path)
+        assert f"{name}.0.{damaged}" in refused.value.got
 
 
 def test_the_cost_table_orders_modes_by_work_and_interpolates():

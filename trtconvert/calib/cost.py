@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trtconvert.attention.modes import MEASURED_SCALES, Mode
@@ -17,7 +18,7 @@ from trtconvert.attention.reference import TILE
 from trtconvert.attention.sites import Site
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, first_problem, kind_and_first_line
 from trtconvert.linear import convs
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, flops
@@ -56,6 +57,61 @@ class AttentionShape:
         return self.key_tokens <= TILE < self.query_tokens
 
 
+_Size = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+_Positive = Annotated[float, Field(gt=0, lt=math.inf, strict=True)]
+_AttentionSizes = tuple[_Size, _Size, _Size, _Size, _Size]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class _TimedAttention(_Entry):
+    """Sizes as in `AttentionShape`."""
+
+    mode: Mode
+    shape: _AttentionSizes
+    seconds: _Positive
+    scaling: Literal["dynamic", "calibrated"] = "dynamic"
+
+
+class _TimedMask(_Entry):
+    """The ratio is of the time without a mask."""
+
+    mode: Mode
+    shape: _AttentionSizes
+    density: Annotated[_Positive, Field(le=1)]
+    ratio: _Positive
+
+
+class _TimedLayer(_Entry):
+    """Rows, output and input channels."""
+
+    mode: LayerMode
+    shape: tuple[_Size, _Size, _Size]
+    seconds: _Positive
+
+
+class _TimedConv(_Entry):
+    """Batch, height, width, input and output channels, window."""
+
+    mode: LayerMode
+    shape: tuple[_Size, _Size, _Size, _Size, _Size, _Size]
+    seconds: _Positive
+
+
+class _Table(_Entry):
+    """What `trtconvert measure` writes; earlier versions had fewer lists."""
+
+    gpu: str
+    date: str
+    rows: tuple[_TimedAttention, ...]
+    bandwidth: _Positive | None = None
+    masked: tuple[_TimedMask, ...] = ()
+    layers: tuple[_TimedLayer, ...] = ()
+    convs: tuple[_TimedConv, ...] = ()
+
+
 _Row = tuple[AttentionShape, Mode, float]
 """Shape, mode and seconds of a call."""
 
@@ -71,27 +127,26 @@ class KernelCost:
         gpu, date: where and when they were measured.
     """
 
-    def __init__(self, table: dict[str, Any]) -> None:
-        self.gpu: str = table["gpu"]
-        self.date: str = table["date"]
+    def __init__(self, document: Any) -> None:
+        """
+        Args:
+            document: as JSON gives it.
+        Raises:
+            ValidationError: it is no table of times.
+        """
+        table = _Table.model_validate(document)
+        self.gpu, self.date = table.gpu, table.date
         self._rows: list[_Row] = []
         self._calibrated: list[_Row] = []
-        for row in table["rows"]:
-            rows = {"dynamic": self._rows, "calibrated": self._calibrated}[row.get("scaling", "dynamic")]
-            rows.append((AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["seconds"])))
-        self._bandwidth: float | None = table.get("bandwidth")
+        for row in table.rows:
+            rows = self._calibrated if row.scaling == "calibrated" else self._rows
+            rows.append((AttentionShape(*row.shape), row.mode, row.seconds))
+        self._bandwidth = table.bandwidth
         self._masked: list[_MaskedRow] = [
-            (AttentionShape(*row["shape"]), Mode(row["mode"]), float(row["density"]), float(row["ratio"]))
-            for row in table.get("masked", ())
+            (AttentionShape(*row.shape), row.mode, row.density, row.ratio) for row in table.masked
         ]
-        self._layers = [
-            (2.0 * math.prod(row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
-            for row in table.get("layers", ())
-        ]
-        self._convs = [
-            (_conv_flops(*row["shape"]), LayerMode(row["mode"]), float(row["seconds"]))
-            for row in table.get("convs", ())
-        ]
+        self._layers = [(2.0 * math.prod(row.shape), row.mode, row.seconds) for row in table.layers]
+        self._convs = [(_conv_flops(*row.shape), row.mode, row.seconds) for row in table.convs]
 
     @staticmethod
     def load(
@@ -119,11 +174,11 @@ class KernelCost:
             cost = KernelCost(read_json(path))
             if lacking := cost._lacking():
                 raise ValueError(lacking)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{path} does not hold times of the kernels",
                 expected="a JSON file that `trtconvert measure` wrote: gpu, date, and rows of shape, mode and seconds",
-                got=f"{type(error).__name__}: {error}",
+                got=first_problem(error) if isinstance(error, ValidationError) else kind_and_first_line(error),
                 remedy="measure again on the GPU that the plan is for, or remove plan.kernel_cost",
             ) from error
         if lacking := cost._lacking(candidates):
@@ -177,13 +232,6 @@ class KernelCost:
             here = {mode for shape, mode, _ in self._rows if (shape.head_dim, shape.to_prompt) == (size, prompt)}
             if missing := [mode.name.lower() for mode in sorted(modes) if mode not in here]:
                 return f"no times of {', '.join(missing)} at head size {size}{' to prompts' if prompt else ''}"
-        timed = (*self._rows, *self._calibrated, *self._layers, *self._convs)
-        if any(not (0 < seconds < math.inf) for *_, seconds in timed):
-            return "times that are not positive"
-        if any(not (0 < density <= 1 and 0 < ratio < math.inf) for *_, density, ratio in self._masked):
-            return "block masks whose density is not in (0, 1], or whose time is not positive"
-        if self._bandwidth is not None and not 0 < self._bandwidth < math.inf:
-            return "a bandwidth that is not positive"
         return ""
 
     def seconds(self, shape: AttentionShape, mode: Mode, scaling: str = "dynamic") -> float:
