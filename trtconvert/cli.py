@@ -689,7 +689,7 @@ _strategy = click.option(
     default="names",
     show_default=True,
     help="What tells embeddings and last layers: their names; or their place in the model, of Kandinsky and others with blocks. "
-    "The latter leaves these, modulations and the VAE's decoder as they are.",
+    "The latter leaves these and the VAE's decoder as they are.",
 )
 
 

@@ -105,6 +105,21 @@ def test_layers_are_compiled_whole():
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_weights_that_are_traced_are_part_of_the_graph(granularity):
+    """Exporters see tensors without numbers, which no kernel of Triton reads."""
+    stored, scale = weight(264, 256, granularity, "cuda")
+    layer = Int8Linear(stored, scale, None, torch.float16)
+    x = tokens(300, 256, torch.float16, "cuda")
+    wanted = x.float() @ products.dequantised(stored, scale, torch.float32).T
+    with torch.no_grad():
+        exported = torch.export.export(layer, (x,)).module()
+        traced = torch.jit.trace(layer, (x,), check_trace=False)
+        compiled = torch.compile(lambda x: x @ layer.weight.T, fullgraph=True)
+        for computed in (exported, traced, compiled):
+            assert error(computed(x), wanted) < ROUNDED_INPUT[torch.float16]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_models_on_the_gpu_keep_half_their_memory(tmp_path, granularity):
     def made() -> nn.Module:
         return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.GELU())])

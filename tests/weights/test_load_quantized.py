@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import onnxruntime
 import pytest
 import tiny_pipelines
 import torch
@@ -86,6 +88,52 @@ def test_scales_stay_what_they_are_in_other_types(tmp_path):
     again = copy.deepcopy(layer)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again.scale, scale)
+
+
+def layer_of(granularity: str, *, learns: bool = False) -> Int8Linear:
+    x = torch.randn(200, 130, generator=torch.Generator().manual_seed(0))
+    stored, _ = quantise(x, scale := scales(measure(x), granularity))
+    bias = nn.Parameter(torch.arange(200) / 200, requires_grad=learns)
+    return Int8Linear(stored, scale, bias, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_in_fp32_of_models_in_16_bits_take_gradients(dtype):
+    """Some models keep modulations in FP32, see `_keep_in_fp32_modules` of diffusers."""
+    layer = layer_of("block")
+    x = torch.randn(MOST_FEW_ROWS + 1, 130, dtype=dtype)
+    given = x.clone().requires_grad_()
+    y = layer(given)
+    assert y.dtype == layer(x).dtype == dtype
+    torch.testing.assert_close(y, layer(x), rtol=0, atol=0.05 * float(y.std()))  # of tokens in INT8
+    y.sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad, layer.weight.to(dtype).sum(0).expand_as(x), rtol=0.05, atol=0.1)
+
+
+def test_biases_take_gradients_in_compiled_layers_too():
+    layer = layer_of("channel", learns=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(MOST_FEW_ROWS + 1, 130)).sum().backward()
+    assert layer.bias is not None and layer.bias.grad is not None
+    assert torch.equal(layer.bias.grad, torch.full((200,), MOST_FEW_ROWS + 1.0))
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("rows", [2, MOST_FEW_ROWS + 4])
+def test_traced_layers_multiply_any_number_of_rows_as_they_are(tmp_path, granularity, rows):
+    """By TorchScript, which does not see what a graph was chosen by, and by ONNX's older exporter."""
+    layer = layer_of(granularity)
+    x, others = torch.randn(rows, 130), torch.randn(MOST_FEW_ROWS + 20, 130)
+    exact = nn.functional.linear(others, layer.weight, layer.bias)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(layer, (x,), check_trace=False)(others), exact)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.onnx.export(layer, (x,), str(tmp_path / "x.onnx"), dynamo=False, input_names=["x"],
+                              dynamic_axes={"x": {0: "rows"}})  # fmt: skip
+    (got,) = onnxruntime.InferenceSession(tmp_path / "x.onnx").run(None, {"x": others.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_other_folders_leave_the_model_as_it_was(tmp_path):

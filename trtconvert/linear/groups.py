@@ -54,11 +54,16 @@ def int8_gemm(
     Returns:
         [M, N].
     """
-    outputs, channels = weight.shape
-    x = q.float() * step.repeat_interleave(GROUP, 1)[:, :channels]
-    if scale.dim() == 1:
-        y = x @ weight.float().T * scale
-    else:
-        of_each = scale.repeat_interleave(GROUP, 0)[:outputs].repeat_interleave(GROUP, 1)[:, :channels]
-        y = x @ (weight.float() * of_each).T
+    x = q.float() * step.repeat_interleave(GROUP, 1)[:, : q.shape[1]]
+    y = x @ weight.float().T * scale if scale.dim() == 1 else x @ weight_dequant(weight, scale, torch.float32).T
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def weight_dequant(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """ŵ [N, K] in another type, in few operations, which exporters of all kinds take. The arguments are those of `int8_gemm`."""
+    outputs, channels = weight.shape
+    if scale.dim() == 1:
+        return (weight.float() * scale[:, None]).to(dtype)
+    high, wide = scale.shape
+    of_each = scale[:, None, :, None].expand(high, GROUP, wide, GROUP).reshape(high * GROUP, wide * GROUP)
+    return (weight.float() * of_each[:outputs, :channels]).to(dtype)

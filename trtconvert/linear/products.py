@@ -18,6 +18,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
 from trtconvert.errors import BackendUnavailable
@@ -36,8 +37,8 @@ def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -
     """x · ŵᵀ + bias with tokens and weight in INT8.
 
     Args:
-        x: […, K] of a floating-point type, without gradients; under autocast its type is that of the result. Rows are quantised
-            where there are more than `MOST_FEW_ROWS`.
+        x: […, K] of a floating-point type; under autocast its type is that of the result. It and the bias take no gradients. Rows
+            are quantised where there are more than `MOST_FEW_ROWS`.
         stored: INT8 [N, K]; scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] of blocks or [N] of channels; bias: [N] or None.
     Returns:
         […, N] in x's type.
@@ -50,11 +51,23 @@ def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -
 
 
 def dequantised(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """ŵ [N, K] in another type, on a GPU by Triton's kernel."""
+    """ŵ [N, K] in another type, on a GPU by Triton's kernel. In what is traced it is part of the graph."""
+    if torch.compiler.is_compiling() or is_traced():
+        return groups.weight_dequant(stored, scale, dtype)
     if stored.is_cuda and (triton := _triton()) is not None:
         with torch.cuda.device(stored.device):
             return triton.weight_dequant(stored, scale, dtype)
     return blocks.dequantise(stored, scale, dtype)
+
+
+def is_traced() -> bool:
+    """Whether what is computed becomes a graph of an exporter or of TorchScript: for any number of rows, of common operators."""
+    return torch.compiler.is_exporting() or is_tracing()
+
+
+def float_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x · ŵᵀ + bias with x as it is, in its type; x and the bias may take gradients. The arguments are those of `int8_linear`."""
+    return F.linear(x, dequantised(stored, scale, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _compute(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,7 +89,7 @@ def _product(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> T
     by_library = x.is_cuda and len(x) > 0 and scale.dim() == 1 and _library_takes(x, stored)
     triton = _triton() if x.is_cuda else None
     if not by_library and (len(x) <= MOST_FEW_ROWS or (x.is_cuda and triton is None)):
-        return F.linear(x, dequantised(stored, scale, x.dtype), None if bias is None else bias.to(x.dtype))
+        return float_linear(x, stored, scale, bias)
     if not x.is_cuda:
         return groups.int8_gemm(*groups.act_quant(x), stored, scale, bias, x.dtype)
     if triton is None or len(x) <= MOST_FEW_ROWS:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.errors import UserError, did_you_mean
-from trtconvert.linear.products import dequantised, int8_linear
+from trtconvert.linear.products import dequantised, float_linear, int8_linear, is_traced
 from trtconvert.weights.blocks import dequantise
 from trtconvert.weights.conversion import Record, records_of
 from trtconvert.weights.quantisation import SCALE
@@ -56,10 +56,12 @@ class Int8Linear(nn.Module):
         Args:
             x: […, K] of a floating-point type.
         Returns:
-            […, N] in its type. Where x takes gradients, and in a model that is exported, ŵ is multiplied with it as it is.
+            […, N] in its type. Where x or the bias takes gradients, and in a model that is exported or traced, ŵ is multiplied
+            with x as it is.
         """
-        if (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_exporting():
-            return nn.functional.linear(x, dequantised(self.stored, self.scale, x.dtype), self.bias)
+        learns = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if (learns and torch.is_grad_enabled()) or is_traced():
+            return float_linear(x, self.stored, self.scale, self.bias)
         return int8_linear(x, self.stored, self.scale, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
