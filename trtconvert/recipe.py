@@ -510,7 +510,8 @@ class VerifySection(_Section):
     max_error: Annotated[Number, Field(gt=0)] | None = Field(
         default=None,
         description="Relative L2 error of the exported denoiser against the torch reference of the same arithmetic. By default "
-        "0.01, or 0.03 where a site runs in fp8: it counts what falls on the other side of a rounding edge.",
+        "0.01, or 0.03 where a site runs in fp8 or a layer multiplies in INT8: it counts what falls on the other side of a "
+        "rounding edge.",
     )
     max_component_error: Annotated[Number, Field(gt=0)] = Field(
         default=0.02,

@@ -545,7 +545,8 @@ def verify_stage(
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        verify.check_gates(quality, modes.sites, section, modes.layers, modes.scalings, masks)
+        convs = {layer.name for layer in _layers(calibration) if layer.kind == "conv"}
+        verify.check_gates(quality, modes.sites, section, modes.layers, modes.scalings, masks, convs)
         (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         shown = min(recipe.output.grid, section.samples)
         save_comparison(full[:shown], int8[:shown], folder / SAMPLES)

@@ -132,6 +132,13 @@ def test_precision_and_recall_are_torch_fidelitys(tile, monkeypatch):
     assert found == metrics.precision_recall(generated, reference, radii)
 
 
+def test_equal_samples_are_met_whatever_rounding_makes_of_their_distance():
+    for seed in range(32):
+        flat = normal(1, 64, seed=seed).float().abs() * 3  # features of flat images, as of samples that failed alike
+        for generated, reference in ((6, 23), (11, 12), (9, 31)):
+            assert metrics.precision_recall(flat.repeat(generated, 1), flat.repeat(reference, 1)) == (1.0, 1.0)
+
+
 # Pairs of images
 
 

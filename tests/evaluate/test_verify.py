@@ -166,6 +166,16 @@ def test_the_gate_of_sites_counts_layers_and_names_the_worst(db):
     assert "exclude x in layers.exclude" in raised.value.remedy and raised.value.got.startswith(f"{db:.4g}; ")
 
 
+def test_the_remedy_for_a_convolution_is_none_that_leaves_it_as_it_is():
+    bad = WITH_LAYERS.model_copy(update={"psnr": 20.0})
+    with pytest.raises(GateError) as of_linear:
+        check_gates(bad, MODES, VerifySection(), LAYERS, convs=["y"])
+    assert "exclude x" in of_linear.value.remedy and "layers.modes to dynamic" in of_linear.value.remedy
+    with pytest.raises(GateError) as of_conv:
+        check_gates(bad, MODES, VerifySection(), LAYERS, convs=["x"])
+    assert "layers.kinds: [linear]" in of_conv.value.remedy and "dynamic" not in of_conv.value.remedy
+
+
 def test_layers_of_int8_products_have_room_for_roundings_that_fall_the_other_way():
     rough, section = WITH_LAYERS.model_copy(update={"error": 0.02}), VerifySection()
     check_gates(rough, MODES, section, LAYERS)

@@ -32,6 +32,9 @@ KID_SUBSET = 1000
 _TILE = 1024
 """Distances are computed for so many samples times as many: what a cache holds."""
 
+_ROUNDING = 1e-12
+"""Squared distances between samples, in terms of their squared lengths, that are 0: FP32 features of one image differ by less."""
+
 SSIM_SIGMA, SSIM_SIGMA_SMALL = 1.5, 0.5
 """Standard deviation in pixels of SSIM's window: the paper's (11 pixels wide), and one (5 wide) for images under 16 pixels."""
 
@@ -121,6 +124,7 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
 
 def ball_radii(features: Tensor) -> Tensor:
     """Squared distance of each sample to its `NEIGHBOURS`-th nearest other, [N] float64: what precision and recall ask for.
+    At least what rounding makes of the distance of equal samples.
 
     Args:
         features: [N, D], more than `NEIGHBOURS` of them.
@@ -131,7 +135,7 @@ def ball_radii(features: Tensor) -> Tensor:
         _keep_nearest(nearest[rows], squared)
         if rows != columns:
             _keep_nearest(nearest[columns], squared.T)
-    return nearest[:, -1].clamp_min(0)
+    return nearest[:, -1].maximum(_ROUNDING * features.double().square().sum(1))
 
 
 def _keep_nearest(nearest: Tensor, squared: Tensor) -> None:

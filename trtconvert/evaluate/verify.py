@@ -232,10 +232,12 @@ def check_gates(
     layers: Mapping[str, list[int]] | None = None,
     scalings: Mapping[str, str] | None = None,
     masks: Collection[str] = (),
+    convs: Collection[str] = (),
 ) -> None:
     """
     Args:
-        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site; masks: the sites with block masks.
+        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site; masks: the sites with block masks;
+            convs: the layers that are convolutions.
     Raises:
         GateError: a gate is missed; names the worst site and timestep bin.
     """
@@ -253,7 +255,11 @@ def check_gates(
         layer_db, layer, layer_bin = of_layer
         mode = LayerMode(layers[layer][layer_bin]).name.lower()
         worst += f"; the worst layer is {layer} in timestep bin {layer_bin}, mode {mode}, {layer_db:.1f} dB"
-        remedy += f"; of layers, exclude {layer} in layers.exclude, or set layers.modes to dynamic or off"
+        # Convolutions are static where layers.modes is dynamic.
+        others = "leave convolutions out (layers.kinds: [linear]), or set layers.modes to off"
+        if layer not in convs:
+            others = "set layers.modes to dynamic or off"
+        remedy += f"; of layers, exclude {layer} in layers.exclude, or {others}"
         db = min((db, layer_db), key=lambda found: (not math.isnan(found), found))
     checks = (
         ("PSNR of the samples, dB", quality.psnr, ">=", section.min_psnr),
