@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 
 import onnxruntime
 import pytest
 import tiny_pipelines
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support import run
 from torch import nn
 
@@ -105,7 +108,7 @@ def test_layers_in_fp32_of_models_in_16_bits_take_gradients(dtype):
     given = x.clone().requires_grad_()
     y = layer(given)
     assert y.dtype == layer(x).dtype == dtype
-    torch.testing.assert_close(y, layer(x), rtol=0, atol=0.05 * float(y.std()))  # of tokens in INT8
+    torch.testing.assert_close(y, layer(x), rtol=0, atol=0.05 * float(layer(x).std()))  # of tokens in INT8
     y.sum().backward()
     assert given.grad is not None
     torch.testing.assert_close(given.grad, layer.weight.to(dtype).sum(0).expand_as(x), rtol=0.05, atol=0.1)
@@ -127,11 +130,12 @@ def test_traced_layers_multiply_any_number_of_rows_as_they_are(tmp_path, granula
     x, others = torch.randn(rows, 130), torch.randn(MOST_FEW_ROWS + 20, 130)
     exact = nn.functional.linear(others, layer.weight, layer.bias)
     with torch.no_grad():
-        torch.testing.assert_close(torch.jit.trace(layer, (x,), check_trace=False)(others), exact)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")  # both are deprecated, and in use
+            traced = torch.jit.trace(layer, (x,), check_trace=False)
             torch.onnx.export(layer, (x,), str(tmp_path / "x.onnx"), dynamo=False, input_names=["x"],
                               dynamic_axes={"x": {0: "rows"}})  # fmt: skip
+        torch.testing.assert_close(traced(others), exact)
     (got,) = onnxruntime.InferenceSession(tmp_path / "x.onnx").run(None, {"x": others.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), exact, rtol=1e-4, atol=1e-4)
 
@@ -155,6 +159,40 @@ def test_other_folders_leave_the_model_as_it_was(tmp_path):
     with pytest.raises(UserError, match=r"(?s)norm\.(weight|bias) in .* does not fit.*\[100\].*\[200\]"):
         load_quantized(other, folder)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_models_that_are_filled_are_not_filled_again(tmp_path):
+    folder = quantised(Tied(), tmp_path / "m")
+    model = load_quantized(Tied(), folder)
+    with pytest.raises(UserError, match=r"(?s)Tied has INT8 layers already.*make it anew"):
+        load_quantized(model, folder)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_damaged_weights_leave_the_model_as_it_was(tmp_path, granularity):
+    (file,) = quantised(Tied(), tmp_path / "m", "--granularity", granularity).glob("*.safetensors")
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    scale = tensors["first.weight_scale"]
+    for changed, got in (
+        ({"first.weight_scale": None}, r"no first\.weight_scale"),
+        ({"first.weight_scale": torch.ones(5, 5)}, r"float32 \[5, 5\] for \[200, 130\]"),
+        ({"first.weight_scale": scale.half()}, "float16"),
+        ({"first.weight_scale": scale * torch.nan}, "NaN"),
+        ({"first.weight": tensors["first.weight"].float()}, r"float32 \[200, 130\]"),
+    ):
+        save_file({name: x for name, x in (tensors | changed).items() if x is not None}, file, metadata)
+        model = Tied()
+        with pytest.raises(
+            UserError, match=rf"(?s)first\.weight in .* is damaged.*got: .*{got}.*quantise the model again"
+        ):
+            load_quantized(model, file.parent)
+        assert type(model.first) is nn.Linear
+    for wrong in ({"version": 2}, {"granularity": "row"}):
+        save_file(tensors, file, {"trtconvert": json.dumps(json.loads(metadata["trtconvert"]) | wrong)})
+        with pytest.raises(UserError, match=r"metadata of .* cannot be read"):
+            load_quantized(Tied(), file.parent)
 
 
 @pytest.fixture(scope="module")

@@ -362,6 +362,19 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, bad):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
+def test_damaged_scales_are_not_taken_back(tmp_path):
+    save(tmp_path / "m", weights())
+    made(tmp_path / "m", tmp_path / "q")
+    file, name = tmp_path / "q" / MODEL, "blocks.0.mlp.fc1.weight"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    tensors[f"{name}_scale"][0, 0] = torch.nan
+    save_file(tensors, file, metadata)
+    refusal(run("dequantize", tmp_path / "q", "-o", tmp_path / "d"), f"the weight {name} is damaged", "NaN")
+    assert not (tmp_path / "d").exists()
+
+
 def test_infinities_of_masks_are_kept(tmp_path):
     mask = torch.tensor([0, -torch.inf]).bfloat16()
     save(tmp_path / "m", weights() | {"mask": mask})

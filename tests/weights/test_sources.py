@@ -157,6 +157,16 @@ def test_shards_that_do_not_belong_together(tmp_path):
     refused(model, tmp_path, "two files have the tensor steps", "move the other away")
 
 
+def test_shards_without_an_index_are_counted_by_their_names(tmp_path):
+    model = save_shards(tmp_path / "m", weights(), 3)
+    (model / "model.safetensors.index.json").unlink()
+    assert len(open_source(model).parts[0].files) == 3
+    lost = model / "model-00002-of-00003.safetensors"
+    lost.unlink()
+    refused(model, tmp_path, "shards of model are missing", "3 files", "model-00001-of-00003")
+    open_source(model / "model-00001-of-00003.safetensors")  # named by itself, it is what is meant
+
+
 def test_an_index_alone_names_its_shards(tmp_path):
     """Files may have any name, as long as the index says it."""
     (tmp_path / "m").mkdir()

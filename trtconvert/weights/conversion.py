@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,6 +30,8 @@ from trtconvert.progress import Bar
 from trtconvert.weights.blocks import threads_by_tile
 from trtconvert.weights.sources import METADATA, Part, Source, StoredTensor
 from trtconvert.weights.tensor_files import TensorWriter, read_entries
+
+StoredGranularity = Literal["block", "channel"]
 
 SHARD_BYTES = 4 * 10**9
 """Of a file at most, counted as if nothing became INT8, unless one tensor is larger."""
@@ -64,8 +66,8 @@ class Records(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: int = 1
-    granularity: str
+    version: Literal[1] = 1
+    granularity: StoredGranularity
     tensors: dict[str, Record]
 
 
@@ -90,7 +92,7 @@ class Conversion:
     """
 
     request: Mapping[str, Any]
-    granularity: str | None
+    granularity: StoredGranularity | None
     names: Callable[[StoredTensor], Sequence[str]]
     most: Callable[[StoredTensor], int]
     convert: Callable[[StoredTensor], Converted]

@@ -5,6 +5,7 @@ The layer keeps half the memory of 16 bits, and multiplies tokens in INT8 with i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.linear.products import dequantised, float_linear, int8_linear, is_traced
-from trtconvert.weights.blocks import dequantise
-from trtconvert.weights.conversion import Record, records_of
+from trtconvert.weights.blocks import block_shape, dequantise
+from trtconvert.weights.conversion import StoredGranularity, records_of
+from trtconvert.weights.finite import is_finite
 from trtconvert.weights.quantisation import SCALE
 from trtconvert.weights.sources import METADATA, Part, Source, open_source
 from trtconvert.weights.tensor_files import Entry, read_entries, read_entry
@@ -135,14 +137,14 @@ class _Plan:
     """What goes where in a model.
 
     Attributes:
-        entries: file and place in it of every tensor; int8: the weights among them that are stored so.
+        entries: file and place in it of every tensor; int8: the weights among them that are stored so, with what has a scale.
         places: of each tensor of the model, by its name in the files, all modules that hold it, and its name there.
         names: all that it has in the model: modules may be there twice.
     """
 
     model: nn.Module
     entries: Mapping[str, tuple[Path, Entry]]
-    int8: Mapping[str, Record]
+    int8: Mapping[str, StoredGranularity]
     places: Mapping[str, list[tuple[nn.Module, str]]]
     names: Mapping[str, list[str]]
 
@@ -183,14 +185,28 @@ def _plan(model: nn.Module, part: Part, source: Source) -> _Plan:
     Raises:
         UserError: names or shapes are not the model's.
     """
+    if any(isinstance(module, Int8Linear) for module in model.modules()):
+        raise UserError(
+            f"{type(model).__name__} has INT8 layers already",
+            expected="a model as its class makes it",
+            got="one that `load_quantized` has filled",
+            remedy="make it anew, also on the meta device, and fill that",
+        )
     entries: dict[str, tuple[Path, Entry]] = {}
-    int8: dict[str, Record] = {}
+    int8: dict[str, StoredGranularity] = {}
     for path in part.files:
         found, metadata = read_entries(path)
         entries |= {entry.name: (path, entry) for entry in found}
-        records = records_of(metadata, path)
-        stored = records.tensors.items() if records else ()
-        int8 |= {name: record for name, record in stored if record.stored == "int8"}
+        if (records := records_of(metadata, path)) is not None:
+            int8 |= {name: records.granularity for name, record in records.tensors.items() if record.stored == "int8"}
+    for name, granularity in int8.items():
+        if flaw := _flaw(entries, name, granularity):
+            raise UserError(
+                f"{name} in {source.place} is damaged",
+                expected=f"INT8 numbers, and finite scales in FP32 for each {granularity}",
+                got=flaw,
+                remedy="quantise the model again",
+            )
     scales = {name + SCALE for name in int8}
     places, aliases = _places(model)
     same: dict[str, list[str]] = {}
@@ -226,6 +242,20 @@ def _plan(model: nn.Module, part: Part, source: Source) -> _Plan:
         by_stored[stored_as] = holders
     names = {name: same[aliases[name]] for name in by_stored}
     return _Plan(model, entries, int8, by_stored, names)
+
+
+def _flaw(entries: Mapping[str, tuple[Path, Entry]], name: str, granularity: StoredGranularity) -> str:
+    """What a weight in INT8 lacks; empty of one that is whole."""
+    if lost := next((part for part in (name, name + SCALE) if part not in entries), ""):
+        return f"no {lost}"
+    (_, weight), (path, scale) = entries[name], entries[name + SCALE]
+    if weight.dtype != torch.int8 or len(weight.shape) < 2:
+        return f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+    rows, columns = weight.shape[0], math.prod(weight.shape[1:])
+    shape = (rows,) if granularity == "channel" else block_shape(rows, columns)
+    if scale.dtype != torch.float32 or scale.shape != shape:
+        return f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)} for {list(weight.shape)}"
+    return "" if is_finite(read_entry(path, scale)) else "scales that are NaN or Inf"
 
 
 def _places(model: nn.Module) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, str]]:

@@ -158,7 +158,8 @@ def dequantise_model(source: Source, output: Path, dtype: Literal["bf16", "fp16"
     Args:
         dtype: of what was INT8, or had its type changed; by default each gets what it was, BF16 where that had not 16 bits.
     Raises:
-        UserError: the model is not quantised, a file is damaged, numbers are beyond FP16, or the output's place is taken.
+        UserError: the model is not quantised, a file or a scale is damaged, numbers are beyond FP16, or the output's place is
+            taken.
     """
     records: dict[str, Record] = {}
     for part in source.parts:
@@ -187,6 +188,8 @@ def _restored(tensor: StoredTensor, records: Mapping[str, Record], dtype: Litera
     x, record = tensor.read(), records.get(tensor.path)
     if record is None or (record.stored in ("bf16", "fp16") and dtype is None):
         return Converted([(tensor.name, x, x.dtype)], None)
+    if record.stored == "int8":
+        _refuse_nonfinite(tensor, x)  # scales may be damaged
     original = getattr(torch, record.original, None)
     if dtype is not None:
         wanted = FALLBACK[dtype]

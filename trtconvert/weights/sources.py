@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ METADATA = "trtconvert"
 """Of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
 
 _INDEX = re.compile(r".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})$")
 _SAMPLES, _SAMPLE = 256, 4096  # pieces of a file that its fingerprint reads, and their bytes
 
 
@@ -252,6 +252,8 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
                 got=f"no {', '.join(lost[:5])}",
                 remedy="get the files again that are missing",
             )
+    if place.is_dir() and not taken:
+        _require_shards(files)
     found: dict[str, tuple[StoredTensor, Path]] = {}
     metadata: dict[Path, dict[str, str]] = {}
     for path in files:
@@ -286,6 +288,25 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
     ]
     tensors = _with_scales({name: tensor for name, (tensor, _) in found.items()}, str(place))
     return Part(name, files, tuple(taken), tuple(sorted(others)), tuple(tensors), metadata)
+
+
+def _require_shards(files: Iterable[Path]) -> None:
+    """
+    Raises:
+        UserError: shards that their names count are not all there.
+    """
+    counted: dict[tuple[str, int], list[str]] = {}
+    for path in files:
+        if shard := _SHARD.search(path.stem):
+            counted.setdefault((path.stem[: shard.start()], int(shard[1])), []).append(path.name)
+    for (stem, count), names in counted.items():
+        if len(names) < count:
+            raise UserError(
+                f"shards of {stem} are missing",
+                expected=f"{count} files, as their names count them",
+                got=several(sorted(names), 5),
+                remedy="get the files again that are missing",
+            )
 
 
 def _is_variant(path: Path) -> bool:
