@@ -58,7 +58,7 @@ class AttentionShape:
 
 
 _Size = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
-_Positive = Annotated[float, Field(gt=0, lt=math.inf, strict=True)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 _AttentionSizes = tuple[_Size, _Size, _Size, _Size, _Size]
 
 
@@ -202,7 +202,7 @@ class KernelCost:
             raise UserError(
                 f"{path} cannot price the convolutions that the plan may convert",
                 expected="times of convolutions behind group norms, in 16 bits (exact) and in INT8",
-                got=f"none, measured {cost.date} on an {cost.gpu}",
+                got=f"none in 16 bits, measured {cost.date} on an {cost.gpu}",
                 remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or leave "
                 "convolutions out (layers.kinds: [linear], and layers.include without their names), or state layers.modes",
             )
