@@ -97,7 +97,9 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
     model = model_of(tmp_path, name)
     both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
     assert len(both) == 2 and both.dim() == 4 and both.min() >= 0 and both.max() <= 1
-    if name != "inpainting":  # which draws the latents of the one image once for all samples, with the first one's seed
+    # The first draws the latents of the one image once for all samples, with the first one's seed; the other brings the first
+    # frames to the mean and deviation of all samples' later ones.
+    if name not in ("inpainting", "kandinsky5_i2v"):
         torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
     assert (both[0] - both[1]).abs().max() > 0.01
 
@@ -209,7 +211,7 @@ def test_the_page_of_models_is_what_the_tests_convert():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["kandinsky5", "kandinsky22"])
+@pytest.mark.parametrize("name", ["kandinsky5", "kandinsky5_i2v", "kandinsky22"])
 def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, name):
     recipe = save(tmp_path, name, layers={"modes": "dynamic", "exclude": ["*embed*"]}, attention={"modes": "precision"})
     outcome = run(
@@ -222,7 +224,7 @@ def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, na
     recipe.write_text(json.dumps(sections))
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
     assert outcome.exit_code == 0, outcome.output
-    (weights,) = (tmp_path / "q" / {"kandinsky5": "transformer"}.get(name, "unet")).glob("*.safetensors")
+    (weights,) = (tmp_path / "q" / ("unet" if name == "kandinsky22" else "transformer")).glob("*.safetensors")
     stored = load_file(weights)
     taken = 0
     for named, (weight, scale) in int8_weights(tmp_path / "bundle" / "denoiser.onnx").items():
