@@ -44,6 +44,7 @@ def draw(count: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     return sample(model, noise, schedule, prediction=PREDICTION, steps=steps, conditions={"label": labels}), labels
 
 
+@pytest.mark.soak
 def test_shipped_weights_draw_the_digits_asked_for():
     images, labels = draw(200, steps=25)
     assert accuracy(load_digits_classifier(CLASSIFIER), images, labels) >= 0.9

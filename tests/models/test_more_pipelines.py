@@ -237,7 +237,7 @@ def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.soak), "bfloat16"])
 def test_a_denoiser_behind_a_controlnet_takes_16_bits(tmp_path, dtype):
     """What the ControlNet adds arrives in the pipeline's type, and is drawn with in it."""
     name = next(name for name in CONVERTIBLE if "control" in name)

@@ -373,6 +373,7 @@ def test_masks_stay_before_what_is_taken():
     assert list(rotary.shape) == [TOKENS, CHANNELS // 2, 2] and list(norm.shape) == [2, CHANNELS]
 
 
+@pytest.mark.soak
 def test_other_rotations_are_left():
     model = traced(Blocks(*OTHER_ROTATIONS), ROTATED)
     before = [node.name for node in model.graph]
