@@ -113,7 +113,7 @@ def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
     """FlashAttention-3 (`fa3-fwd`, whose 16 bits are BF16), and in FP8 with a scale for each head, quantised inside the time and
     before it. Inputs become BF16 before the time."""
     quantise = torch.compile(_to_fp8, dynamic=False)
-    before: dict[tuple[str, int], Any] = {}
+    in_bf16, quantised = once(lambda *qkv: [x.bfloat16() for x in qkv]), once(quantise)
 
     def run(*qkv: Tensor, **scales: Tensor) -> Tensor:
         out = attend(*(x.transpose(1, 2) for x in qkv), **scales)
@@ -122,17 +122,24 @@ def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
     def in_fp8(tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
         return run(*tensors, **dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True)))
 
-    def once(kind: str, make: Callable[..., Any], *qkv: Tensor) -> Any:
-        key = (kind, qkv[0].data_ptr())
-        if key not in before:
-            before[key] = make(*qkv)
-        return before[key]
-
     return {
-        "FlashAttention-3": lambda *qkv: run(*once("bf16", lambda *x: [y.bfloat16() for y in x], *qkv)),
+        "FlashAttention-3": lambda *qkv: run(*in_bf16(*qkv)),
         "FlashAttention-3 FP8": lambda *qkv: in_fp8(*quantise(*qkv)),
-        "FlashAttention-3 FP8, quantised before": lambda *qkv: in_fp8(*once("fp8", quantise, *qkv)),
+        "FlashAttention-3 FP8, quantised before": lambda *qkv: in_fp8(*quantised(*qkv)),
     }
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What is made of inputs, before the time: made at the first call with them."""
+    made: dict[int, Any] = {}
+
+    def known(*qkv: Tensor) -> Any:
+        key = qkv[0].data_ptr()
+        if key not in made:
+            made[key] = make(*qkv)
+        return made[key]
+
+    return known
 
 
 def cudnn_fp8(cudnn: Any) -> dict[str, Attention]:
@@ -144,18 +151,15 @@ def cudnn_fp8(cudnn: Any) -> dict[str, Attention]:
     quantise = torch.compile(_to_fp8_by_tensor, dynamic=False)
     handle = functools.cache(cudnn.create_handle)
     built = functools.cache(functools.partial(_CudnnFP8, cudnn, handle))
-    before: dict[int, Any] = {}
+    quantised = once(quantise)
 
     def run(tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
         return built(tensors[0].shape, tensors[1].shape)(tensors, scales)
 
-    def quantised_before(*qkv: Tensor) -> Tensor:
-        key = qkv[0].data_ptr()
-        if key not in before:
-            before[key] = quantise(*qkv)
-        return run(*before[key])
-
-    return {"cuDNN FP8": lambda *qkv: run(*quantise(*qkv)), "cuDNN FP8, quantised before": quantised_before}
+    return {
+        "cuDNN FP8": lambda *qkv: run(*quantise(*qkv)),
+        "cuDNN FP8, quantised before": lambda *qkv: run(*quantised(*qkv)),
+    }
 
 
 class _CudnnFP8:
@@ -189,22 +193,23 @@ class _CudnnFP8:
         graph.build_plans()
         self._graph, self._qkv, self._scalars, self._outputs = graph, qkv, scalars, (out, *largest)
         self._workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
-        self._fixed = torch.tensor([1 / self.SOFTMAX, self.SOFTMAX, 1.0], device="cuda").split(1)
+        self._softmax = torch.tensor([1 / self.SOFTMAX, self.SOFTMAX], device="cuda").split(1)
         self._queries = queries
-        self._descale_o: Tensor | None = None
+        self._of_output: tuple[Tensor, Tensor] | None = None  # its step, and its scale
 
     def __call__(self, tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
-        if self._descale_o is None:
+        if self._of_output is None:
             _, largest = self._run(tensors, scales, torch.ones(1, device="cuda"))
-            self._descale_o = largest / torch.finfo(torch.float8_e4m3fn).max
-            self._fixed = (*self._fixed[:2], 1 / self._descale_o)
-        out, _ = self._run(tensors, scales, self._fixed[2])
-        return _from_fp8(out, self._descale_o)
+            step = largest / torch.finfo(torch.float8_e4m3fn).max
+            self._of_output = step, 1 / step
+        step, scale = self._of_output
+        out, _ = self._run(tensors, scales, scale)
+        return _from_fp8(out, step)
 
     def _run(self, tensors: list[Tensor], scales: list[Tensor], scale_o: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty(self._queries, dtype=torch.float8_e4m3fn, device="cuda")
         largest = torch.empty(2, device="cuda").split(1)
-        values = (*tensors, *scales, *self._fixed[:2], scale_o, out, *largest)
+        values = (*tensors, *scales, *self._softmax, scale_o, out, *largest)
         names = (*self._qkv.values(), *self._scalars.values(), *self._outputs)
         self._cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
         self._graph.execute(dict(zip(names, values, strict=True)), self._workspace, handle=self._handle)

@@ -22,6 +22,7 @@ from linear import Call, measured, write_table
 from torch import Tensor
 from torch.nn import functional as F
 
+from trtconvert.calib.measure import CONV_SHAPES
 from trtconvert.errors import BackendUnavailable
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.library import has_group_norm_kernel
@@ -48,10 +49,7 @@ class Layer:
         return 2 * (BATCH * self.side**2 * (2 * self.inputs + self.outputs) + 9 * self.inputs * self.outputs)
 
 
-LAYERS = [Layer(64, 320, 320), Layer(64, 640, 320), Layer(32, 640, 640), Layer(32, 1280, 640), Layer(16, 1280, 1280)]
-LAYERS += [Layer(16, 2560, 1280), Layer(8, 1280, 1280)]
-LAYERS += [Layer(128, 320, 320), Layer(128, 640, 320), Layer(64, 640, 640), Layer(64, 1280, 640), Layer(32, 1280, 1280)]
-LAYERS += [Layer(32, 2560, 1280)]
+LAYERS = [Layer(side, inputs, outputs) for _, side, _, inputs, outputs, _ in CONV_SHAPES]
 
 
 class Case:

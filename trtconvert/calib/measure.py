@@ -231,11 +231,11 @@ def _conv_call(shape: tuple[int, int, int, int, int, int], mode: LayerMode, seed
 
     if mode == LayerMode.EXACT:
         half, half_bias = weight.half().to(memory_format=torch.channels_last), bias.half()
+        if not _has_norms():
+            return lambda: functional.conv2d(in_torch(), half, half_bias, padding=padding)
         normed = torch.empty_like(x)
 
         def in_16_bits() -> Tensor:
-            if not _has_norms():
-                return functional.conv2d(in_torch(), half, half_bias, padding=padding)
             conv_kernel.group_norm(x, gamma, beta, normed, groups=_NORM_GROUPS)
             return functional.conv2d(normed.permute(0, 3, 1, 2), half, half_bias, padding=padding)
 

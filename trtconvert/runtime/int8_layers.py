@@ -49,10 +49,6 @@ class _Layer:
     constants: Mapping[str, tuple[str, ...]]
 
     @property
-    def channels(self) -> list[Tensor]:
-        return [self.factor, self.offset]
-
-    @property
     def refs(self) -> list[TensorRef]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
@@ -146,22 +142,22 @@ class Int8Layers:
         entry = self._file.entries[name]
         return Place(self._file.path, entry.start, entry.dtype, entry.shape)
 
-    def exact_channels(self, exact: str) -> list[Tensor]:
+    def exact_factor(self, exact: str) -> Tensor:
         """What `exact_numbers` needs beside weights, on the CPU."""
-        return self._by_exact[exact].channels
+        return self._by_exact[exact].factor
 
     def channels(self, name: str) -> list[Tensor]:
         """What `constants` needs beside weights, on the CPU."""
-        return self._layers[name].channels
+        return [self._layers[name].factor, self._layers[name].offset]
 
-    def exact_numbers(self, exact: str, weights: Mapping[str, Tensor], channels: Sequence[Tensor]) -> Tensor:
+    def exact_numbers(self, exact: str, weights: Mapping[str, Tensor], factor: Tensor) -> Tensor:
         """What a 16-bit product gets, in the model's type, as `expand_layers` has it.
 
         Args:
             weights: FP32, by the names of the state dict; its `origin` at least.
-            channels: see `exact_channels`, where the weights are.
+            factor: see `exact_factor`, where the weights are.
         """
-        layer, (factor, _) = self._by_exact[exact], channels
+        layer = self._by_exact[exact]
         if exact != layer.exact and layer.bias is not None:
             return layer.bias.of(weights).to(layer.dtype)
         return _dequantised(*layer_weight(layer.weight.of(weights), factor), factor, layer.dtype)

@@ -216,13 +216,13 @@ class BuiltWeights:
         if layers is not None and name in self._of_layers and wanted.get(origin := layers.origin(name)):
 
             def requantised(given: Sequence[Tensor]) -> NewWeights:
-                *sources, factor, offset = given
+                *sources, factor = given
                 full = self._full([origin], wanted, sources)
-                made = layers.exact_numbers(name, full.by_name, (factor, offset))
+                made = layers.exact_numbers(name, full.by_name, factor)
                 check = _check(made, origin, wanted[origin])
                 return NewWeights({name: _laid(made, turned)}, {}, [*full.checks, check])
 
-            return _Job([*self._sources([origin], wanted), *layers.exact_channels(name)], requantised)
+            return _Job([*self._sources([origin], wanted), layers.exact_factor(name)], requantised)
         product, additions = self._products.get(name), wanted.get(name, ())
         sources = [source_of(tensor)] if product is None else product.sources
 
@@ -282,7 +282,7 @@ class BuiltWeights:
             def made(where: torch.device, layer: str = layer, given: Sequence[str] = given) -> NewWeights:
                 weights = {name: of_layers[name].to(where, torch.float32).contiguous() for name in given}
                 exact = {
-                    name: layers.exact_numbers(name, weights, [x.to(where) for x in layers.exact_channels(name)])
+                    name: layers.exact_numbers(name, weights, layers.exact_factor(name).to(where))
                     for name, origin in layers.exact_of(layer).items()
                     if origin in weights and name in self._of_layers
                 }
