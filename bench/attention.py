@@ -216,6 +216,10 @@ class _CudnnFP8:
         return out, largest[1]
 
 
+# A kernel for each shape: beyond dynamo's limit of eight, peers would quantise without torch.compile.
+torch._dynamo.config.recompile_limit = 64
+
+
 @torch.compile(dynamic=False)
 def _from_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() * scale).half()
