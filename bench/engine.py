@@ -80,6 +80,7 @@ from trtconvert.engine.builder import build_plan
 from trtconvert.engine.engine_choice import fastest_engine
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.logs import make_log
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
@@ -308,8 +309,7 @@ class Engine:
 
     def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs], dtype: torch.dtype) -> None:
         free = torch.cuda.mem_get_info()[0]
-        self._log = trt.Logger(trt.Logger.ERROR)
-        self._runtime, self.engine = load_engine(trt, self._log, plan)
+        self._runtime, self.engine = load_engine(trt, make_log(trt), plan)
         self.context = self.engine.create_execution_context()
         self.memory = free - torch.cuda.mem_get_info()[0]
         names = {self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)}

@@ -18,6 +18,7 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.engine import builder, tensorrt
 from trtconvert.engine.attention_choice import one_node_model
 from trtconvert.engine.builder import build_plan
+from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
@@ -194,18 +195,18 @@ def test_shapes_that_do_not_fit_the_network_are_refused():
 
 
 def test_a_lack_of_memory_is_told_from_other_failures():
-    log = builder.make_log(trt)
-    log.log(trt.ILogger.ERROR, "Error Code 2: OutOfMemory (Requested size was 8589934592 bytes.)")
-    log.log(trt.ILogger.ERROR, "[optimizer.cpp] Could not find any implementation for node attention")
+    log = make_log(trt)
+    log.logger.log(trt.ILogger.ERROR, "Error Code 2: OutOfMemory (Requested size was 8589934592 bytes.)")
+    log.logger.log(trt.ILogger.ERROR, "[optimizer.cpp] Could not find any implementation for node attention")
     assert "memory ran out" in str(builder._builder_refusal(log, "here"))
     log.errors.pop(0)
     assert "memory" not in str(builder._builder_refusal(log, "here"))
     # TensorRT only warns of kernels that it leaves out.
-    log.log(
+    log.logger.log(
         trt.ILogger.WARNING,
         "Tactic Device request: 9385MB Available: 7649MB. Device memory is insufficient to use tactic.",
     )
-    log.log(trt.ILogger.WARNING, "Running inference in FP16")
+    log.logger.log(trt.ILogger.WARNING, "Running inference in FP16")
     said = str(builder._builder_refusal(log, "here"))
     assert "node attention; Tactic Device request: 9385MB" in said and "raise engine.workspace_mb" in said
     log.errors[:] = ["Unsupported data type"]

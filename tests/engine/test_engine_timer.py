@@ -16,6 +16,7 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.engine import engine_timer
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 
 
@@ -135,7 +136,7 @@ def test_an_engine_is_handed_out_when_the_gpu_is_done_with_loading_it(device, mo
     order = []
     monkeypatch.setattr(device, "deserialize_cuda_engine", lambda plan: order.append("loading") or device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("done"))
-    runtime, engine = load_engine(device, None, b"plan")
+    runtime, engine = load_engine(device, make_log(device), b"plan")
     assert runtime is engine is device and order == ["loading", "done"]
     assert runtime.engine_host_code_allowed
 
@@ -146,7 +147,7 @@ def test_ctrl_c_while_an_engine_is_loaded_waits_for_it(device, monkeypatch, at_c
     monkeypatch.setattr(device, "deserialize_cuda_engine", lambda plan: os.kill(os.getpid(), signal.SIGINT))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append(True))
     with pytest.raises(KeyboardInterrupt):
-        load_engine(device, None, b"plan")
+        load_engine(device, make_log(device), b"plan")
     assert done == [True]
 
 

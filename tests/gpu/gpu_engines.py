@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtconvert.engine.builder import make_log
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.logs import make_log
 
 
 def output_of_plan(trt: Any, plan: bytes, feed: Mapping[str, Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ from trtconvert.engine.attention_choice import AttentionCase, Choice, one_node_m
 from trtconvert.engine.attention_timer import AttentionTimer
 from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
@@ -86,8 +87,7 @@ def build(trt, lower=lower_to_plugin, case=CASE, watch=None, path=Path("one.onnx
 
 class Loaded:
     def __init__(self, trt, plan):
-        self.log = trt.Logger(trt.Logger.ERROR)
-        self.runtime, self.engine = load_engine(trt, self.log, plan)
+        self.runtime, self.engine = load_engine(trt, make_log(trt), plan)
 
 
 def loaded(trt, plan):

@@ -18,7 +18,7 @@ from host_runtime import (
 )
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
-from trtconvert.engine import builder, loading, tensorrt
+from trtconvert.engine import loading, tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import refitted_constants
 from trtconvert.runtime import graph as graphs
@@ -90,7 +90,6 @@ def component(cuda, machine, monkeypatch):
     """Makes a `TensorRTComponent` of the engine, and the scratch that it computes in."""
     engine = HostEngine(cuda)
     monkeypatch.setattr(tensorrt, "bindings", lambda: TRT)
-    monkeypatch.setattr(builder, "make_log", lambda trt: LOG)
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, engine))
     vectors = [TensorRecord(name=name, dtype="float32", shape=["length"]) for name in "aby"]
     lengths = {"length": (1, 4, 16)}

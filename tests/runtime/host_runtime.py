@@ -10,6 +10,7 @@ import torch
 from cuda.bindings import runtime as cudart
 
 from trtconvert.engine import tensorrt
+from trtconvert.engine.logs import make_log
 from trtconvert.export.lowering import expand_layers
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.recipe import EngineSection
@@ -147,9 +148,6 @@ REFUSED = 10
 """A length for which the engine gives outputs of another."""
 
 
-LOG = SimpleNamespace(last=lambda: "what TensorRT logged", errors=[])
-
-
 class HostEngine:
     """TensorRT's engine of `HostContext`. Attributes: contexts: those that were made."""
 
@@ -195,10 +193,9 @@ class Machine:
 
 
 class HostLogger:
-    """TensorRT's module, as far as a logger needs it."""
+    """TensorRT's ILogger, which it calls; here tests do."""
 
-    class ILogger:
-        ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
+    ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
 
 
 class HostRefitter:
@@ -267,7 +264,8 @@ def engine_weights(lowered):
     }
 
 
-TRT = SimpleNamespace(ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+TRT = SimpleNamespace(ILogger=HostLogger, ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=0))
+LOG = make_log(TRT)
 
 
 def computes(made, length=4):

@@ -12,7 +12,7 @@ import torch
 from host_runtime import LOG, TRT, HostContext, HostEngine
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
-from trtconvert.engine import builder, loading, tensorrt
+from trtconvert.engine import loading, tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.diffusers import _Denoising
@@ -90,7 +90,6 @@ RECORD = ComponentRecord(
 def on_gpu(cuda, machine, monkeypatch, tmp_path) -> TensorRTComponent:
     engine = CountingEngine(cuda)
     monkeypatch.setattr(tensorrt, "bindings", lambda: TRT)
-    monkeypatch.setattr(builder, "make_log", lambda trt: LOG)
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, engine))
     (tmp_path / "plan").write_bytes(b"plan")
     record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90")
@@ -262,7 +261,6 @@ def test_threads_take_turns_with_one_trajectory(on_cpu):
 
 def test_an_engine_without_the_caches_of_the_manifest_is_refused(cuda, machine, monkeypatch, tmp_path):
     monkeypatch.setattr(tensorrt, "bindings", lambda: TRT)
-    monkeypatch.setattr(builder, "make_log", lambda trt: LOG)
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, HostEngine(cuda)))
     (tmp_path / "plan").write_bytes(b"plan")
     record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90")

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda.bindings import runtime as cudart
-from host_runtime import REFUSED, HostContext, HostEngine, HostLogger
+from host_runtime import REFUSED, TRT, HostContext, HostEngine
 from support import at_once
 
-from trtconvert.engine import builder
+from trtconvert.engine.logs import make_log
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime import lane as _lane
 from trtconvert.runtime.lane import Call, Lane
@@ -127,14 +127,27 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
     assert not wrong
 
 
-def test_an_error_says_what_was_logged_since_the_one_before(plan_of, cuda, monkeypatch):
+def test_an_error_says_what_was_logged_since_the_one_before(plan_of, cuda):
     """Else memory that ran out once would be the reason of all that fails later."""
-    plan = replace(plan_of(HostEngine(cuda)), log=builder.make_log(HostLogger))
-    plan.log.log("ERROR", "out of memory")
+    plan = replace(plan_of(HostEngine(cuda)), log=make_log(TRT))
+    plan.log.logger.log("ERROR", "out of memory")
     assert "got: out of memory" in str(plan.failure("a call"))
     assert "got: no reason was logged" in str(plan.failure("a call"))
-    plan.log.log("ERROR", "no such kernel")
+    plan.log.logger.log("ERROR", "no such kernel")
     assert "memory" not in plan.failure("a call").got
+
+
+def test_what_an_engine_logs_is_no_reason_of_another(plan_of, cuda, machine, monkeypatch):
+    plan, other = (replace(plan_of(HostEngine(cuda)), log=make_log(TRT)) for _ in range(2))
+
+    def refuse(*_arguments):
+        plan.log.logger.log("ERROR", "no such kernel")
+        return False
+
+    monkeypatch.setattr(HostContext, "execute_async_v3", refuse)
+    with pytest.raises(BackendUnavailable, match="got: no such kernel"):
+        right(Lane(plan, machine.stream(7), 0), 4)
+    assert other.failure("a call").got == "no reason was logged"
 
 
 class FragileEngine(HostEngine):

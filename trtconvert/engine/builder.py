@@ -11,15 +11,10 @@ from typing import Any
 
 from trtconvert.bundle import ComponentRecord, Dims, TensorRecord
 from trtconvert.engine import BuildWatcher
+from trtconvert.engine.logs import Log, lacks_memory, make_log
 from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError, several
-
-_MEMORY_WORDS = (
-    "out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory", "bad_alloc",
-    "memory is insufficient", "enough free memory", "enough memory", "scratch memory", "workspace limit",
-)  # fmt: skip
-"""How the libraries' messages name a lack of memory; there is no code for it."""
 
 _NO_KERNEL = "could not find any implementation"
 """What is logged where every kernel for a node was left out. The reason is in warnings, if it is memory."""
@@ -60,15 +55,15 @@ def build_plan(
         KeyboardInterrupt: Ctrl-C, after the parser or the builder has let go.
     """
     log = make_log(trt)
-    with DeferredSignals() as signals:
+    with DeferredSignals() as signals, log:
         try:
-            builder = trt.Builder(log)
+            builder = trt.Builder(log.logger)
         except TypeError as error:  # the bindings' word for a null pointer
             raise _builder_refusal(log, title) from error
         # From TensorRT 11 and in TensorRT-RTX every network is strongly typed and the flag is gone.
         flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
         network = builder.create_network(0 if flag is None else 1 << int(flag))
-        parser = trt.OnnxParser(network, log)
+        parser = trt.OnnxParser(network, log.logger)
         if not parser.parse(model, str(path)) or network.num_outputs == 0:  # nothing parses as an empty model
             raise _parser_refusal(parser, log, path, title)
         config = builder.create_builder_config()
@@ -100,7 +95,7 @@ def _profile(builder: Any, inputs: Sequence[TensorRecord], dims: Dims) -> Any:
     return profile
 
 
-def _parser_refusal(parser: Any, log: Any, path: Path, title: str) -> TrtconvertError:
+def _parser_refusal(parser: Any, log: Log, path: Path, title: str) -> TrtconvertError:
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     found = [
         f"node '{e.node_name() or e.node()}' ({e.node_operator() or 'no operator'}): {e.desc()}"
@@ -125,12 +120,7 @@ def _parser_refusal(parser: Any, log: Any, path: Path, title: str) -> Trtconvert
     )
 
 
-def lacks_memory(text: str) -> bool:
-    """Whether what a library logged is about memory that ran out."""
-    return any(word in text.lower() for word in _MEMORY_WORDS)
-
-
-def _builder_refusal(log: Any, title: str) -> TrtconvertError:
+def _builder_refusal(log: Log, title: str) -> TrtconvertError:
     if lacks_memory(log.text()):
         return TrtconvertError(
             f"{title}: memory ran out while the engine was built",
@@ -155,39 +145,6 @@ def _builder_refusal(log: Any, title: str) -> TrtconvertError:
         "engine.channels_last=false the group norms, also with `trtconvert compile --set`; or build the bundle again with "
         "another model.dtype or engine.backend in the recipe",
     )
-
-
-_KEPT_ERRORS = 100
-"""The latest of a log: an engine that runs for weeks may see many."""
-
-
-def make_log(trt: Any) -> Any:
-    """A logger of the library that keeps its errors; `last()` gives the latest two, `text()` all that are kept. `skipped` is the
-    latest warning of kernels for which memory does not suffice.
-    """
-
-    class Log(trt.ILogger):
-        """Keeps errors for the message to the user instead of printing them."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-            self.skipped = ""
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                self.errors.append(message)
-                del self.errors[:-_KEPT_ERRORS]
-            elif severity == trt.ILogger.WARNING and lacks_memory(message):
-                self.skipped = message
-
-        def last(self) -> str:
-            return "; ".join(self.errors[-2:]) or "no reason was logged"
-
-        def text(self) -> str:
-            return "\n".join(self.errors)
-
-    return Log()
 
 
 def _monitor(trt: Any, watch: BuildWatcher, signals: DeferredSignals) -> Any:

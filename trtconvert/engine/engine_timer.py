@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trtconvert.attention.device_time import device_microseconds
 from trtconvert.bundle import Dims, TensorRecord
-from trtconvert.engine.builder import make_log
 from trtconvert.engine.loading import load_engine
+from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError, first_line
 
 ROTATION = 4

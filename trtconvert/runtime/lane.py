@@ -21,7 +21,7 @@ from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAc
 from torch import Tensor
 
 from trtconvert.bundle import NEXT
-from trtconvert.engine.builder import lacks_memory
+from trtconvert.engine.logs import Log, lacks_memory
 from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.runtime.graph import REMEDY, CopyingGraph
 from trtconvert.runtime.scratch import Room, Scratch
@@ -74,7 +74,7 @@ class Plan:
     """A deserialised engine, as the lanes use it.
 
     Attributes:
-        trt: TensorRT's module; engine: its ICudaEngine; log: what TensorRT complains to.
+        trt: TensorRT's module; engine: its ICudaEngine; log: what it complains of in this engine's calls.
         inputs, input_dtypes, outputs, output_dtypes: names and types, in the signature's order.
         caches, cache_dtypes: likewise, of the caches of layers that quantise changes.
         device: the GPU.
@@ -85,7 +85,7 @@ class Plan:
 
     trt: Any
     engine: Any
-    log: Any
+    log: Log
     inputs: tuple[str, ...]
     input_dtypes: tuple[torch.dtype, ...]
     outputs: tuple[str, ...]
@@ -122,7 +122,7 @@ class _Context:
         self._plan = plan
         strategy = plan.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._context: Any = None
-        with plan.changing:
+        with plan.changing, plan.log:
             self._context = plan.engine.create_execution_context(strategy)
             if self._context is None:
                 raise plan.failure("TensorRT could not make an execution context")
@@ -153,7 +153,10 @@ class _Context:
         Args:
             addresses: of the inputs, then of the outputs.
         """
-        addresses = [*addresses, *call.cache_addresses]
+        with self._plan.log:
+            self._enqueue(call, [*addresses, *call.cache_addresses], stream)
+
+    def _enqueue(self, call: Call, addresses: Sequence[int], stream: int) -> None:
         context, plan = self._context, self._plan
         # Until it is enqueued: of a call that is refused here some shapes are set, and what they entail may not have been done.
         told, self._shapes = self._shapes, None

@@ -50,7 +50,7 @@ class Refitter:
         spent: Spent | None = None,
     ) -> None:
         self._plan, self._shapes, self._others, self._spent = plan, shapes, others, spent or Spent()
-        self._refitter = plan.trt.Refitter(plan.engine, plan.log)
+        self._refitter = plan.trt.Refitter(plan.engine, plan.log.logger)
         self._names = set(self._refitter.get_all_weights())
         # The numbers are looked at before: TensorRT would copy to the host what is not there.
         self._refitter.weights_validation = False
@@ -72,12 +72,12 @@ class Refitter:
         """
         plan, refitter, kept = self._plan, self._refitter, dict[str, Tensor]()  # TensorRT reads them when it refits
         try:
-            with self._spent.on("giving"):
+            with self._spent.on("giving"), plan.log:
                 self._give(kept, weights, constants or {}, are_finite)
                 if any(tensor.is_cuda for tensor in kept.values()):
                     torch.cuda.current_stream().synchronize()  # TensorRT has a stream of its own
             self.replaced |= kept.keys()  # from here on, whatever ends it
-            with self._spent.on("refitting"):
+            with self._spent.on("refitting"), plan.log:
                 done = refitter.refit_cuda_engine()
             if not done:
                 raise plan.failure(

@@ -129,8 +129,8 @@ class TensorRTComponent:
         streams: int = 4,
         weight_budget: int | None = None,
     ) -> None:
-        from trtconvert.engine.builder import lacks_memory, make_log
         from trtconvert.engine.loading import load_engine
+        from trtconvert.engine.logs import lacks_memory, make_log
         from trtconvert.engine.tensorrt import bindings
 
         if weight_budget is not None and not record.weight_streaming:
