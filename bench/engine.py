@@ -118,10 +118,11 @@ LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = 
 }
 """What each is called, whether attention is TensorRT's own, and how layers are computed."""
 TORCHAO_PEERS = {
-    "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig"),
-    "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig"),
+    "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig", 1),
+    "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig", 17),
 }
-"""What each is called, and its configuration in torchao.quantization."""
+"""What each is called, its configuration in torchao.quantization, and the rows that its layers have to get: torch's INT8 product takes
+more than 16, so that modulations stay in 16 bits."""
 MODELOPT_PEERS: dict[str, tuple[str, Kind]] = {
     "modelopt-fp8": ("TensorRT, Model Optimizer's FP8", "fp8"),
     "modelopt-int8": ("TensorRT, Model Optimizer's INT8, SmoothQuant", "int8"),
@@ -193,8 +194,27 @@ def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
-    """Layers whose channels its kernels take, few rows or many."""
+    """Layers whose channels its kernels take."""
     return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def layers_of_rows(denoiser: torch.nn.Module, feed: Inputs, least: int) -> set[str]:
+    """Names of the linear layers that get so many rows or more in a call."""
+    found = set[str]()
+
+    def see(name: str, x: Tensor) -> None:
+        if x.numel() // x.shape[-1] >= least:
+            found.add(name)
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _module, inputs, name=name: see(name, inputs[0]))
+        for name, module in denoiser.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    denoiser(**feed)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 # Measuring --------------------------------------------------------------------------------------------------------------
@@ -556,12 +576,17 @@ class Bench:
         """The compiled denoiser with its linear layers quantised by torchao; the denoiser stays what it is."""
         from torchao import quantization
 
-        what, configuration = TORCHAO_PEERS[peer]
+        what, configuration, least = TORCHAO_PEERS[peer]
         free = torch.cuda.mem_get_info()[0]
         denoiser = copy.deepcopy(self.model.denoiser)
         with Phase(f"{self.model.name}: {what}") as compiling:
-            quantization.quantize_(denoiser, getattr(quantization, configuration)(), filter_fn=_fits_torchao)
             inputs = self.inputs
+            of_rows = layers_of_rows(denoiser, inputs[0], least)
+            quantization.quantize_(
+                denoiser,
+                getattr(quantization, configuration)(),
+                filter_fn=lambda module, name: name in of_rows and _fits_torchao(module, name),
+            )
             if blocks := repeated_blocks(denoiser):
                 for block in blocks:
                     block.compile()
