@@ -121,8 +121,8 @@ TORCHAO_PEERS = {
     "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig", 1),
     "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig", 17),
 }
-"""What each is called, its configuration in torchao.quantization, and the rows that its layers have to get: torch's INT8 product takes
-more than 16, so that modulations stay in 16 bits."""
+"""What each is called, its configuration in torchao.quantization, and the rows that its layers have to get: torch's INT8 product
+takes more than 16, so that modulations stay in 16 bits."""
 MODELOPT_PEERS: dict[str, tuple[str, Kind]] = {
     "modelopt-fp8": ("TensorRT, Model Optimizer's FP8", "fp8"),
     "modelopt-int8": ("TensorRT, Model Optimizer's INT8, SmoothQuant", "int8"),
