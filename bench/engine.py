@@ -82,7 +82,7 @@ from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.engine.timing_cache import timing_cache_path
-from trtconvert.errors import TrtconvertError
+from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.export import storage
 from trtconvert.export.lowering import has_group_norms
 from trtconvert.export.nodes.attention import attention_nodes
@@ -602,7 +602,10 @@ class Bench:
     def torchao_rows(self, peers: Collection[str]) -> None:
         for peer in TORCHAO_PEERS:
             if peer in peers:
-                self._time([self.torchao(peer)])
+                try:
+                    self._time([self.torchao(peer)])
+                except RuntimeError as error:  # the other peers keep their rows
+                    print(f"notice: no {peer}: {first_line(error)}", flush=True)
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
 
