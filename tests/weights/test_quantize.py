@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -298,6 +299,37 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_finished(tmp_path):
     assert not (tmp_path / "q").exists()
     assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q"]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_as_the_output_takes_its_place_leaves_nothing_else(tmp_path, moment):
+    """Once it is there, a second run would refuse, so that nobody swept."""
+    save(tmp_path / "m", weights())
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "wanted").exit_code == 0
+    code = f"""
+        import os, signal
+        from trtconvert import cli, files
+
+        replace = files._replace_folder
+
+        def killed(partial, target):
+            if {moment == "after"}:
+                replace(partial, target)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        files._replace_folder = killed
+        cli.main(["quantize", "m", "-o", "q"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "q").exists() == (moment == "after")
+    if moment == "before":
+        assert run("quantize", tmp_path / "m", "-o", tmp_path / "q").exit_code == 0
+    assert contents(tmp_path / "q") == contents(tmp_path / "wanted")
+    left = {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"}
+    assert left == {"m", "q", "wanted"}
 
 
 def test_what_the_disk_changes_is_found(tmp_path, monkeypatch):

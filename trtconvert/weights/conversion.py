@@ -175,10 +175,15 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
     work = output.with_name(f".{output.name}.unfinished")
     shards = list(_shards(source, conversion))
     bar.total(sum(len(shard.tensors) for shard in shards))
+
+    def sweep(_partial: Path) -> None:
+        """Before the output is there: afterwards nobody would, as a second run refuses to write what is there already."""
+        shutil.rmtree(work, ignore_errors=True)
+
     with one_at_a_time(work, _INSTEAD):
         refuse_output(source, output)  # another process may have been there
         try:
-            with whole_folder(output, _INSTEAD) as partial, threads_by_tile():
+            with whole_folder(output, _INSTEAD, ready=sweep) as partial, threads_by_tile():
                 records = _write_all(shards, work, conversion, source, bar)
                 names = [str(Path(shard.part.folder, shard.name)) for shard in shards]
                 link_files(names, work, partial)
@@ -193,7 +198,6 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
             else:
                 shutil.rmtree(work, ignore_errors=True)
             raise
-        shutil.rmtree(work, ignore_errors=True)
     return Outcome(output, len(shards), total, records, left_out)
 
 
