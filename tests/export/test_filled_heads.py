@@ -15,7 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
+from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import InputSpec
+from trtconvert.evaluate.verify import output_sqnr
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.lowering import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
@@ -71,3 +73,27 @@ def test_a_graph_with_filled_heads_computes_what_the_model_does(dim, taken):
     assert not {"Pad", "Int8Attention"} & {node.op_type for node in graph.graph}
     got = run(graph, {name: x.numpy() for name, x in inputs.items()})
     assert error(got, exact) < tolerances.WHOLE_DENOISER
+
+
+def test_the_noise_of_filled_heads_is_measured_in_the_models_own_channels():
+    shape, tables, seen = (24, 4 * 44), {}, []
+
+    def draw(denoiser, seeds, *, steps, solver):
+        noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        return denoiser(noise, torch.full((len(seeds),), 300.0))
+
+    model = replace(model_of(44), sample=draw)
+
+    def observe(call):
+        tables[call.name] = tables_from_data(call.q, call.k, call.v, Mode.BALANCED)
+        sites = Int8Sites(tables, model.timestep_max, "calibrated", True)
+        exact = call.exact()
+        noise = sites.attention(call)[..., :44] - exact
+        seen.append(20 * float(torch.log10(exact.norm() / noise.norm())))
+        return exact
+
+    with torch.no_grad():
+        draw(intercepted(model, observe), [0, 1], steps=1, solver="ddim")
+    sites = Int8Sites(tables, model.timestep_max, "calibrated", True)
+    measured, _ = output_sqnr(model, sites, Int8Layers({}, model.timestep_max), 1, 0, 2, lambda: None)
+    assert measured == {name: [pytest.approx(seen[0], abs=0.01)] for name in tables} and seen[0] > 20

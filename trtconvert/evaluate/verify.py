@@ -67,7 +67,8 @@ def output_sqnr(
         exact = call.exact()
         if call.name in sites.tables:
             index = timestep_bin(call.timestep, sites.timestep_max, bins)
-            of_sites.add(call.name, index, sites.attention(call), exact)
+            # Of heads that were filled up, the model's own channels.
+            of_sites.add(call.name, index, sites.attention(call)[..., : exact.shape[-1]], exact)
         return exact
 
     def compute(call: LayerCall) -> Tensor:
