@@ -198,25 +198,6 @@ def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
     return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
-def layers_of_rows(denoiser: torch.nn.Module, feed: Inputs, least: int) -> set[str]:
-    """Names of the linear layers that get so many rows or more in a call."""
-    found = set[str]()
-
-    def see(name: str, x: Tensor) -> None:
-        if x.numel() // x.shape[-1] >= least:
-            found.add(name)
-
-    hooks = [
-        module.register_forward_pre_hook(lambda _module, inputs, name=name: see(name, inputs[0]))
-        for name, module in denoiser.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
-    denoiser(**feed)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 # Measuring --------------------------------------------------------------------------------------------------------------
 
 
@@ -488,9 +469,10 @@ class Bench:
             feed = {name: x.float() for name, x in half[0].items()}
             feed["timestep"].fill_(TIMESTEPS[mode])
             self.expected[mode] = intercepted(self.model, observe, finder if mode == MODES[0] else None)(**feed)
+        batch = shapes["timestep"][0]
+        self._rows_of = {layer.name: layer.rows * batch for layer in finder.layers()}
         self.layers = chosen_layers(finder.layers(), section.kinds)
         if self._with_convs:
-            batch = shapes["timestep"][0]
             self.layers += [layer for layer in chosen_layers(finder.layers(), ["conv"]) if not convs.left(layer, batch)]
         self.tables = {
             site: AttentionTables(**{field: torch.cat([getattr(t, field) for t in found]) for field in vars(found[0])})
@@ -580,13 +562,12 @@ class Bench:
         free = torch.cuda.mem_get_info()[0]
         denoiser = copy.deepcopy(self.model.denoiser)
         with Phase(f"{self.model.name}: {what}") as compiling:
-            inputs = self.inputs
-            of_rows = layers_of_rows(denoiser, inputs[0], least)
             quantization.quantize_(
                 denoiser,
                 getattr(quantization, configuration)(),
-                filter_fn=lambda module, name: name in of_rows and _fits_torchao(module, name),
+                filter_fn=lambda module, name: self._rows_of.get(name, 0) >= least and _fits_torchao(module, name),
             )
+            inputs = self.inputs
             if blocks := repeated_blocks(denoiser):
                 for block in blocks:
                     block.compile()

@@ -13,7 +13,7 @@ import tiny_sparse
 import torch
 from gpu_attention import QUANTISED
 from gpu_engines import output_of_plan
-from kernel_tables import table_without
+from kernel_tables import table_where_masks_gain
 from rich.console import Console
 from tolerances import HALF_DENOISER, HALF_LAYERS
 from torch import Tensor, nn
@@ -46,11 +46,6 @@ TIMESTEPS = (50.0, 350.0, 600.0, 950.0)
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sparse")
-    masked = [
-        {"mode": int(mode), "shape": [1, 2, 640, 640, 32], "density": density, "ratio": density + 0.2}
-        for mode in Mode
-        for density in (0.1, 1.0)
-    ]  # by the shipped times, masks gain nothing in attention as small
     sections = {
         "model": {"source": "tiny_sparse:build", "dtype": "float16"},
         "attention": {"modes": ["precision", "fp16", "balanced", "aggressive"], "sparse": 0.2},
@@ -59,7 +54,7 @@ def bundle(tmp_path_factory) -> Path:
         "engine": {"backend": "tensorrt", "attention": "plugin"},
         "verify": {"samples": 2, "steps": 8, "min_psnr": 15, "min_site_sqnr": 5, "max_error": 0.05},
         "output": {"grid": 2},
-        "plan": {"kernel_cost": str(table_without(folder / "cost.json", "masked", masked=masked))},
+        "plan": {"kernel_cost": str(table_where_masks_gain(folder / "cost.json", Mode))},
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(sections))

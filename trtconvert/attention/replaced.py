@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.sites import folds_of, taken, too_many
+from trtconvert.attention.sites import folds_of, own_channels, taken, too_many
 
 TIMESTEPS = ("timestep", "timesteps", "t")
 """What forwards of denoisers call their timestep."""
@@ -154,7 +154,7 @@ class Site:
         else:
             options |= {"scaling": call.scaling, "smooth_k": call.smooth_k}
             out = kernel.attention(q, k, v, steps, call.tables, **options)
-        return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]]
+        return own_channels(out, value)
 
 
 class _Mode(TorchFunctionMode):

@@ -76,9 +76,7 @@ def attention_hooks(handler: Handler) -> Hooks:
 
     def attend(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         call = _call(caller, *args, **named)
-        output = handler(call)
-        own = (named["value"] if "value" in named else args[2]).shape[-1]
-        return output if output.shape[-1] == own else output[..., :own]
+        return own_channels(handler(call), named["value"] if "value" in named else args[2])
 
     return {scaled_dot_product_attention: attend}
 
@@ -91,6 +89,16 @@ def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     q, k, v = (pad(x, (0, taken - x.shape[-1])) for x in (q, k, v))
     return q, k, v
+
+
+def own_channels(output: Tensor, model: Tensor) -> Tensor:
+    """An output of heads that were filled up, or were not, as one of the model's own heads.
+
+    Args:
+        model: values, or an output, of the model's own head size.
+    """
+    own = model.shape[-1]
+    return output if output.shape[-1] == own else output[..., :own]
 
 
 def taken(

@@ -22,7 +22,8 @@ _KEPT_ERRORS = 100
 
 _LOGGERS: dict[type, Any] = {}
 """Of each library by its class of loggers, for as long as the process lives."""
-_MAKING = threading.Lock()
+_LOCK = threading.RLock()
+"""Of these, and of who listens. An engine may be let go of, and log, wherever the garbage collector runs: under the lock too."""
 
 
 def lacks_memory(text: str) -> bool:
@@ -47,11 +48,11 @@ class Log:
         self.skipped = ""
 
     def __enter__(self) -> Log:
-        self.logger.heard_by.append(self)
+        self.logger.heard_by.logs.append(self)
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self.logger.heard_by.pop()
+        self.logger.heard_by.logs.pop()
 
     def last(self) -> str:
         """The latest two errors."""
@@ -68,17 +69,15 @@ def make_log(trt: Any) -> Log:
     Args:
         trt: the bindings' module of TensorRT or TensorRT-RTX.
     """
-    with _MAKING:
+    with _LOCK:
         if trt.ILogger not in _LOGGERS:
             _LOGGERS[trt.ILogger] = _make_logger(trt)
-        logger = _LOGGERS[trt.ILogger]
-    log = Log(logger)
-    with logger.lock:
-        logger.logs.add(log)
+        log = Log(_LOGGERS[trt.ILogger])
+        log.logger.logs.add(log)
     return log
 
 
-class _Heard(threading.local):
+class _HeardBy(threading.local):
     """Logs that this thread's calls are heard by, the innermost last."""
 
     def __init__(self) -> None:
@@ -91,23 +90,16 @@ def _make_logger(trt: Any) -> Any:
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            # An engine may be let go of, and log, wherever the garbage collector runs: also while the lock is held.
-            self.lock = threading.RLock()
             self.logs = weakref.WeakSet[Log]()
-            self._heard = _Heard()
-
-        @property
-        def heard_by(self) -> list[Log]:
-            return self._heard.logs
+            self.heard_by = _HeardBy()
 
         def log(self, severity: Any, message: str) -> None:
             is_error = severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR)
             if not is_error and not (severity == trt.ILogger.WARNING and lacks_memory(message)):
                 return
-            if self.heard_by:
-                logs = self.heard_by[-1:]
-            else:
-                with self.lock:
+            logs = self.heard_by.logs[-1:]
+            if not logs:
+                with _LOCK:
                     logs = list(self.logs)
             for log in logs:
                 if is_error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
-from trtconvert.attention.sites import SiteCall
+from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.bundle import ComponentRecord, QualityRecord, TensorRecord
 from trtconvert.calib.data import Progress, batches_of
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
@@ -67,8 +67,7 @@ def output_sqnr(
         exact = call.exact()
         if call.name in sites.tables:
             index = timestep_bin(call.timestep, sites.timestep_max, bins)
-            # Of heads that were filled up, the model's own channels.
-            of_sites.add(call.name, index, sites.attention(call)[..., : exact.shape[-1]], exact)
+            of_sites.add(call.name, index, own_channels(sites.attention(call), exact), exact)
         return exact
 
     def compute(call: LayerCall) -> Tensor:
