@@ -2,7 +2,7 @@
 
     python bench/quality.py [--model NAME] [--bundle FOLDER | --modes MODE … | --candidates MODE …] [--bins N] [--no-layers]
                             [--samples N] [--steps N] [--work FOLDER] [--output FILE]
-                            [--device cuda --int8 torch --batch N] [--ranks N]
+                            [--device cuda --int8 torch --batch N --dtype float16] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
 Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels inside
@@ -75,6 +75,7 @@ def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluat
     arguments = ["--weights", RECIPES / f"{options.model}.safetensors", "-n", options.samples, "--steps", options.steps]
     arguments += ["--features", f"{own}-classifier", "--reference", own]
     arguments += ["--device", options.device, "--int8", options.int8, "--batch", options.batch]
+    arguments += ["--dtype", options.dtype]
     work = ["--work", options.work.absolute()] if options.work else []
     trtconvert("evaluate", bundle.absolute(), *arguments, *work, "-o", output, ranks=options.ranks)
     return read_evaluation(output)
@@ -104,7 +105,8 @@ def show(found: Evaluation) -> None:
     )
     print(
         f"{found.samples} samples, {found.solver} {found.steps} steps, against {found.reference} "
-        f"({found.reference_count} images), features {found.features}; INT8: {found.backend}\n"
+        f"({found.reference_count} images), features {found.features}; INT8: {found.backend}; "
+        f"full precision: {found.dtype or 'not drawn'}\n"
     )
     print("| figure | INT8 | full precision | full precision, other seeds | difference | noise |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--int8", choices=["bundle", "torch"], default="bundle")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--evaluation", type=Path)

@@ -14,6 +14,7 @@ from support import WEIGHTS, environment, finish, partials, refusal, run, start,
 from tolerances import EIGENVALUES, WHOLE_DENOISER
 
 from trtconvert import models, runtime
+from trtconvert.attention.sites import attention_hooks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
@@ -24,6 +25,7 @@ from trtconvert.evaluate.table import watch_line
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.files import PARTIAL
+from trtconvert.models.denoiser import DenoiserInType
 from trtconvert.progress import Reporter
 
 TINY_SHAPE = torch.Size([1, 4, 4])
@@ -102,6 +104,36 @@ def test_lpips_is_found_when_its_weights_are_given(digits_build, tmp_path, alexn
     assert outcome.exit_code == 0, outcome.output
     found = read_evaluation(tmp_path / "out.json").paired
     assert 0 < found.lpips <= found.lpips_worst < 1 and "LPIPS" in outcome.output
+
+
+def test_full_precision_computes_in_the_type_that_was_asked_for(digits_build, tmp_path):
+    """In 16 bits it is what the bundle is compared with, and differs from FP32; what INT8 draws does not."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--dtype", dtype))
+        assert outcome.exit_code == 0, outcome.output
+        found[dtype] = read_evaluation(tmp_path / "out.json")
+        assert found[dtype].dtype == dtype and dtype in outcome.output
+    exact, rounded = found.values()
+    assert exact.int8 == rounded.int8 and exact.full != rounded.full and exact.other != rounded.other
+    assert rounded.paired.psnr < exact.paired.psnr - 3  # BF16 is coarser than these scales
+
+
+def test_a_denoiser_in_another_type_is_a_copy_that_gets_timesteps_whole(digits):
+    seen = []
+
+    def handler(call):
+        seen.append((call.q.dtype, call.timestep))
+        return call.exact()
+
+    inputs = digits.example(3, {"batch": 2, "height": 8, "width": 8}) | {"timestep": torch.tensor([999.0, 1.0])}
+    rounded = DenoiserInType(digits, torch.bfloat16, attention_hooks(handler))(**inputs)
+    with torch.no_grad():
+        exact = digits.denoiser(**inputs)
+    assert rounded.dtype == torch.bfloat16 and exact.dtype == torch.float32
+    assert 1e-4 < relative_error(rounded.float(), exact) < 0.05
+    assert {dtype for dtype, _ in seen} == {torch.bfloat16}
+    assert all(timestep.tolist() == [999.0, 1.0] for _, timestep in seen)  # BF16 would make 1,000 of the first
 
 
 def test_the_torch_model_with_a_bundles_tables_computes_what_the_bundle_does(digits_build, digits):
@@ -344,6 +376,8 @@ def test_weights_of_another_model(digits_build, tmp_path):
         (["--steps", "2000"], ["1 to 1000"]),
         (["--int8", "torch"], ["needs the model", "no --weights"]),
         (["--device", "cuda"], ["needs the model", "no --weights"]),
+        (["--dtype", "float16"], ["needs the model", "no --weights", "leave --dtype out"]),
+        (["--device", "cuda", "--int8", "torch"], ["leave --int8 and --device out"]),
     ],
 )
 def test_bad_requests(digits_build, tmp_path, arguments, parts):

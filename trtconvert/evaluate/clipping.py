@@ -32,7 +32,7 @@ class Clipping:
     def __init__(
         self, tables: Mapping[str, AttentionTables], scaling: Scaling, timestep_max: float, smooth_k: bool
     ) -> None:
-        self._tables, self._scaling, self._timestep_max, self._smooth_k = tables, scaling, timestep_max, smooth_k
+        self._tables, self._scaling, self._timestep_max, self._smooth_k = dict(tables), scaling, timestep_max, smooth_k
         self._counts: dict[tuple[str, str], Tensor] = {}
 
     @staticmethod
@@ -49,7 +49,7 @@ class Clipping:
         """Count the elements of a call. Nothing waits for the device."""
         if call.name not in self._tables:
             return
-        tables = self._tables[call.name].to(call.q.device)
+        tables = self._tables[call.name] = self._tables[call.name].to(call.q.device)
         index = timestep_bin(call.timestep, self._timestep_max, len(tables.modes)).to(call.q.device)
         modes = tables.modes[index]
         measured = scaling_at(self._scaling, call.name) == "dynamic"

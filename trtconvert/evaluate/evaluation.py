@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from trtconvert import models, runtime
-from trtconvert.attention.sites import SiteCall
+from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import Manifest, model_section
 from trtconvert.cache import versions
 from trtconvert.calib.data import batches_of
@@ -38,7 +38,7 @@ from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import sha256
 from trtconvert.guidance import guidance_of
-from trtconvert.models.denoiser import intercepted, on_device
+from trtconvert.models.denoiser import DenoiserInType, on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
 from trtconvert.runtime.batches import AnyBatch
@@ -63,6 +63,7 @@ class Request:
         features, features_weights: see `load_extractor`; reference: see `load_reference`. None: those of a model that ships.
         lpips_weights: AlexNet's weights; None leaves out LPIPS.
         device: of the full-precision model, see `on_device`.
+        dtype: what the full-precision model computes in: "float32", or the 16 bits that it runs in today.
         int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `TorchInt8`.
         batch: samples drawn at once, at most `SHARD`.
     """
@@ -77,6 +78,7 @@ class Request:
     reference: str | None = None
     lpips_weights: Path | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     int8: Literal["bundle", "torch"] = "bundle"
     batch: int = BATCH
 
@@ -140,6 +142,7 @@ class Evaluation(_Record):
     Attributes:
         created: UTC time; bundle: digest of its manifest; model, weights: as in the manifest.
         samples, steps, solver, seed: as in the request.
+        dtype: of the full-precision model; None without one.
         features, features_identity, reference, reference_count, reference_identity: what was compared, and how.
         backend: what ran INT8, in words.
         int8, full, other: the bundle's samples, those of full precision from the same seeds, and from other seeds. The
@@ -157,6 +160,7 @@ class Evaluation(_Record):
     steps: int
     solver: str
     seed: int
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
     features: str
     features_identity: str
     reference: str
@@ -222,7 +226,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
         "device": request.device,
     }
     seeds, other_seeds = request.seed, request.seed + request.samples
-    full_reads = {"weights": bundle.manifest.weights} if source else {}
+    full_reads = {"weights": bundle.manifest.weights, "dtype": request.dtype} if source else {}
     bundle_reads = {
         "bundle": bundle.manifest.digest,
         "lpips": _hash_of(request.lpips_weights),
@@ -294,12 +298,17 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     Raises:
         UserError: the model is needed and not there.
     """
-    if source is None and (request.int8 == "torch" or request.device != "cpu"):
+    asked = {
+        "--int8": request.int8 == "torch",
+        "--device": request.device != "cpu",
+        "--dtype": request.dtype != "float32",
+    }
+    if source is None and any(asked.values()):
         raise UserError(
             "running in torch needs the model that the bundle was made from",
             expected="its weights, and in the current folder the LoRAs that its recipe names",
             got="no --weights",
-            remedy="give --weights, or leave --int8 torch and --device out",
+            remedy=f"give --weights, or leave {' and '.join(option for option, given in asked.items() if given)} out",
         )
     if source is None or request.int8 == "bundle":
         return AnyBatch(bundle["denoiser"]), bundle.backend
@@ -428,7 +437,13 @@ class _Pairs:
         clipping: Clipping | None,
     ) -> None:
         self._clipping = clipping
-        self._int8, self._source, self._drawing, self._extractor = int8, source, drawing, extractor
+        self._int8, self._drawing, self._extractor = int8, drawing, extractor
+        self._full_denoiser: DenoiserInType | None = None
+        if source is not None:
+            self._full_denoiser = DenoiserInType(
+                source, getattr(torch, drawing.request.dtype), attention_hooks(self._attend)
+            )
+        self._broken: dict[str, Tensor] = {}
         self._lpips = metrics.load_lpips(lpips_weights) if lpips_weights and source else None
 
     def make(self, held: range) -> dict[str, Tensor]:
@@ -440,7 +455,7 @@ class _Pairs:
         if isinstance(self._int8, TorchInt8):
             for kind, counts in self._int8.take_nonfinite().items():
                 shard |= {f"int8-{kind}.{name}": torch.tensor(n) for name, n in counts.items()}
-        if self._source is None:
+        if self._full_denoiser is None:
             return shard
         full, finite, broken = self._full(seeds)
         if self._clipping is not None:
@@ -463,19 +478,19 @@ class _Pairs:
 
     def _full(self, seeds: range) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Samples, which are finite, and per site for how many calls on a sample its attention was not."""
-        assert self._source is not None
-        broken: dict[str, Tensor] = {}
-
-        def handler(call: SiteCall) -> Tensor:
-            if self._clipping is not None:
-                self._clipping.add(call)
-            out = call.exact()
-            rows = (~out.flatten(1).isfinite().all(1)).sum()
-            broken[call.name] = broken.get(call.name, torch.zeros((), dtype=torch.int64)) + rows
-            return out
-
-        images, finite = self._drawing.draw(intercepted(self._source, handler), seeds)
+        assert self._full_denoiser is not None
+        images, finite = self._drawing.draw(self._full_denoiser, seeds)
+        broken, self._broken = self._broken, {}
         return images, finite, broken
+
+    def _attend(self, call: SiteCall) -> Tensor:
+        """Full precision's own attention, under the watch."""
+        if self._clipping is not None:
+            self._clipping.add(call)
+        out = call.exact()
+        rows = (~out.flatten(1).isfinite().all(1)).sum()
+        self._broken[call.name] = self._broken.get(call.name, torch.zeros_like(rows)) + rows
+        return out
 
     def _seen(self, name: str, images: Tensor, finite: Tensor) -> dict[str, Tensor]:
         features = features_of(self._extractor, images.nan_to_num(0, 1, 0))  # a row that is not finite is never read
@@ -617,6 +632,7 @@ def _compare(
         steps=request.steps,
         solver=request.solver,
         seed=request.seed,
+        dtype=request.dtype if "others" in sets else None,
         features=extractor.name,
         features_identity=extractor.identity,
         reference=reference.name,

@@ -148,7 +148,8 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
         table.add_row(row.name, *cells)
     console.print(table)
     if compared:
-        console.print("noise: full precision against itself with other seeds; * a difference beyond it")
+        precision = f"full precision{f', {evaluation.dtype},' if evaluation.dtype else ''}"
+        console.print(f"noise: {precision} against itself with other seeds; * a difference beyond it")
     for name, value in paired_rows(evaluation):
         console.print(f"{name}: {value}")
     console.print(f"NaN or Inf: {watch_line(evaluation)}")

@@ -3,7 +3,6 @@ specification on a CPU, layers by the specification."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from trtconvert.calib.calibration import load_of_bundle, masks_of_bundle, modes_
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_sources_among
-from trtconvert.models.denoiser import intercepted
+from trtconvert.models.denoiser import DenoiserInType, intercepted
 
 
 class TorchInt8:
@@ -47,22 +45,14 @@ class TorchInt8:
             {name: scale for name, layer in of_layers.items() if (scale := layer.change_scale) is not None},
             model.timesteps_fall,
         )
-        self._dtype = getattr(torch, manifest.recipe.model.dtype)
-        self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
-        self._names = [spec.name for spec in model.inputs]
         self._nonfinite: dict[str, dict[str, Tensor]] = {"site": {}, "layer": {}}
         hooks = dict(attention_hooks(self._attend))
         if of_layers:
             hooks |= layer_hooks(self._compute)
-        denoiser = copy.deepcopy(model.denoiser).to(self._dtype)
-        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks)
+        self._denoiser = DenoiserInType(model, getattr(torch, manifest.recipe.model.dtype), hooks)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        given = dict(zip(self._names, inputs, strict=False)) | named
-        with torch.no_grad():
-            return self._denoiser(
-                **{name: x.to(self._dtype) if name in self._floating else x for name, x in given.items()}
-            )
+        return self._denoiser(*inputs, **named)
 
     def reset_cache(self) -> None:
         """All samples begin anew in the next call, where layers quantise changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from trtconvert.attention.sites import Handler, attention_hooks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.interception import InterceptedDenoiser
+from trtconvert.interception import Hooks, InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
 from trtconvert.models.own_sampler import SamplerError
 
@@ -98,3 +99,30 @@ def intercepted(
     if layers is not None:
         hooks |= layer_hooks(layers)
     return InterceptedDenoiser(model.denoiser, [spec.name for spec in model.inputs], model.timestep_input, hooks)
+
+
+class DenoiserInType:
+    """A copy of a model's denoiser in a floating type, whose calls go through hooks.
+
+    Takes what the model's own takes, and casts the inputs that are floating, but for the timestep.
+
+    Args:
+        model: whose denoiser is copied, on its own device, unless it has the type already.
+        dtype: of weights, inputs and outputs.
+        hooks: see `InterceptedDenoiser`.
+    """
+
+    def __init__(self, model: DiffusionModel, dtype: torch.dtype, hooks: Hooks) -> None:
+        self._dtype = dtype
+        self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
+        self._names = [spec.name for spec in model.inputs]
+        same = all(x.dtype == dtype for x in model.denoiser.parameters() if x.is_floating_point())
+        denoiser = model.denoiser if same else copy.deepcopy(model.denoiser).to(dtype)
+        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks)
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        given = dict(zip(self._names, inputs, strict=False)) | named
+        with torch.no_grad():
+            return self._denoiser(
+                **{name: x.to(self._dtype) if name in self._floating else x for name, x in given.items()}
+            )
