@@ -32,6 +32,12 @@ LATENCY_CLAIMS = {512: 1.1, 1024: 1.3, 2048: 1.6, 4096: 1.7, 8192: 1.9, 16384: 2
 BATCH_CLAIMS = {1: 1.0, 8: 6.75, 16: 13.5}
 """6.1: samples, and the time as a multiple of one sample's."""
 
+QUALITY_CLAIMS = {"uniform": 2.7, "adaptive": 0.3, "late-fp16": 0.1}
+"""4.4: what INT8 was said to add to FP16's FID, with one scale for all timesteps, with scales that follow them, and with the last
+steps in FP16; and"""
+CLAIMED_NOISE = 0.3
+"""how much of that was said to be noise. A claim is confirmed where both differences, or neither, are noise."""
+
 LONG = 32768
 
 int_mm: Callable[[Tensor, Tensor], Tensor] = getattr(torch, "_int_mm")  # noqa: B009 (it has no public name)
@@ -246,20 +252,30 @@ def errors() -> list[str]:
 
 
 def quality(paths: list[Path]) -> list[str]:
-    """4.4: evaluations of bundles of the shipped models, by `trtconvert evaluate`."""
+    """4.4: evaluations of shipped models by `trtconvert evaluate --dtype float16`; files are named by what they are of."""
     lines = [
-        "## Quality (4.4)",
+        "## Images (4.4)",
         "",
-        "| | PSNR, dB | FID INT8 | FID full precision | of other seeds |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "PSNR against full precision of the same seeds; FID less its own. Noise: how far that is from itself with other seeds.",
+        "",
+        "| | PSNR, dB | SSIM | FID | full precision | difference | noise | claimed difference | |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for path in paths:
         found = read_evaluation(path)
-        psnr = f"{found.paired.psnr:.1f}" if found.paired else ""
-        fids = [
-            f"{one.fid:.2f}" if one and one.fid is not None else "" for one in (found.int8, found.full, found.other)
-        ]
-        lines.append(f"| {found.model}, {path.stem}, {found.samples} samples | {psnr} | {' | '.join(fids)} |")
+        title = f"{found.model}, {path.stem}, {found.samples} samples of {found.steps} steps"
+        full, other, paired = found.full, found.other, found.paired
+        if not (full and other and paired) or None in (found.int8.fid, full.fid, other.fid):
+            lines.append(f"| {title} | | | {found.int8.fid or ''} | | | | | |")
+            continue
+        difference, noise = found.int8.fid - full.fid, abs(full.fid - other.fid)
+        claim = QUALITY_CLAIMS.get(path.stem)
+        same = claim is not None and (abs(claim) > CLAIMED_NOISE) == (abs(difference) > noise)
+        lines.append(
+            f"| {title} | {paired.psnr:.1f} | {paired.ssim or 0:.4f} | {found.int8.fid:.3f} | {full.fid:.3f} in {found.dtype} "
+            f"| {difference:+.3f} | {noise:.3f} "
+            + ("| | |" if claim is None else f"| {claim:+.1f} | {'confirmed' if same else 'refuted'} |")
+        )
     return lines
 
 
