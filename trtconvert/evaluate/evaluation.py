@@ -35,7 +35,7 @@ from trtconvert.evaluate.features import Extractor, load_extractor
 from trtconvert.evaluate.metrics import Moments
 from trtconvert.evaluate.reference_set import ReferenceSet, load_reference
 from trtconvert.evaluate.shards import ShardSet
-from trtconvert.evaluate.torch_int8 import TorchInt8
+from trtconvert.evaluate.torch_int8 import NonfiniteCounts, TorchInt8
 from trtconvert.files import sha256
 from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import DenoiserInType, on_device
@@ -443,7 +443,7 @@ class _Pairs:
             self._full_denoiser = DenoiserInType(
                 source, getattr(torch, drawing.request.dtype), attention_hooks(self._attend)
             )
-        self._broken: dict[str, Tensor] = {}
+        self._nonfinite = NonfiniteCounts()
         self._lpips = metrics.load_lpips(lpips_weights) if lpips_weights and source else None
 
     def make(self, held: range) -> dict[str, Tensor]:
@@ -480,16 +480,14 @@ class _Pairs:
         """Samples, which are finite, and per site for how many calls on a sample its attention was not."""
         assert self._full_denoiser is not None
         images, finite = self._drawing.draw(self._full_denoiser, seeds)
-        broken, self._broken = self._broken, {}
-        return images, finite, broken
+        return images, finite, self._nonfinite.take()
 
     def _attend(self, call: SiteCall) -> Tensor:
         """Full precision's own attention, under the watch."""
         if self._clipping is not None:
             self._clipping.add(call)
         out = call.exact()
-        rows = (~out.flatten(1).isfinite().all(1)).sum()
-        self._broken[call.name] = self._broken.get(call.name, torch.zeros_like(rows)) + rows
+        self._nonfinite.add(call.name, out)
         return out
 
     def _seen(self, name: str, images: Tensor, finite: Tensor) -> dict[str, Tensor]:

@@ -20,6 +20,23 @@ from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, laye
 from trtconvert.models.denoiser import DenoiserInType, intercepted
 
 
+class NonfiniteCounts:
+    """By name: for how many calls on a sample something gave a NaN or Inf."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, name: str, out: Tensor) -> None:
+        """Count the samples, the first dimension, of what a call gave."""
+        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
+        self._counts[name] = self._counts.get(name, torch.zeros_like(rows)) + rows
+
+    def take(self) -> dict[str, Tensor]:
+        """Since this was asked last."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+
 class TorchInt8:
     """The model in the bundle's type, on its own device, with the bundle's scales and modes at every converted site and layer.
 
@@ -45,7 +62,7 @@ class TorchInt8:
             {name: scale for name, layer in of_layers.items() if (scale := layer.change_scale) is not None},
             model.timesteps_fall,
         )
-        self._nonfinite: dict[str, dict[str, Tensor]] = {"site": {}, "layer": {}}
+        self._nonfinite = {"site": NonfiniteCounts(), "layer": NonfiniteCounts()}
         hooks = dict(attention_hooks(self._attend))
         if of_layers:
             hooks |= layer_hooks(self._compute)
@@ -60,27 +77,24 @@ class TorchInt8:
 
     def take_nonfinite(self) -> dict[str, dict[str, int]]:
         """Of kind "site" and "layer", by name: for how many calls on a sample it gave a NaN or Inf, since this was asked last."""
-        found, self._nonfinite = self._nonfinite, {"site": {}, "layer": {}}
-        return {kind: {name: int(count) for name, count in counts.items()} for kind, counts in found.items()}
+        return {
+            kind: {name: int(count) for name, count in counts.take().items()}
+            for kind, counts in self._nonfinite.items()
+        }
 
     def _attend(self, call: SiteCall) -> Tensor:
         if call.name not in self._sites.tables:
             return call.exact()
         out = self._sites.attention(call)
-        self._watch("site", call.name, out)
+        self._nonfinite["site"].add(call.name, out)
         return out
 
     def _compute(self, call: LayerCall) -> Tensor:
         if call.name not in self._layers.tables:
             return call.exact()
         out = self._layers.output(call)
-        self._watch("layer", call.name, out.reshape(len(call.timestep), -1))
+        self._nonfinite["layer"].add(call.name, out.reshape(len(call.timestep), -1))
         return out
-
-    def _watch(self, kind: str, name: str, out: Tensor) -> None:
-        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
-        counts = self._nonfinite[kind]
-        counts[name] = counts.get(name, torch.zeros_like(rows)) + rows
 
 
 def converted_layers(
