@@ -434,7 +434,9 @@ class EngineSection(_Section):
         default="auto",
         description="tensorrt: how INT8 layers are computed. `native`: by TensorRT's own kernels (Q/DQ). `plugin`: by ours "
         "where there is one. `exact`: in 16 bits, with the weights that INT8 holds. `auto` takes what is the "
-        "faster, by rules that were measured for each size, and by whole engines where attention is auto too.",
+        "faster, by rules that were measured for each size, and by whole engines where attention is auto too. Layers that "
+        "quantise changes (`layers.modiff`) are computed by Q/DQ or, with FP16 caches, by plugins: by these where nothing is "
+        "timed.",
     )
     workspace_mb: Annotated[Count, Field(le=2**20)] | None = Field(
         default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."

@@ -9,9 +9,9 @@
 #include <cmath>
 #include <type_traits>
 
+#include "common/activation.cuh"
 #include "common/early_launch.cuh"
 #include "common/mma.cuh"
-#include "linear/activation.cuh"
 #include "linear/widen.cuh"
 
 namespace trtconvert::linear {

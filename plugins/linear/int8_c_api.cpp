@@ -16,6 +16,16 @@ constexpr long long kMostRows = 1LL << 24;  // with as many channels tiles are s
 constexpr int kMostChannels = 65536;
 constexpr int kVector = 16;  // INT8 channels of 16 bytes, which the copy engine wants rows in whole numbers of
 
+// Of rows that are changes.
+TrtConvertStatus check_changes(const TrtConvertInt8LinearParams& c, Report& report) {
+  if (c.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))
+    return report.invalid_int("mode_set", "8 (static) where rows are changes", c.mode_set);
+  if (c.activation) return report.invalid_int("activation", "0 (none) where rows are changes", c.activation);
+  if (c.out_table.mode_set)
+    return report.invalid_int("out_table.mode_set", "0 (none) where rows are changes", c.out_table.mode_set);
+  return TRTCONVERT_OK;
+}
+
 TrtConvertStatus check(const TrtConvertInt8LinearParams* c, Report& report) {
   if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
   if (report.check_caller(*c, TRTCONVERT_INT8_LINEAR_VERSION, "int8_linear.h")) return report.status;
@@ -29,6 +39,8 @@ TrtConvertStatus check(const TrtConvertInt8LinearParams* c, Report& report) {
     return report.invalid_int("activation", "0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh)", c->activation);
   if (check_mode_set(c->mode_set, report)) return report.status;
   if (c->target_arch != 0 && c->target_arch != 80) return report.invalid_int("target_arch", "0 or 80", c->target_arch);
+  if (report.check_flag("changes", c->changes)) return report.status;
+  if (c->changes) return check_changes(*c, report);
   if (!c->out_table.mode_set) return TRTCONVERT_OK;
   if (c->out_table.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))
     return report.invalid_int("out_table.mode_set", "0 (none) or 8 (static)", c->out_table.mode_set);
@@ -42,7 +54,7 @@ TrtConvertStatus check(const TrtConvertInt8LinearParams* c, Report& report) {
 TrtConvertStatus check_tensors(const TrtConvertInt8LinearParams& c, Report& report) {
   const bool quantises = c.out_table.mode_set, scaled = c.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_WEIGHT_ONLY);
   if (report.check_tensors({{"x", c.x}, {"row_scale", c.row_scale, !scaled}, {"weight", c.weight}, {"weight_scale", c.weight_scale},
-                            {"bias", c.bias, true}, {"residual", c.residual, true}, {"y", c.y, quantises}}))
+                            {"bias", c.bias, true}, {"residual", c.residual, !c.changes}, {"y", c.y, quantises}}))
     return report.status;
   if (c.residual && (c.activation || quantises))
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "residual: expected null with an activation or quantised rows, got %p", c.residual);
@@ -78,6 +90,7 @@ Int8Params params_of(const TrtConvertInt8LinearParams& c, int tile_rows, int til
   p.group_rows = kGroupRows / tile_rows;
   p.activation = static_cast<TrtConvertActivation>(c.activation);
   p.may_be_16bit = has_mode(c.mode_set, TRTCONVERT_WEIGHT_ONLY);
+  p.changes = c.changes;
   if (!c.out_table.mode_set) return p;
   p.out_table = c.out_table;
   p.out_factor = reinterpret_cast<const float2*>(c.out_factor);

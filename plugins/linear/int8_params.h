@@ -19,6 +19,7 @@ struct Int8Params {
   int group_rows;              // row_tiles that are taken together, before the next ones
   TrtConvertActivation activation;
   bool may_be_16bit;           // the rows, which are then left to another kernel
+  bool changes;                // rows are changes: the residual is added where the scale is positive, else the bias
 
   // Quantised rows in place of y, where there are row scales.
   TrtConvertModeTable out_table;

@@ -8,11 +8,11 @@
 #include <cmath>
 #include <type_traits>
 
+#include "common/activation.cuh"
 #include "common/copies.cuh"
 #include "common/early_launch.cuh"
 #include "common/layer_modes.cuh"
 #include "common/mma.cuh"
-#include "linear/activation.cuh"
 #include "linear/grouped_tile.cuh"
 #include "linear/pairs.cuh"
 #include "linear/row_scale.cuh"
@@ -229,6 +229,8 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
     for (int half = 0; half < 2; ++half) {
       const int in_tile = row_warp * kWarpRows + block * 16 + half * 8 + group, row = first_row + in_tile;
       const float row_scale = row < p.rows && (kConv || p.row_scale) ? row_scale_of(p, row) : 1.f;
+      const bool begins = !kConv && p.changes && row < p.rows && signbit(p.row_scale[row]);
+      const bool adds_bias = p.bias && (begins || !p.changes), adds_residual = p.residual && !begins;
       float out_scale = 1.f;
       if (quantises && row < p.rows) {
         const Sample sample = sample_of(p.out_table, {TRTCONVERT_STATIC, true}, row / p.out_sample_rows);
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
         if (column >= p.columns) continue;
         const auto scaled = [&](int product, float(&y)[2]) {
           const int pair = (product * p.columns + column) / 2;
-          const float2 scale = p.weight_scale[pair], bias = p.bias ? p.bias[pair] : float2{};
+          const float2 scale = p.weight_scale[pair], bias = adds_bias ? p.bias[pair] : float2{};
           const auto& sum = sums[block][product * 2 + eight];
           y[0] = fmaf(static_cast<float>(sum[2 * half]), row_scale * scale.x, bias.x);
           y[1] = fmaf(static_cast<float>(sum[2 * half + 1]), row_scale * scale.y, bias.y);
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
         } else {
           y[0] = activated(p.activation, y[0]);
           y[1] = activated(p.activation, y[1]);
-          if (p.residual) {
+          if (adds_residual) {
             const float2 residual = widen<kBf16>(*out);
             y[0] += residual.x;
             y[1] += residual.y;

@@ -8,6 +8,7 @@
 #include "linear/tensorrt/conv_plugin.h"
 #include "linear/tensorrt/int8_plugin.h"
 #include "linear/tensorrt/plugin.h"
+#include "quantise/tensorrt/change_plugin.h"
 #include "quantise/tensorrt/plugin.h"
 #include "residual_norm/tensorrt/int8_plugin.h"
 #include "residual_norm/tensorrt/plugin.h"
@@ -56,13 +57,14 @@ TRTCONVERT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t&
   static Creator<GroupNormPlugin> group_norm;
   static Creator<ChannelsLastAddPlugin> channels_last_add;
   static Creator<QuantiseRowsPlugin> quantise_rows;
+  static Creator<QuantiseChangedRowsPlugin> quantise_changed_rows;
   static Creator<Int8LinearPlugin> int8_linear;
   static Creator<Int8ResidualNormPlugin> int8_residual_norm;
   static Creator<Int8GroupNormPlugin> int8_group_norm;
   static Creator<Int8ConvPlugin> int8_conv;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention,       &linear,        &residual_norm, &group_norm,
-                                                                &channels_last_add, &quantise_rows, &int8_linear,   &int8_residual_norm,
-                                                                &int8_group_norm, &int8_conv};
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {
+      &attention,   &linear,             &residual_norm,   &group_norm, &channels_last_add, &quantise_rows, &quantise_changed_rows,
+      &int8_linear, &int8_residual_norm, &int8_group_norm, &int8_conv};
   nbCreators = static_cast<int32_t>(sizeof(creators) / sizeof(creators[0]));
   return creators;
 }

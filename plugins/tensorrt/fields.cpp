@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "trtconvert/activation.h"
 #include "trtconvert/layer_modes.h"
 
 namespace trtconvert::plugin {
@@ -102,6 +103,25 @@ bool read_mode_set(PluginField const& field, int32_t& value) noexcept {
   if (read > 0 && !(read & ~int64_t{TRTCONVERT_ALL_MODES})) return true;
   log(Severity::kERROR, "attribute '%s': expected a sum of 2 (weights only), 4 (dynamic) and 8 (static), got %lld", field.name,
       static_cast<long long>(read));
+  return false;
+}
+
+bool read_activation(PluginField const& field, int32_t& value) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  value = static_cast<int32_t>(read);
+  if (read >= TRTCONVERT_NO_ACTIVATION && read <= TRTCONVERT_GELU_TANH) return true;
+  log(Severity::kERROR, "attribute '%s': expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got %lld", field.name,
+      static_cast<long long>(read));
+  return false;
+}
+
+bool read_place(PluginField const& field, int32_t& value) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  value = static_cast<int32_t>(read);
+  if (read >= 0 && read <= std::numeric_limits<int32_t>::max()) return true;
+  log(Severity::kERROR, "attribute '%s': expected a number from 0 to 2^31 - 1, got %lld", field.name, static_cast<long long>(read));
   return false;
 }
 

@@ -27,6 +27,10 @@ bool read_epsilon(nvinfer1::PluginField const& field, float& value) noexcept;
 bool read_timestep_max(nvinfer1::PluginField const& field, float& value) noexcept;
 // Bits of the modes that a table has (layer_modes.h).
 bool read_mode_set(nvinfer1::PluginField const& field, int32_t& value) noexcept;
+// TrtConvertActivation.
+bool read_activation(nvinfer1::PluginField const& field, int32_t& value) noexcept;
+// A place in a list, from 0.
+bool read_place(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 bool read_version(nvinfer1::PluginField const& field, int32_t expected) noexcept;
 
 // Whether there is a collection, and each of its fields has a name.

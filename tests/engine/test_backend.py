@@ -12,7 +12,7 @@ from rtx_builds import Watch
 from timed_sites import case, refuse, timed_site
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, read_manifest
+from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, TensorRecord, read_manifest
 from trtconvert.engine import engine_timer, tensorrt
 from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
 from trtconvert.errors import BackendUnavailable
@@ -40,12 +40,12 @@ def builds(monkeypatch, digits_build):
         assert timestep_input in {spec.name for spec in inputs} and len(profiles) == 1
         return found.times[plan]
 
-    def build(attention="auto", int8_layers=False, **fields):
+    def build(attention="auto", int8_layers=False, caches=(), **fields):
         component = read_manifest(digits_build.bundle).components["denoiser"]
         layer = LayerRecord(
             name="a", kind="linear", in_channels=16, out_channels=8, rows=64, weight="a.weight", modes=[3]
         )
-        component = component.model_copy(update={"layers": [layer] if int8_layers else []})
+        component = component.model_copy(update={"layers": [layer] if int8_layers else [], "caches": list(caches)})
         onnx, options = (
             digits_build.bundle / component.onnx,
             EngineSection(
@@ -176,6 +176,21 @@ def test_auto_computes_layers_in_16_bits_where_the_whole_engine_is_faster_so(bui
     record = builds.build(int8_layers=True, layers="auto").record
     assert (record.layers, record.layers_us) == (kept, {"native": 80.0, "exact": exact_us})
     assert any("no INT8 layers" in notice for notice in builds.watch.notices) == (kept == "exact")
+
+
+@pytest.mark.parametrize(("native_us", "kept"), [(70.0, "native"), (90.0, "plugin")])
+def test_changes_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(builds, monkeypatch, native_us, kept):
+    cache = TensorRecord(name="modiff.timestep", dtype="float32", shape=["batch"])
+    monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
+    times = iter([80.0, 85.0, 80.0, native_us])
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
+    record = builds.build(int8_layers=True, caches=[cache], layers="auto").record
+    assert (record.layers, record.layers_us) == (kept, {"plugin": 80.0, "native": native_us})
+    for fields in ({"hardware_compatible": True}, {"layers": "native"}):
+        monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "none" if options.hardware_compatible else "")
+        times = iter([80.0, 85.0])
+        record = builds.build(int8_layers=True, caches=[cache], **{"layers": "auto"} | fields).record
+        assert (record.layers, record.layers_us) == ("native", {})
 
 
 def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):

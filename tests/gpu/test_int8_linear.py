@@ -36,6 +36,7 @@ class Params(ctypes.Structure):
         ("out_table", ModeTable),
         *((name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")),
         ("target_arch", ctypes.c_int32),
+        ("changes", ctypes.c_int32),
     ]
 
 
@@ -56,7 +57,7 @@ def params(
     **changed: object,
 ) -> Params:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": len(rows.payload), "in_channels": weight.shape[-1],
+        "struct_size": ctypes.sizeof(Params), "version": 2, "rows": len(rows.payload), "in_channels": weight.shape[-1],
         "out_channels": weight.shape[-2], "data_type": DATA_TYPES[y.dtype], "activation": int(weight.dim() == 3),
         "mode_set": 1 << DYNAMIC, "x": rows.payload.data_ptr(), "row_scale": rows.scale.data_ptr(),
         "weight": weight.data_ptr(), "weight_scale": scale.data_ptr(), "bias": address(bias),

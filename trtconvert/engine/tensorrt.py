@@ -42,7 +42,7 @@ _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
 _ATTENTION = "plugin: INT8"
 _PLUGINS = (
     "Int8Attention", "ResidualNorm", "Linear", "GroupNorm", "ChannelsLastAdd", "QuantiseRows", "Int8Linear", "Int8ResidualNorm",
-    "Int8GroupNorm", "Int8Conv",
+    "Int8GroupNorm", "Int8Conv", "QuantiseChangedRows",
 )  # fmt: skip
 """The names of the plugin library's creators."""
 
@@ -336,10 +336,12 @@ def _layer_kinds(
     In U-Nets nearly all layers lie beside plugins, where ours are the faster; elsewhere TensorRT's, which fuse more. Refittable
     engines have ours, whose weights can be replaced, where the bundle keeps what they are quantised from.
     """
-    from trtconvert.export.lowering import has_group_norms
+    from trtconvert.export.lowering import can_take_changes, has_group_norms
 
     if component.caches:  # engines without these have other inputs
-        return ["native" if options.layers == "auto" else options.layers]
+        if options.layers != "auto":
+            return [options.layers]
+        return ["plugin", "native"] if can_take_changes(model) and not _against_plugins(options) else ["native"]
     if options.refittable:
         if not component.has_int8_layers or options.layers == "exact":
             return ["exact"]
@@ -489,6 +491,7 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         refittable_layers,
         split_modulations,
         split_products,
+        take_changes,
         take_few_row_layers,
         take_group_norms,
         take_int8_convs,
@@ -535,6 +538,8 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
     # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits.
     if options.layers != "plugin":
         quantise_products(model)
+    elif not _against_plugins(options):
+        take_changes(model)
     lower_changes(model)
 
 

@@ -19,7 +19,7 @@ from trtconvert.linear import reference
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 
-QUANTISE_VERSION, INT8_LINEAR_VERSION = 1, 1  # TRTCONVERT_QUANTISE_VERSION, TRTCONVERT_INT8_LINEAR_VERSION
+QUANTISE_VERSION, INT8_LINEAR_VERSION = 1, 2  # TRTCONVERT_QUANTISE_VERSION, TRTCONVERT_INT8_LINEAR_VERSION
 _MESSAGE_BYTES = 512
 _DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 _IN_STEP, _OUT_STEP = 16, 8
@@ -69,6 +69,7 @@ class Int8LinearParams(ctypes.Structure):
         ("out_table", ModeTable),
         *[(name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")],
         ("target_arch", ctypes.c_int32),
+        ("changes", ctypes.c_int32),
     ]
 
 

@@ -1,8 +1,8 @@
 // What epilogues do with results before they are written: 16-bit numbers, boxes.
 #pragma once
 
+#include "common/activation.cuh"
 #include "common/sm90/ptx.cuh"
-#include "linear/activation.cuh"
 #include "linear/pairs.cuh"
 #include "linear/sm90/launch.h"
 
@@ -12,7 +12,7 @@ constexpr int kBoxBytes = kBlockRows * kStoreColumns * 2;  // of y
 
 // What becomes of scaled sums. Each has code of its own, one piece behind the other: a tile's is run once, as long as it takes to come
 // from memory, and what lies between what is run takes as long as if it were run.
-enum class Finish { kPlain, kGelu, kGeluTanh, kResidual, kQuantised };
+enum class Finish { kPlain, kGelu, kGeluTanh, kResidual, kChange, kQuantised };
 
 // Where a thread's share of 64 rows by 16 columns goes: each thread gives the address of a row of one of four matrices of 8 by 8.
 struct MatrixRow {

@@ -59,7 +59,7 @@ class ScaledEpilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + row_of(block, half);
-        row_scales_[block][half] = row < p.rows ? row_scale_of(p, row) : 0.f;
+        row_scales_[block][half] = row >= p.rows ? 0.f : p.changes ? p.row_scale[row] : row_scale_of(p, row);
         if (p.out_row_scale) out_scales_[block][half] = row < p.rows ? out_scale(p, row) : 1.f;
       }
     of_columns_ = {};
@@ -91,6 +91,7 @@ class ScaledEpilogue {
       return store_boxes<Finish::kQuantised>(p, maps, place, sums);
     }
     if constexpr (!S::kGeglu) {
+      if (p.changes) return store_boxes<Finish::kChange>(p, maps, place, sums);
       if (p.residual) return store_boxes<Finish::kResidual>(p, maps, place, sums);
       if (p.activation == TRTCONVERT_GELU) return store_boxes<Finish::kGelu>(p, maps, place, sums);
       if (p.activation == TRTCONVERT_GELU_TANH) return store_boxes<Finish::kGeluTanh>(p, maps, place, sums);
@@ -155,7 +156,7 @@ class ScaledEpilogue {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         const int at = block * kBoxes + box;
-        if (kFinish == Finish::kResidual && at + 1 < S::kBlocks * kBoxes)
+        if ((kFinish == Finish::kResidual || kFinish == Finish::kChange) && at + 1 < S::kBlocks * kBoxes)
           load_residual(p, place, (at + 1) / kBoxes, (at + 1) % kBoxes, residual_[(at + 1) % 2]);
         const uint32_t out = boxes_ + next_box_ * kBoxBytes;
         next_box_ = next_box_ + 1 == kOutBoxes ? 0 : next_box_ + 1;
@@ -186,7 +187,11 @@ class ScaledEpilogue {
       for (int part = 0; part < 2; ++part) {
         const int of_box = 2 * sixteen + part;
         float y[4];
-        results(sums, row_scales, box * kEights + of_box, y);
+        if constexpr (kFinish == Finish::kChange) {
+          add_change(sums, row_scales, box * kEights + of_box, residual[of_box], y);
+        } else {
+          results(sums, row_scales, box * kEights + of_box, y);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (kFinish == Finish::kGelu) y[i] = gelu(y[i]);
@@ -254,10 +259,23 @@ class ScaledEpilogue {
     }
   }
 
+  // To what rows were a step before, or to the bias, where scales are negative: what they were is not read then.
+  __device__ __forceinline__ void add_change(const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2], int eight,
+                                             const uint32_t (&before)[2], float (&y)[4]) const {
+    const float4 of = load_shared_float4(columns_ + (4 * eight + threadIdx.x % 4) * kPairBytes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = fabsf(row_scales[half]);
+      const float2 known = signbit(row_scales[half]) ? make_float2(of.z, of.w) : widen<kBf16>(before[half]);
+      y[2 * half] = fmaf(float(sums[4 * eight + 2 * half]), scale * of.x, known.x);
+      y[2 * half + 1] = fmaf(float(sums[4 * eight + 2 * half + 1]), scale * of.y, known.y);
+    }
+  }
+
   uint32_t boxes_, columns_, equalisers_;
   int barrier_;
   int next_box_ = 0;
-  float row_scales_[S::kBlocks][2], out_scales_[S::kBlocks][2];
+  float row_scales_[S::kBlocks][2], out_scales_[S::kBlocks][2];  // of changes with their signs
   float4 of_columns_;  // scales and biases of a pair
   float4 equaliser_;   // factors and offsets of a pair
   Residual residual_[2];

@@ -6,7 +6,6 @@ namespace trtconvert::plugin {
 
 using nvinfer1::Dims;
 using nvinfer1::DimsExprs;
-using nvinfer1::PluginField;
 using nvinfer1::PluginTensorDesc;
 
 namespace {
@@ -23,16 +22,6 @@ Dims with_channels(Dims rows, int64_t channels) noexcept {
 }
 
 }  // namespace
-
-bool read_activation(PluginField const& field, int32_t& value) noexcept {
-  int64_t read = 0;
-  if (!read_integer(field, read)) return false;
-  value = static_cast<int32_t>(read);
-  if (read >= TRTCONVERT_NO_ACTIVATION && read <= TRTCONVERT_GELU_TANH) return true;
-  log(Severity::kERROR, "attribute '%s': expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got %lld", field.name,
-      static_cast<long long>(read));
-  return false;
-}
 
 bool Int8LinearPlugin::has_input(int32_t input) const noexcept {
   bool const quantised = attributes().quantised;
@@ -65,6 +54,10 @@ bool Int8LinearPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, 
   auto const dims_of = [&](int32_t input) { return has_input(input) ? &inputs[input_position(input)].dims : nullptr; };
   Dims const &x = *dims_of(kX), &weight = *dims_of(kWeight);
   if (!check_has_rows(kX, x)) return false;
+  if (attributes().changes && !attributes().residual) {
+    log(Severity::kERROR, "attribute 'residual': expected 1 with changes, what the layer gave a step before, got 0");
+    return false;
+  }
   int32_t const rank = weight_rank();
   if (weight.nbDims != rank) {
     log(Severity::kERROR, "input 'weight': expected %d dimensions, got shape %s", rank, ShapeText(weight).text);
@@ -94,6 +87,7 @@ bool Int8LinearPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, 
   params.data_type = data_type(type_16bit(inputs[kX].type));
   params.activation = attributes().activation;
   params.mode_set = attributes().mode_set;
+  params.changes = attributes().changes;
   return true;
 }
 

@@ -7,8 +7,6 @@
 
 namespace trtconvert::plugin {
 
-bool read_activation(nvinfer1::PluginField const& field, int32_t& value) noexcept;
-
 struct Int8LinearAttributes {
   int32_t mode_set = 0;            // has to be given: that of the rows
   int32_t activation = 0;          // TrtConvertActivation; with GEGLU the weights are those of two layers
@@ -20,7 +18,9 @@ struct Int8LinearAttributes {
   int32_t out_factor = 0, out_offset = 0, timestep = 0;  // 1: whether there is such an input
   float timestep_max = 1000.0f;
 
-  static constexpr int32_t kSerializationVersion = 1;
+  int32_t changes = 0;  // 1: of rows and the residual, see int8_linear.h
+
+  static constexpr int32_t kSerializationVersion = 2;
   static constexpr auto list() {
     return std::tuple(attribute("mode_set", &Int8LinearAttributes::mode_set, read_mode_set, true),
                       attribute("activation", &Int8LinearAttributes::activation, read_activation),
@@ -31,7 +31,8 @@ struct Int8LinearAttributes {
                       attribute("out_factor", &Int8LinearAttributes::out_factor, read_flag),
                       attribute("out_offset", &Int8LinearAttributes::out_offset, read_flag),
                       attribute("timestep", &Int8LinearAttributes::timestep, read_flag),
-                      attribute("timestep_max", &Int8LinearAttributes::timestep_max, read_timestep_max));
+                      attribute("timestep_max", &Int8LinearAttributes::timestep_max, read_timestep_max),
+                      attribute("changes", &Int8LinearAttributes::changes, read_flag));
   }
 };
 

@@ -1,6 +1,7 @@
 """Rewrites of a model in place, each with the count of nodes that it changed: the three ways in which an `Int8Attention`
 node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
+from trtconvert.export.lowering.changed_rows import can_take_changes, take_changes
 from trtconvert.export.lowering.changes import lower_changes
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
@@ -21,6 +22,7 @@ from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.products import split_products
 
 __all__ = [
+    "can_take_changes",
     "exact_names",
     "expand_layers",
     "fold_transposes",
@@ -36,6 +38,7 @@ __all__ = [
     "refitted_constants",
     "split_modulations",
     "split_products",
+    "take_changes",
     "take_few_row_layers",
     "take_group_norms",
     "take_int8_convs",

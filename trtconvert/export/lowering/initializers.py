@@ -54,15 +54,22 @@ def columns_of(graph: ir.Graph, weight: ir.Value) -> ir.Value:
 
 
 def changed_initializer(
-    graph: ir.Graph, value: ir.Value, how: str, shape: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray]
+    graph: ir.Graph,
+    value: ir.Value,
+    how: str,
+    shape: tuple[int, ...],
+    change: Callable[[np.ndarray], np.ndarray],
+    dtype: ir.DataType | None = None,
 ) -> ir.Value:
     """What a constant is changed to, seen in a shape, as an initializer that is computed when it is written.
 
     Args:
         how: it is changed, for the initializer's name. One of that name is taken again: a module may be called twice.
+        dtype: of what it is changed to, where that is another.
     """
     tensor = value.const_value
     assert tensor is not None and tensor.dtype is not None
+    dtype = dtype or tensor.dtype
     name = f"{value.name}, {how}"
     if name in graph.initializers:
         return graph.initializers[name]
@@ -72,6 +79,6 @@ def changed_initializer(
         result = np.array(change(tensor.numpy()), order="C").reshape(shape)
         if isinstance(tensor, ir.ExternalTensor):
             tensor.release()
-        return ir.Tensor(result, dtype=tensor.dtype)
+        return ir.Tensor(result, dtype=dtype)
 
-    return add_initializer(graph, ir.LazyTensor(changed, tensor.dtype, ir.Shape(shape), name=name))
+    return add_initializer(graph, ir.LazyTensor(changed, dtype, ir.Shape(shape), name=name))

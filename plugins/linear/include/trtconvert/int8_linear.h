@@ -4,10 +4,10 @@
  *   y = GELU(y)                                                               where wanted
  *   y = y_0 * GELU(y_1)                                                       GEGLU of two layers (Shazeer 2020, arXiv:2002.05202)
  *   y = y + residual                                                          where wanted
+ *   y = (x * weight^T) * (|row_scale| * weight_scale) + (row_scale < 0 ? bias : residual)      of rows that are changes (quantise_change.h)
  *
  * The product of INT8 rows is exact in INT32, the rest is FP32, and y is rounded once. 16-bit rows, of mode WEIGHT_ONLY, are multiplied
- * by the INT8 weights as 16-bit numbers, which they are exactly, and summed in FP32. GELU(z) = z Phi(z) is exact to 4e-7, or the
- * approximation by a hyperbolic tangent (Hendrycks and Gimpel 2016, arXiv:1606.08415). Rows whose scale is NaN have results that are NaN.
+ * by the INT8 weights as 16-bit numbers, which they are exactly, and summed in FP32. Rows whose scale is NaN have results that are NaN.
  *
  * A run launches a kernel for INT8 rows, one for 16-bit rows, or both where mode_set says that either may come: the rows themselves tell
  * which, and the other one ends at once. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call from several threads and on
@@ -19,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "trtconvert/activation.h"
 #include "trtconvert/layer_modes.h"
 #include "trtconvert/status.h"
 
@@ -27,14 +28,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_INT8_LINEAR_VERSION 1
-
-typedef enum {
-  TRTCONVERT_NO_ACTIVATION = 0,
-  TRTCONVERT_GEGLU = 1,     /* of two layers, the gate's behind the other */
-  TRTCONVERT_GELU = 2,
-  TRTCONVERT_GELU_TANH = 3,
-} TrtConvertActivation;
+#define TRTCONVERT_INT8_LINEAR_VERSION 2
 
 typedef struct {
   uint32_t struct_size; /* sizeof(TrtConvertInt8LinearParams) of the caller */
@@ -66,6 +60,10 @@ typedef struct {
   float* out_row_scale;    /* [M] */
 
   int32_t target_arch; /* 0: the device's best kernels; 80: those of mma.sync wherever they run (for tests) */
+
+  /* 1: rows are changes since the last step, and the residual is what y was then: its row is added where the scale is positive, and the
+   * bias alone where its sign bit says that the sample begins. With mode_set 8 (static), without an activation or quantised rows. */
+  int32_t changes;
 } TrtConvertInt8LinearParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */

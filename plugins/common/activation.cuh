@@ -1,10 +1,10 @@
-// What follows a layer's sums.
+// What follows a linear layer.
 #pragma once
 
 #include "common/arithmetic.cuh"
-#include "trtconvert/int8_linear.h"
+#include "trtconvert/activation.h"
 
-namespace trtconvert::linear {
+namespace trtconvert {
 
 // x * Phi(x). Phi is off by at most 7.5e-8 (Abramowitz and Stegun 1964, 7.1.26).
 __device__ __forceinline__ float gelu(float x) {
@@ -26,4 +26,4 @@ __device__ __forceinline__ float activated(TrtConvertActivation activation, floa
   return activation == TRTCONVERT_GELU ? gelu(x) : activation == TRTCONVERT_GELU_TANH ? gelu_tanh(x) : x;
 }
 
-}  // namespace trtconvert::linear
+}  // namespace trtconvert

@@ -1,0 +1,188 @@
+"""The lowering of linear layers that quantise changes to plugins: one kernel quantises how rows change and writes the new â,
+another multiplies and adds to ô.
+
+Around Q/DQ every product is followed by kernels that scale, add and write; here each number of a cache is read once and written
+once, and what a layer gives is its ô. Samples begin where a scale is negative: that goes with the rows from one kernel to the
+other, which read no cache then.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.tape import Tape
+
+from trtconvert.export.lowering.initializers import add_initializer, changed_initializer
+from trtconvert.export.lowering.int8_layers import INT8_LINEAR
+from trtconvert.export.matching import is_read_once, producer_of
+from trtconvert.export.nodes.changes import LINEAR, QUANTISE, change_nodes, inputs_of
+from trtconvert.export.nodes.common import DOMAIN, VERSION
+from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA, table_of
+from trtconvert.linear.modes import LayerMode
+
+QUANTISE_CHANGED_ROWS = "QuantiseChangedRows"
+"""The operator of the plugin."""
+
+_GELUS = {"none": 2, "tanh": 3}  # TrtConvertActivation of activation.h
+_PLUGIN = {"plugin_version": str(VERSION), "plugin_namespace": ""}
+
+
+def take_changes(model: ir.Model) -> int:
+    """Replace the linear layers that quantise changes, in place: those with FP16 caches.
+
+    Layers that read one tensor are taken together, and not where a convolution reads it too. What is left is for `lower_changes`.
+
+    Returns:
+        How many layers were replaced.
+    """
+    taken = [found for node in change_nodes(model) if node.op_type == QUANTISE and (found := _readers(node))]
+    if not taken:
+        return 0
+    tape, first = Tape(), inputs_of(taken[0][0])
+    scales = _signed(tape, first["scales"], first["begins"])
+    for node in tape.nodes:
+        graph = taken[0][0].graph
+        assert isinstance(graph, ir.Graph)
+        graph.insert_before(taken[0][0], node)
+    for quantise, layers in taken:
+        payload, row_scale = _quantised(quantise, scales)
+        for layer in layers:
+            _add_product(layer, payload, row_scale)
+        _remove(quantise)
+    for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
+        clean(model)
+    return sum(len(layers) for _, layers in taken)
+
+
+def can_take_changes(model: ir.Model) -> bool:
+    """Whether `take_changes` would replace a layer."""
+    return any(node.op_type == QUANTISE and _readers(node) for node in change_nodes(model))
+
+
+def _readers(quantise: ir.Node) -> tuple[ir.Node, list[ir.Node]] | None:
+    """A node and the layers that read its codes, if all of them can be taken."""
+    inputs = inputs_of(quantise)
+    x, a_hat = inputs["x"], inputs["a_hat"]
+    layers = [reader for reader, _ in quantise.outputs[0].uses()]
+    half = {x.dtype, a_hat.dtype} == {ir.DataType.FLOAT16}
+    if not half or not layers or any(layer.op_type != LINEAR or layer.domain != DOMAIN for layer in layers):
+        return None
+    return quantise, layers
+
+
+def _signed(tape: Tape, scales: ir.Value, begins: ir.Value) -> ir.Value:
+    """[B, S], negative where a sample begins."""
+    anew = tape.op("Reshape", [begins, tape.op("Constant", [], {"value": ir.tensor(np.array([-1, 1]))})])
+    signed = tape.op("Where", [anew, tape.op("Neg", [scales]), scales])
+    signed.type, signed.shape = copy.copy(scales.type), scales.shape
+    return signed
+
+
+def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The payload and the scales of rows; the new â takes the place of the node's."""
+    graph, inputs = node.graph, inputs_of(node)
+    assert isinstance(graph, ir.Graph)
+    x, activation = _before_gelu(inputs["x"])
+    factor = table_of(inputs["x_factor"])
+    source = node.metadata_props[SOURCE_METADATA]
+    tape = Tape()
+    rows = [x, _shaped(tape, inputs["a_hat"], x), scales]
+    if equalised := bool((factor != 1).any()):
+        rows.append(_constant(graph, f"{source}: factor of changes", factor.astype(np.float32).reshape(-1)))
+    attributes = {"factor": int(equalised), "activation": activation, "place": node.attributes["place"].as_int()}
+    new = ir.node(QUANTISE_CHANGED_ROWS, rows, attributes | _PLUGIN, domain=DOMAIN, num_outputs=3)
+    payload, row_scale, a_next = new.outputs
+    shape = x.shape
+    assert shape is not None and isinstance(shape[-1], int)
+    payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([*shape[:-1], shape[-1] // 4])
+    row_scale.type, row_scale.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([*shape[:-1], 1])
+    a_next.type, a_next.shape = copy.copy(x.type), shape
+    _insert(node, tape, new, a_next, node.outputs[1])
+    return payload, row_scale
+
+
+def _add_product(node: ir.Node, payload: ir.Value, row_scale: ir.Value) -> None:
+    """What the layer gives takes the place of the node's."""
+    graph, inputs, o_hat = node.graph, inputs_of(node), inputs_of(node)["o_hat"]
+    weight, layer = inputs["weight"], node.metadata_props[LAYER_METADATA]
+    assert isinstance(graph, ir.Graph) and weight.shape is not None and payload.shape is not None
+    outputs, channels = weight.shape.numpy()
+    packed = changed_initializer(
+        graph, weight, "packed", (outputs, channels // 4), lambda integers: integers.view(np.int32), ir.DataType.INT32
+    )
+    tables = [
+        _constant(graph, f"{layer}: {name} of changes", table_of(inputs[name])) for name in ("weight_scale", "bias")
+    ]
+    tape = Tape()
+    shape = ir.Shape([*payload.shape[:-1], outputs])
+    residual = _shaped(tape, o_hat, row_scale, shape)
+    attributes = {
+        "mode_set": 1 << LayerMode.STATIC, "activation": 0, "bias": 1, "residual": 1, "bfloat16": 0, "changes": 1
+    }  # fmt: skip
+    new = ir.node(INT8_LINEAR, [payload, row_scale, packed, *tables, residual], attributes | _PLUGIN, domain=DOMAIN)
+    new.outputs[0].type, new.outputs[0].shape = copy.copy(o_hat.type), shape
+    _insert(node, tape, new, new.outputs[0], node.outputs[0])
+    _remove(node)
+
+
+def _before_gelu(x: ir.Value) -> tuple[ir.Value, int]:
+    """What rows are quantised of, and the kernel's own GELU in front of that."""
+    gelu = producer_of(x, "Gelu")
+    if gelu is None or not is_read_once(x) or gelu.inputs[0] is None or gelu.inputs[0].shape is None:
+        return x, 0
+    activation = _GELUS.get(gelu.attributes.get_string("approximate", "none"))
+    return (gelu.inputs[0], activation) if activation else (x, 0)
+
+
+def _shaped(tape: Tape, cache: ir.Value, rows: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
+    """A cache [B, n, …, C] as rows are seen, [B · n, …, C].
+
+    Args:
+        rows: of the axes that are wanted; shape: what comes out, where the channels are others.
+    """
+    assert cache.shape is not None and rows.shape is not None
+    if len(cache.shape) == len(rows.shape):
+        return cache
+    # All axes but the joined one are known; the first one varies with the batch.
+    sizes = [-1, *(shape or rows.shape)[1:]]
+    assert all(isinstance(size, int) for size in sizes)
+    seen = tape.op("Reshape", [cache, tape.op("Constant", [], {"value": ir.tensor(np.array(sizes, np.int64))})])
+    seen.type, seen.shape = copy.copy(cache.type), shape or rows.shape
+    return seen
+
+
+def _insert(node: ir.Node, before: Tape, new: ir.Node, result: ir.Value, old: ir.Value) -> None:
+    """A node, and what it needs, in front of another, whose output it replaces."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph) and old.shape is not None and result.shape is not None
+    nodes = [*before.nodes, new]
+    if len(old.shape) != len(result.shape):
+        tape = Tape()
+        shape = tape.op("Shape", [_cache_of(node)])
+        result = tape.op("Reshape", [result, shape])
+        nodes += tape.nodes
+    for one in nodes:
+        graph.insert_before(node, one)
+    name, result.type, result.shape = old.name, copy.copy(old.type), old.shape
+    ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
+    old.name, result.name = f"{name}, before", name
+
+
+def _cache_of(node: ir.Node) -> ir.Value:
+    return inputs_of(node)["a_hat" if node.op_type == QUANTISE else "o_hat"]
+
+
+def _remove(node: ir.Node) -> None:
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    graph.remove(node, safe=True)
+
+
+def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    name = f"trtconvert/{name}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))
