@@ -1,11 +1,22 @@
-"""Steps of the emoji DiT in TensorRT on one GPU: 16-bit layers, INT8 layers, and INT8 layers that quantise changes (MoDiff).
+"""Steps of two models in TensorRT on one GPU: 16-bit layers, INT8 layers, and INT8 layers that quantise changes (MoDiff).
 
-    python bench/modiff_engine.py [--batch 64] [--patterns '*' 'blocks.*.mlp.*'] [--attention plugin|native] [--json FILE]
+    python bench/modiff_engine.py [--batches 64 2] [--patterns '*' '*.mlp.2'] [--layers native plugin] [--json FILE]
+    python bench/modiff_engine.py --batches --wide 3072 [--wide-batches 4]
+    python bench/modiff_engine.py --batches --unet [FILE] [--unet-batches 64] [--unet-patterns '*' '*.attn*']
 
-Calibrates on the GPU, exports and builds one engine of each kind, and calls them as our runtime does, in turns: the time is that
-of the steps of a whole image, nothing waited for between them, divided by their number; the median of the rounds and the spread
-of the middle half. Layers that quantise changes are those of each pattern by itself. PSNR is of samples against FP32 in torch.
-Prints Markdown with the date and the GPU. Nothing is asserted.
+The emoji DiT, whose batches count both rows of guidance; without a number behind `--batches` it is left out. With `--unet` also
+the U-Net in the layout of the CIFAR-10 DDPM, whose convolutions are INT8 too: of a checkpoint, or of random weights, of which
+times can be had, and no quality.
+
+`--wide` has two blocks of the DiT of so many channels, with random weights: what caches cost depends on how wide layers are.
+
+Calibrates once on the GPU, exports and builds one engine of each kind, batch and pattern, and calls those of a batch as our
+runtime does, in turns: the time is that of the steps of a whole image, nothing waited for between them, divided by their number;
+the median of the rounds and the spread of the middle half. Layers that quantise changes are those of each pattern by itself, by
+TensorRT's own kernels (Q/DQ) or by our plugins; these take linear layers, so that in the U-Net Q/DQ does it alone. How many
+layers multiply INT8 is counted in what TensorRT is given: beside plugins others may stay in 16 bits. Times are compared with
+the fastest engine of INT8 layers without changes. PSNR is of samples of the same seeds against FP32 in torch. Prints Markdown
+with the date and the GPU, a table for each model and batch. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -15,11 +26,17 @@ import datetime
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
+import onnx_ir as ir
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, TensorRecord
@@ -31,10 +48,15 @@ from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import psnr
 from trtconvert.export import storage
 from trtconvert.export.changes import caches_of
+from trtconvert.export.matching import producer_of
+from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.sites import ConvertedLayer, with_sources_among
+from trtconvert.models import ddpm_unet
+from trtconvert.models.ddpm import ddpm_model
 from trtconvert.models.denoiser import on_device
 from trtconvert.models.emoji import emoji_model
+from trtconvert.models.emoji_dit import EmojiDiT
 from trtconvert.recipe import AttentionSection, CalibrationSection, EngineSection, LayersSection
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
@@ -44,17 +66,71 @@ STEPS, ROUNDS, BINS = 50, 7, 5
 FIRST_SEED = 100_000
 """Far from those that scales are calibrated on."""
 
+PATTERNS = ("*", "blocks.*.mlp.*", "*.attn.qkv", "*.attn.out", "*.mlp.0", "*.mlp.2")
+"""Of the DiT: all layers, the MLPs, and each kind of layer by itself."""
+
+UNET_PATTERNS = ("*", "*.[23].block.*", "*.attn*")
+"""All layers; the blocks of 8 × 8 and 4 × 4 pixels, whose caches are small; what is around attention."""
+
+WIDE_BLOCKS, WIDE_HEAD = 2, 64
+"""Blocks, and channels of a head, of the wide DiT."""
+
+DATA = CalibrationSection(samples=18, batch=9, steps=20, bins=BINS, percentile=99.9)
+
+Kind = Literal["native", "plugin"]
+KINDS: dict[Kind, str] = {"native": "by Q/DQ", "plugin": "by plugins"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what is asked of it.
+
+    Attributes:
+        rows: of a batch, for each sample. patterns: of layers that quantise changes.
+        int8_by: how INT8 layers can be computed; changes_by: those that quantise changes, of which they are other engines.
+        trained: else its samples are none that a quality could be measured on.
+    """
+
+    title: str
+    model: DiffusionModel
+    rows: int
+    layers: Sequence[Literal["linear", "conv"]]
+    batches: Sequence[int]
+    patterns: Sequence[str]
+    int8_by: Sequence[Kind]
+    changes_by: Sequence[Kind]
+    trained: bool = True
+
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of a step, dB of samples, MiB of caches and of the plan."""
+    """An engine, how many of its layers multiply INT8, milliseconds of a step, dB of samples, MiB of caches and of the plan."""
 
+    model: str
+    batch: int
     what: str
+    kind: str
+    pattern: str
+    in_int8: int
     ms: float
     spread: float
-    psnr: float
+    psnr: float | None
     caches: float
     plan: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine's layers: none in INT8; or all that there are, with changes of those of a pattern, if there is one."""
+
+    kind: Kind
+    in_int8: bool = True
+    pattern: str = ""
+
+    def __str__(self) -> str:
+        if not self.in_int8:
+            return "16-bit layers"
+        return f"INT8 layers, {f'changes of `{self.pattern}`, ' if self.pattern else ''}{KINDS[self.kind]}"
 
 
 class Quiet:
@@ -72,32 +148,67 @@ class Bench:
     """The calibrated model.
 
     Args:
-        batch: of all engines, even; attention: see `EngineSection`.
-        patterns: of layers that quantise changes.
+        attention: see `EngineSection`. device: where it is calibrated. data: what is observed. steps: of samples.
     """
 
-    def __init__(self, batch: int, attention: str, patterns: Sequence[str]) -> None:
-        self.model = emoji_model(shipped_folder() / "emoji-dit.safetensors")
-        self.batch, self.attention = batch, attention
+    def __init__(
+        self,
+        subject: Subject,
+        attention: str,
+        device: str = "cuda",
+        data: CalibrationSection = DATA,
+        steps: int = STEPS,
+    ) -> None:
+        self.subject, self.model, self.attention, self.steps = subject, subject.model, attention, steps
         self.folder = Path(tempfile.mkdtemp())
-        self.section = LayersSection(modes="static", modiff=list(patterns))
-        self.parts = parts_to_convert(self.model, AttentionSection(), self.section)
-        on_gpu = on_device(self.model, "cuda")
-        # Guidance takes two rows for a sample.
-        self.seeds = range(FIRST_SEED, FIRST_SEED + batch // 2)
-        self.full = on_gpu.sample(on_gpu.denoiser, self.seeds, steps=STEPS, solver="ddim")
-        data = CalibrationSection(samples=18, batch=9, steps=20, bins=BINS, percentile=99.9)
+        self.section = LayersSection(kinds=list(subject.layers), modes="static", modiff=list(subject.patterns))
+        on_its_device = on_device(self.model, device)
+        self.parts = parts_to_convert(on_its_device, AttentionSection(), self.section)
+        self.full = None
+        if subject.trained:
+            self.full = self.samples(on_its_device, on_its_device.denoiser, max(subject.batches))
+        self.bins = data.bins
         self.calibration = calibrate(
-            on_gpu, data, "bench", self.parts.sites, self.folder / "observed", Quiet(), layers=self.parts.layers,
+            on_its_device, data, "bench", self.parts.sites, self.folder / "observed", Quiet(), layers=self.parts.layers,
             of_layers=self.section,
         )  # fmt: skip
         self.model.denoiser.cpu()
 
-    def layers(self, pattern: str) -> dict[str, ConvertedLayer]:
+    def samples(self, model: DiffusionModel, denoiser: Any, batch: int) -> Tensor:
+        """By calls of a batch: as many as the largest of the batches gives, whatever the batch."""
+        at_once = batch // self.subject.rows
+        seeds = range(FIRST_SEED, FIRST_SEED + max(self.subject.batches) // self.subject.rows)
+        drawn = [
+            model.sample(denoiser, seeds[first : first + at_once], steps=self.steps, solver="ddim")
+            for first in range(0, len(seeds) // at_once * at_once, at_once)
+        ]
+        return torch.cat(drawn)
+
+    def psnr(self, engine: TensorRTComponent, batch: int) -> float | None:
+        """Of an engine's samples, dB; None of a model without training."""
+        if self.full is None:
+            return None
+        found = self.samples(self.model, engine, batch)
+        return float(psnr(found.flatten()[None], self.full[: len(found)].flatten()[None]))
+
+    def variants(self, kinds: Sequence[Kind]) -> list[Variant]:
+        """What is built, those of one export beside each other."""
+        of_int8, of_changes = (
+            [kind for kind in kinds if kind in able] for able in (self.subject.int8_by, self.subject.changes_by)
+        )
+        return [
+            Variant("native", in_int8=False),
+            *(Variant(kind) for kind in of_int8 or self.subject.int8_by),  # times are compared with one
+            *(Variant(kind, pattern=pattern) for pattern in self.subject.patterns for kind in of_changes),
+        ]
+
+    def layers(self, variant: Variant) -> dict[str, ConvertedLayer]:
         """INT8 layers, of which those of a pattern quantise changes."""
-        section = self.section.model_copy(update={"modiff": [pattern] if pattern else False})
+        if not variant.in_int8:
+            return {}
+        section = self.section.model_copy(update={"modiff": [variant.pattern] if variant.pattern else False})
         layers, scales = self.parts.layers, self.calibration.layers
-        tables = layer_tables(self.model.denoiser, layers, scales, layer_modes(self.section, layers, BINS))
+        tables = layer_tables(self.model.denoiser, layers, scales, layer_modes(self.section, layers, self.bins))
         return {
             layer.name: ConvertedLayer(
                 layer, tables[layer.name], scales[layer.source].change_scale if is_modulated(layer, section) else None
@@ -105,89 +216,210 @@ class Bench:
             for layer in with_sources_among(layers)
         }
 
-    def engine(self, what: str, layers: dict[str, ConvertedLayer]) -> TensorRTComponent:
-        """An engine of the model with some layers in INT8."""
-        modes = torch.full((BINS,), int(Mode.PRECISION), dtype=torch.int32)
+    def exported(self, variant: Variant, batch: int) -> tuple[Path, ComponentRecord]:
+        """The ONNX model with a variant's layers, and its record. Both kinds are built of the same."""
+        model, layers = self.model, self.layers(variant)
+        modes = torch.full((self.bins,), int(Mode.PRECISION), dtype=torch.int32)
         tables = self.calibration.with_modes({site.name: modes for site in self.parts.sites})
-        dims = {"batch": (self.batch, self.batch, self.batch), "height": (64, 64, 64), "width": (64, 64, 64)}
-        options = SiteOptions(self.model.timestep_max, "calibrated", True)
-        exported = trace(self.model, tables, options, layers=layers, dims=dims, dtype=torch.float16)
-        path = self.folder / f"{what}.onnx"
+        sizes = {name: size for name, (_, size, _) in model.dims.items()} | {"batch": batch}
+        dims = {name: (size, size, size) for name, size in sizes.items()}
+        options = SiteOptions(model.timestep_max, "calibrated", True)
+        exported = trace(model, tables, options, layers=layers, dims=dims, dtype=torch.float16)
+        path = self.folder / f"{len(list(self.folder.glob('*.onnx')))}.onnx"
         storage.save(exported, path)
-        of_type = {"x": "float16", "timestep": "float32", "label": "int64"}
-        caches = caches_of(self.model, layers, dims, torch.float16)
+        caches = caches_of(model, layers, dims | {"batch": (1, 2, batch)}, torch.float16)  # of any batch, and quickly
+        of_type = {spec.name: "float16" if spec.dtype == "float32" else spec.dtype for spec in model.inputs}
+        of_type |= dict.fromkeys(model.always_float32, "float32")
         component = ComponentRecord(
             onnx=path.name,
-            inputs=[TensorRecord(name=i.name, dtype=of_type[i.name], shape=list(i.shape)) for i in self.model.inputs],
-            outputs=[TensorRecord(name=self.model.output.name, dtype="float16", shape=list(self.model.output.shape))],
-            timestep_input=self.model.timestep_input,
-            timestep_max=self.model.timestep_max,
+            inputs=[TensorRecord(name=i.name, dtype=of_type[i.name], shape=list(i.shape)) for i in model.inputs],
+            outputs=[TensorRecord(name=model.output.name, dtype="float16", shape=list(model.output.shape))],
+            timestep_input=model.timestep_input,
+            timestep_max=model.timestep_max,
             dims=dims,
             engines=[],
             caches=[TensorRecord(name=c.name, dtype=c.dtype, shape=list(c.shape)) for c in caches],
         )
-        section = EngineSection.model_validate({"attention": self.attention, "layers": "native"})
+        return path, component
+
+    def engine(
+        self, path: Path, component: ComponentRecord, kind: Kind, scratch: Scratch
+    ) -> tuple[TensorRTComponent, int]:
+        """An engine of what was exported, its INT8 layers of one kind, and how many these are."""
+        section = EngineSection.model_validate({"attention": self.attention, "layers": kind})
         built = tensorrt.build_engine("denoiser", component, path, section, Quiet())
-        plan = path.with_suffix(".plan")
+        plan = self.plan(path, kind)
         plan.write_bytes(built.plan)
+        model, record = storage.load(path), built.record
+        native = attention_nodes(model) if record.attention == "native" else [site.name for site in record.native_sites]
+        in_int8 = int8_products(tensorrt.lowered(model, native, section, [component.dims]))
         device = torch.device("cuda", torch.cuda.current_device())
-        return TensorRTComponent(plan, built.record, component, device=device, scratch=Scratch(device))
+        return TensorRTComponent(plan, record, component, device=device, scratch=scratch), in_int8
+
+    @staticmethod
+    def plan(path: Path, kind: Kind) -> Path:
+        return path.with_suffix(f".{kind}.plan")
+
+
+def int8_products(model: ir.Model) -> int:
+    """How many products of INT8 activations a model has, as it is given to TensorRT: by plugins, or of what a DQ gives."""
+    return sum(
+        node.op_type in ("Int8Linear", "Int8Conv")
+        or (node.op_type in ("MatMul", "Gemm", "Conv") and producer_of(node.inputs[0], "DequantizeLinear") is not None)
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+    )
+
+
+def emoji(batches: Sequence[int], patterns: Sequence[str]) -> Subject:
+    """The model that ships."""
+    model = emoji_model(shipped_folder() / "emoji-dit.safetensors")
+    return Subject("emoji DiT", model, 2, ["linear"], batches, patterns, ["native"], list(KINDS))
+
+
+def wide(width: int, batches: Sequence[int]) -> Subject:
+    """The same architecture with other sizes, and random weights where it begins with zeros."""
+    torch.manual_seed(0)
+    denoiser = EmojiDiT(width, width // WIDE_HEAD, WIDE_BLOCKS).eval().requires_grad_(False)
+    for module in (denoiser.modulation, denoiser.modulation_out, denoiser.project_out):
+        nn.init.normal_(module.weight, std=0.02)
+    model = replace(emoji_model(shipped_folder() / "emoji-dit.safetensors"), denoiser=denoiser)
+    title = f"DiT of {width:,} channels, {WIDE_BLOCKS} blocks, random weights"
+    return Subject(title, model, 2, ["linear"], batches, ["*"], ["native"], list(KINDS), trained=False)
+
+
+def unet(weights: Path | None, batches: Sequence[int], patterns: Sequence[str]) -> Subject:
+    """The U-Net of a checkpoint, or with random weights."""
+    title = "U-Net of CIFAR-10's DDPM" + ("" if weights else ", random weights")
+    model = ddpm_model(weights or random_weights())
+    kinds: list[Literal["linear", "conv"]] = ["linear", "conv"]
+    return Subject(title, model, 1, kinds, batches, patterns, list(KINDS), ["native"], trained=weights is not None)
+
+
+def random_weights() -> Path:
+    """A file of seeded weights, of such sizes that what goes through neither vanishes nor grows."""
+    torch.manual_seed(0)
+    model = ddpm_unet.build()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight)
+            nn.init.zeros_(module.bias)  # pyright: ignore[reportArgumentType]  # all have one
+    path = Path(tempfile.mkdtemp()) / "random.safetensors"
+    save_file(model.state_dict(), path)
+    return path
 
 
 def image_ms(engine: TensorRTComponent, model: DiffusionModel, batch: int) -> float:
     """Milliseconds of a step, over those of an image."""
-    x = torch.randn(batch, 3, 64, 64, device="cuda", dtype=torch.float16)
-    label = torch.zeros(batch, device="cuda", dtype=torch.int64)
+    sizes = {name: size for name, (_, size, _) in model.dims.items()} | {"batch": batch}
+    example = {name: x.cuda() for name, x in model.example(0, sizes).items()}
+    noise, timestep = model.inputs[0].name, model.timestep_input
     timesteps = torch.linspace(model.timestep_max - 1, 0, STEPS, device="cuda")
-    inputs = [(x * (0.99**i), timesteps[i].expand(batch).contiguous(), label) for i in range(STEPS)]
+    inputs = [
+        example | {noise: (example[noise] * 0.99**i).half(), timestep: timesteps[i].expand(batch).contiguous()}
+        for i in range(STEPS)
+    ]
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     for given in inputs:
-        engine(*given)
+        engine(*given.values())
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / STEPS
 
 
+def measured(bench: Bench, batch: int, kinds: Sequence[Kind]) -> list[Row]:
+    """The engines of a batch, beside each other."""
+    subject, model = bench.subject, bench.model
+    exports: dict[tuple[bool, str], tuple[Path, ComponentRecord]] = {}
+    with ExitStack() as stack:
+        engines, in_int8 = dict[Variant, TensorRTComponent](), dict[Variant, int]()
+        scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
+        for variant in bench.variants(kinds):
+            began, key = time.monotonic(), (variant.in_int8, variant.pattern)
+            if key not in exports:
+                exports[key] = bench.exported(variant, batch)
+            engine, in_int8[variant] = bench.engine(*exports[key], variant.kind, scratch)
+            engines[variant] = stack.enter_context(closing(engine))
+            print(f"{subject.title}, batch {batch}, {variant}: {time.monotonic() - began:.0f} s", flush=True)
+        times: dict[Variant, list[float]] = {variant: [] for variant in engines}
+        for _ in range(ROUNDS + 1):
+            for variant, engine in engines.items():
+                times[variant].append(image_ms(engine, model, batch))
+        rows = []
+        for variant, engine in engines.items():
+            low, middle, high = statistics.quantiles(times[variant][1:], n=4)  # the first one records graphs
+            path = bench.plan(exports[variant.in_int8, variant.pattern][0], variant.kind)
+            db, plan = bench.psnr(engine, batch), path.stat().st_size / 2**20
+            memory = engine.caches_memory / 2**20
+            kind = variant.kind if variant.in_int8 else ""
+            about = subject.title, batch, str(variant), kind, variant.pattern, in_int8[variant]
+            rows.append(Row(*about, middle, high - low, db, memory, plan))
+    return rows
+
+
+def table(rows: Sequence[Row], heading: str) -> str:
+    """Markdown of the engines of a batch."""
+    columns = "layers in INT8 | step, ms | spread | against INT8 | PSNR, dB | caches, MiB | plan, MiB"
+    lines = [
+        heading,
+        "",
+        f"| {rows[0].model} | {columns} |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    int8 = min(row.ms for row in rows if row.kind and not row.pattern)
+    for row in rows:
+        db = "" if row.psnr is None else f"{row.psnr:.1f}"
+        against = f"{row.ms:.3f} | {row.spread:.3f} | {row.ms / int8 - 1:+.0%}"
+        lines.append(f"| {row.what} | {row.in_int8} | {against} | {db} | {row.caches:.0f} | {row.plan:.1f} |")
+    return "\n".join(lines)
+
+
+def write(path: Path, about: Mapping[str, str], rows: Sequence[Row]) -> None:
+    path.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--patterns", nargs="+", default=["*", "blocks.*.mlp.*"])
-    parser.add_argument("--attention", choices=["plugin", "native"], default="plugin")
+    parser.add_argument("--batches", type=int, nargs="*", default=[64], help="of the DiT, even; none leaves it out")
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    parser.add_argument("--wide", type=int, help="channels of the wide DiT, in steps of 256")
+    parser.add_argument("--wide-batches", type=int, nargs="+", default=[4])
+    parser.add_argument("--unet", type=Path, nargs="?", const="", help="a checkpoint; random weights without one")
+    parser.add_argument("--unet-batches", type=int, nargs="+", default=[64])
+    parser.add_argument("--unet-patterns", nargs="+", default=UNET_PATTERNS)
+    parser.add_argument("--layers", choices=list(KINDS), nargs="+", default=list(KINDS), help="in INT8: by what")
+    parser.add_argument("--attention", choices=["plugin", "native", "auto"], default="plugin")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    bench = Bench(arguments.batch, arguments.attention, arguments.patterns)
-    kinds = {"16-bit layers": {}, "INT8 layers": bench.layers("")}
-    kinds |= {f"INT8 layers, changes of {pattern}": bench.layers(pattern) for pattern in arguments.patterns}
-    engines: dict[str, TensorRTComponent] = {}
-    for number, (what, layers) in enumerate(kinds.items()):
-        engines[what] = bench.engine(f"engine-{number}", layers)
-        print(f"{what}: built", flush=True)
-    times: dict[str, list[float]] = {what: [] for what in engines}
-    for _ in range(ROUNDS + 1):
-        for what, engine in engines.items():
-            times[what].append(image_ms(engine, bench.model, arguments.batch))
-    rows = []
-    for what, engine in engines.items():
-        low, middle, high = statistics.quantiles(times[what][1:], n=4)  # the first one records graphs
-        found = bench.model.sample(engine, bench.seeds, steps=STEPS, solver="ddim")
-        db = float(psnr(found.flatten()[None], bench.full.flatten()[None]))
-        plan = (bench.folder / f"engine-{len(rows)}.plan").stat().st_size
-        rows.append(Row(what, middle, high - low, db, engine.caches_memory / 2**20, plan / 2**20))
-    today, gpu = datetime.date.today(), torch.cuda.get_device_name()
-    print(f"\n{today}, {gpu}, TensorRT {tensorrt.status().detail}, batch {arguments.batch}, {STEPS} steps, FP16\n")
-    print("| emoji DiT | step, ms | spread | against INT8 | PSNR, dB | caches, MiB | plan, MiB |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    int8 = rows[1].ms
-    for row in rows:
-        print(
-            f"| {row.what} | {row.ms:.3f} | {row.spread:.3f} | {row.ms / int8 - 1:+.0%} | {row.psnr:.1f} | {row.caches:.0f} | "
-            f"{row.plan:.1f} |"
-        )
-    if arguments.json:
-        figures = {"date": str(today), "gpu": gpu, "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    if any(batch < 2 or batch % 2 for batch in arguments.batches):
+        parser.error("--batches are even: guidance takes two rows of a sample")
+    torch.backends.cudnn.allow_tf32 = False  # what samples are compared with is FP32
+    subjects = [emoji(arguments.batches, arguments.patterns)] if arguments.batches else []
+    if arguments.wide is not None:
+        subjects.append(wide(arguments.wide, arguments.wide_batches))
+    if arguments.unet is not None:
+        weights = arguments.unet if arguments.unet != Path() else None
+        subjects.append(unet(weights, arguments.unet_batches, arguments.unet_patterns))
+    about = {
+        "date": str(datetime.date.today()),
+        "gpu": torch.cuda.get_device_name(),
+        "tensorrt": tensorrt.status().detail,
+    }
+    rows, tables = [], []
+    for subject in subjects:
+        bench = Bench(subject, arguments.attention)
+        for batch in subject.batches:
+            here = measured(bench, batch, arguments.layers)
+            rows += here
+            heading = (
+                f"{about['date']}, {about['gpu']}, TensorRT {about['tensorrt']}, {subject.title}, batch {batch}, "
+                f"{STEPS} steps, FP16, attention: {arguments.attention}"
+            )
+            tables.append(table(here, heading))
+            print(f"\n{tables[-1]}\n", flush=True)
+            if arguments.json:  # after each batch: what was measured outlives a time limit
+                write(arguments.json, about, rows)
 
 
 if __name__ == "__main__":

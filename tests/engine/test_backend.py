@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
+from changed_layers import changed_model
 from pydantic import ValidationError
 from rtx_builds import Watch
 from timed_sites import case, refuse, timed_site
+from tiny_layers import LEFT
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, TensorRecord, read_manifest
@@ -17,6 +20,7 @@ from trtconvert.engine import engine_timer, tensorrt
 from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
 from trtconvert.errors import BackendUnavailable
 from trtconvert.export import lowering
+from trtconvert.export.matching import producer_of
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.library import library_version
@@ -297,3 +301,18 @@ def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
     record = builds.build().record
     assert (record.attention, record.plugin_us, record.native_us, record.plain_us) == ("plugin", None, None, None)
     assert len(builds.watch.notices) == 1
+
+
+@pytest.mark.parametrize("layers", ["plugin", "native"])
+def test_layers_beside_those_that_quantise_changes_are_int8_whoever_computes_these(monkeypatch, layers):
+    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
+    made = changed_model(unchanged=["mlp.0", "mlp.2", "tied", "tied#2", "skip", "attended", "conv"])
+    options = EngineSection(attention="native", layers=layers)
+    graph = tensorrt.lowered(made.graph(torch.float16), [], options, [made.model.dims]).graph
+    kinds = [node.op_type for node in graph]
+    of_plugins = kinds.count("Int8Linear"), kinds.count("QuantiseChangedRows")
+    assert of_plugins == ((3, 1) if layers == "plugin" else (0, 0))  # q, k and v
+    products = [node for node in graph if node.op_type in ("MatMul", "Gemm", "Conv")]
+    in_16_bits = [node for node in products if producer_of(node.inputs[0], "DequantizeLinear") is None]
+    # Attention's two; a convolution without group norms that give INT8.
+    assert len(in_16_bits) == len(LEFT) + 2 + (layers == "plugin")

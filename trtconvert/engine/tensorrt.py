@@ -483,6 +483,7 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
     """See `lowered`; in place."""
     from trtconvert.export.lowering import (
         expand_layers,
+        has_changes,
         lower_changes,
         lower_to_native,
         lower_to_plugin,
@@ -535,11 +536,13 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
     if in_int8 and not options.refittable and options.layers != "exact" and not _against_plugins(options):
         take_few_row_layers(model, opt_sizes(profiles))
         take_mixed_layers(model)
-    # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits.
-    if options.layers != "plugin":
-        quantise_products(model)
-    elif not _against_plugins(options):
+    of_changes = has_changes(model)
+    if options.layers == "plugin" and not _against_plugins(options):
         take_changes(model)
+    # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits, but beside layers that quantise changes:
+    # Q/DQ around these has all others in INT8 too.
+    if options.layers != "plugin" or of_changes:
+        quantise_products(model)
     lower_changes(model)
 
 

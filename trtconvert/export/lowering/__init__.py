@@ -2,7 +2,7 @@
 node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
 from trtconvert.export.lowering.changed_rows import can_take_changes, take_changes
-from trtconvert.export.lowering.changes import lower_changes
+from trtconvert.export.lowering.changes import has_changes, lower_changes
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
 from trtconvert.export.lowering.int8_convs import left_convs, take_int8_convs
@@ -26,6 +26,7 @@ __all__ = [
     "exact_names",
     "expand_layers",
     "fold_transposes",
+    "has_changes",
     "has_group_norms",
     "left_convs",
     "lower_changes",

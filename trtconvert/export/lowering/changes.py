@@ -34,6 +34,11 @@ class _Scales:
     inverses: ir.Value
 
 
+def has_changes(model: ir.Model) -> bool:
+    """Whether layers of a model quantise changes."""
+    return bool(change_nodes(model))
+
+
 def lower_changes(model: ir.Model) -> int:
     """Replace the nodes, in place. All is computed in the type of the caches.
 
