@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) quantise_change_kernel(const __grid_
       for (int c = 0; c < kVector; ++c) {
         const float change = __fsub_rn(xhat[c], known[c]);
         amax = nan_max(amax, fabsf(change));
-        codes[c] = quantise<true>(change * inverse, 1.f);
+        codes[c] = quantise<true>(__fmul_rn(change, inverse), 1.f);
         known[c] = __fadd_rn(known[c], __fmul_rn(__uint_as_float(codes[c]) - kRoundMagic, scale));
       }
       round<T>(known, a[i]);

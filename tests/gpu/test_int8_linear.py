@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 
+import changed_rows
 import int8_rows
 import pytest
 import torch
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.gpu
 INVALID_ARGUMENT = 1
 NO_ACTIVATION, GEGLU, GELU, GELU_TANH = range(4)
 STATIC_ROWS = ModeTable(1 << STATIC, 1, 1, 1000.0)
+CHANGES = {"changes": 1, "mode_set": 1 << STATIC}
 
 
 class Params(ctypes.Structure):
@@ -176,6 +178,55 @@ def test_residuals(rows, channels, in_place, dtype, arch):
     y = residual if in_place else blank(rows, weight, dtype)
     assert run(params(given, weight, scale, bias, y, residual=residual, target_arch=arch)) == (0, "")
     assert is_rounded(y, expected, off)
+
+
+def exact_changes(
+    rows: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `exact`, added to the row before, or to the bias where the row's scale is negative."""
+    y, off = exact(Rows(rows.payload, rows.scale.abs()), weight, scale, None)
+    of_bias = y.new_zeros(()) if bias is None else bias.double()
+    known = torch.where(rows.scale.signbit()[:, None], of_bias, before.double())
+    return y + known, off + 2.0**-23 * (y.abs() + known.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 320), (640, 1280), (5120, 1280), (1280, 3840)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 129, 2048, 8200])
+def test_changes(rows, channels, biased, dtype, arch):
+    """Every second row begins, where what it was is NaN."""
+    given, weight, scale, bias = draw(rows, channels)
+    bias = bias if biased else None
+    sizes = given.scale
+    for first in (0, 1):
+        given.scale = sizes * (1 - 2 * ((torch.arange(rows, device="cuda") + first) % 2))
+        before, y = torch.randn(rows, channels[1], device="cuda").to(dtype), blank(rows + 3, weight, dtype)
+        before[given.scale < 0] = math.nan
+        assert run(params(given, weight, scale, bias, y, residual=before, target_arch=arch, **CHANGES)) == (0, "")
+        assert is_rounded(y[:rows], *exact_changes(given, weight, scale, bias, before))
+        assert y[rows:].isnan().all()
+        in_place = params(given, weight, scale, bias, before, residual=before, target_arch=arch, **CHANGES)
+        assert run(in_place) == (0, "")
+        assert torch.equal(before, y[:rows])
+
+
+def test_changes_whose_scale_is_nan_are_nan(arch):
+    given, weight, scale, bias = draw(300, (80, 200))
+    given.scale[::2] *= -1
+    before, clean, y = torch.randn(300, 200, device="cuda").half(), blank(300, weight), blank(300, weight)
+
+    def run_into(out: Tensor) -> None:
+        of = params(given, weight, scale, bias, out, residual=before, target_arch=arch, **CHANGES)
+        assert run(of) == (0, "")
+
+    run_into(clean)
+    struck = [5, 127, 128, 299]
+    given.scale[struck] = math.nan
+    run_into(y)
+    assert y[struck].isnan().all()
+    y[struck] = clean[struck]
+    assert torch.equal(y, clean)
 
 
 def test_sums_far_beyond_fp32(arch):
@@ -341,11 +392,34 @@ def test_behind_what_quantises_in_a_graph(rows):
             assert is_rounded(written, *exact(int8_rows.quantised(read), weight, scale, bias))
 
 
+@pytest.mark.parametrize("rows", [2, 130, 2048])
+def test_steps_of_changes_in_a_graph(rows, arch):
+    """Two samples, of which the second begins again: two kernels, each with its cache in place."""
+    x = torch.empty(rows, 640, device="cuda").half()
+    _, weight, scale, bias = draw(1, (640, 1280))
+    scale /= 25  # results have numbers of the size of 1
+    scales, changes, y = torch.empty(2, 1, device="cuda"), changed_rows.blank(x), blank(rows, weight)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        assert changed_rows.run(changed_rows.params(x, changes.a_next, scales, changes)) == (0, "")
+        of = params(changes.rows, weight, scale, bias, y, residual=y, target_arch=arch, **CHANGES)
+        assert run(of) == (0, "")
+    for of_samples in ((-0.03, -0.04), (0.02, 0.01), (0.02, -0.03), (0.03, 0.02)):
+        x.normal_()
+        scales.copy_(torch.tensor(of_samples)[:, None])
+        a_hat, before = changes.a_next.clone(), y.clone()
+        graph.replay()
+        q, a_next = changed_rows.specified(x, a_hat, scales[:, 0])
+        assert torch.equal(changes.q, q) and torch.equal(changes.a_next, a_next)
+        assert is_rounded(y, *exact_changes(changes.rows, weight, scale, bias, before))
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"struct_size": 8}, "params: expected version 1 of"),
-        ({"version": 2}, "got version 2"),
+        ({"struct_size": 8}, "params: expected version 2 of"),
+        ({"version": 1}, "got version 1"),
         ({"rows": 0}, "rows: expected 1..2^24, got 0"),
         ({"in_channels": 24}, "in_channels: expected 16..65536 in steps of 16, got 24"),
         ({"out_channels": 65544}, "out_channels: expected 8..65536 in steps of 8, got 65544"),
@@ -353,6 +427,12 @@ def test_behind_what_quantises_in_a_graph(rows):
         ({"activation": 4}, "activation: expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got 4"),
         ({"mode_set": 0}, "mode_set: expected a sum of"),
         ({"target_arch": 90}, "target_arch: expected 0 or 80, got 90"),
+        ({"changes": 2}, "changes: expected 0 or 1, got 2"),
+        ({"changes": 1}, "mode_set: expected 8 (static) where rows are changes, got 4"),
+        (CHANGES | {"mode_set": 12}, "mode_set: expected 8 (static) where rows are changes, got 12"),
+        (CHANGES | {"activation": GELU}, "activation: expected 0 (none) where rows are changes, got 2"),
+        (CHANGES | {"out_table": STATIC_ROWS}, "out_table.mode_set: expected 0 (none) where rows are changes, got 8"),
+        (CHANGES, "residual: expected a device pointer, got null"),
         ({"row_scale": 0}, "row_scale: expected a device pointer, got null"),
         ({"out_table": STATIC_ROWS}, "y: expected null where quantised rows are wanted"),
         ({"out_table": STATIC_ROWS, "y": 0}, "out_payload: expected a device pointer, got null"),

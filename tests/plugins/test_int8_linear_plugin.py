@@ -33,7 +33,7 @@ NAMES = ("x", "row_scale", "weight", "weight_scale", "bias", "residual")
 KINDS = (INT32, FLOAT, INT32, FLOAT, FLOAT, HALF)
 DEFAULTS = {
     "activation": 0, "bias": 0, "residual": 0, "bfloat16": 0, "quantised": 0, "out_factor": 0, "out_offset": 0, "timestep": 0,
-    "timestep_max": 1000.0,
+    "timestep_max": 1000.0, "changes": 0,
 }  # fmt: skip
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
@@ -74,12 +74,12 @@ def of(*x: int, width: int = 8, layers: int = 1) -> tuple[Sequence[int], ...]:
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     driver.messages()
     given = DEFAULTS | {"mode_set": 12, "bias": 1, "residual": 1, "bfloat16": 1, "timestep_max": 500.0}
-    copies = copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given)
+    copies = copies_read_back(driver, driver.create(**given), {"serialization_version": 2} | given)
     for copy in copies:
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 6) == 0, driver.messages()
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 6) == 1
         assert "input 'residual': expected linear format and BF16; got format 0 and type 1" in driver.messages()
-    assert driver.serialised(driver.create(mode_set=4)) == {"serialization_version": 1, "mode_set": 4} | DEFAULTS
+    assert driver.serialised(driver.create(mode_set=4)) == {"serialization_version": 2, "mode_set": 4} | DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,10 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
         (0, {"mode_set": 4, "activation": 4}, "expected 0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh), got 4"),
         (0, {"mode_set": 4, "activation": -1}, "GELU by tanh), got -1"),
         (0, {"mode_set": 4, "bias": 2}, "attribute 'bias': expected 0 or 1, got 2"),
-        (0, {"mode_set": 4, "axis": 1}, "timestep and timestep_max, got 'axis'; remove it"),
-        (1, {"mode_set": 4}, "expected the 11 fields that this plugin serialises, got 1"),
-        (1, DEFAULTS | {"mode_set": 4, "serialization_version": 2}, "serialization version 2, this plugin reads 1"),
+        (0, {"mode_set": 4, "changes": 2}, "attribute 'changes': expected 0 or 1, got 2"),
+        (0, {"mode_set": 4, "axis": 1}, "timestep_max and changes, got 'axis'; remove it"),
+        (1, {"mode_set": 4}, "expected the 12 fields that this plugin serialises, got 1"),
+        (1, DEFAULTS | {"mode_set": 4, "serialization_version": 1}, "serialization version 1, this plugin reads 2"),
     ],
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
@@ -278,7 +279,7 @@ def test_quantised_rows_for_the_next_layer(driver: Driver) -> None:
     driver.messages()
     given = {"mode_set": 12, "activation": GELU, "quantised": 1, "out_factor": 1, "out_offset": 1, "timestep": 1}
     made = driver.create(**given)
-    copies_read_back(driver, made, {"serialization_version": 1} | DEFAULTS | given)
+    copies_read_back(driver, made, {"serialization_version": 2} | DEFAULTS | given)
     assert driver.lib.driver_shape_change(made, array(quantising()), 8) == 0, driver.messages()
     types = (ctypes.c_int32 * 2)()
     assert driver.lib.driver_output_type(made, (ctypes.c_int32 * 8)(INT32), 8, types) == 0
@@ -318,6 +319,37 @@ def test_quantised_rows_that_cannot_be(driver: Driver, attributes: dict, shapes:
     if given["mode_set"] & WEIGHT_ONLY:
         descs[0].dims = Dims((2, 1024, 640))
     assert driver.lib.driver_shape_change(made, array(descs), len(descs) - 2) == 1
+    assert said in driver.messages()
+    driver.lib.driver_destroy(made)
+
+
+CHANGES = {"mode_set": STATIC, "bias": 1, "residual": 1, "changes": 1}
+
+
+def test_changes_are_added_to_what_the_layer_gave(driver: Driver) -> None:
+    driver.messages()
+    for copy in copies_read_back(driver, driver.create(**CHANGES), {"serialization_version": 2} | DEFAULTS | CHANGES):
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 6) == 0, driver.messages()
+
+
+@pytest.mark.parametrize(
+    ("attributes", "descs", "said"),
+    [
+        ({"residual": 0}, tensors(*SHAPES[:5]), "attribute 'residual': expected 1 with changes, what the layer gave a"),
+        ({"mode_set": 12}, tensors(*SHAPES), "mode_set: expected 8 (static) where rows are changes, got 12"),
+        ({"activation": GELU}, tensors(*SHAPES), "activation: expected 0 (none) where rows are changes, got 2"),
+        (
+            {"quantised": 1},
+            [*tensors(*SHAPES)[:-1], *quantising((1,))[7:]],
+            "out_table.mode_set: expected 0 (none) where rows are changes, got 8",
+        ),
+    ],
+    ids=["no residual", "modes", "activation", "quantised"],
+)
+def test_changes_that_cannot_be(driver: Driver, attributes: dict, descs: list[Desc], said: str) -> None:
+    made = driver.create(**CHANGES | attributes)
+    outputs = 1 + attributes.get("quantised", 0)
+    assert driver.lib.driver_shape_change(made, array(descs), len(descs) - outputs) == 1
     assert said in driver.messages()
     driver.lib.driver_destroy(made)
 

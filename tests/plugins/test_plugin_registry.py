@@ -73,6 +73,7 @@ given = {
     ],
     "ChannelsLastAdd": [],
     "QuantiseRows": [trt.PluginField("mode_set", np.array([4], np.int32), trt.PluginFieldType.INT32)],
+    "QuantiseChangedRows": [trt.PluginField("place", np.array([0], np.int32), trt.PluginFieldType.INT32)],
     "Int8Linear": [trt.PluginField("mode_set", np.array([4], np.int32), trt.PluginFieldType.INT32)],
     "Int8ResidualNorm": [trt.PluginField("mode_set", np.array([4], np.int32), trt.PluginFieldType.INT32)],
     "Int8GroupNorm": [trt.PluginField("groups", np.array([32], np.int32), trt.PluginFieldType.INT32)],
@@ -107,7 +108,7 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
 
 
 OURS = ["Int8Attention", "Linear", "ResidualNorm", "GroupNorm", "ChannelsLastAdd", "QuantiseRows"]
-OURS += ["Int8Linear", "Int8ResidualNorm", "Int8GroupNorm", "Int8Conv"]
+OURS += ["QuantiseChangedRows", "Int8Linear", "Int8ResidualNorm", "Int8GroupNorm", "Int8Conv"]
 ROWS = ["mode_set", "timestep_max", "factor", "offset", "timestep"]
 """Attributes of what gives quantised rows."""
 STEPS = ["stride_y", "stride_x", "pad_y", "pad_x"]
@@ -148,7 +149,8 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
         "GroupNorm": [["epsilon", "groups", "silu", "channels_last"], 1],
         "ChannelsLastAdd": [[], 1],
         "QuantiseRows": [[*ROWS, "starts_early"], 2],
-        "Int8Linear": [[*LAYER, "quantised", "out_factor", "out_offset", "timestep", "timestep_max"], 1],
+        "QuantiseChangedRows": [["factor", "activation", "place"], 3],
+        "Int8Linear": [[*LAYER, "quantised", "out_factor", "out_offset", "timestep", "timestep_max", "changes"], 1],
         "Int8ResidualNorm": [[*ROWS, "epsilon", "normed", "starts_early"], 3],
         "Int8GroupNorm": [["epsilon", "groups", "silu", "timestep_max", "shift", "factor", "timestep"], 1],
         "Int8Conv": [[*STEPS, "bias", "residual", "timestep", "bfloat16", "timestep_max"], 1],

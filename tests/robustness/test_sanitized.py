@@ -37,7 +37,7 @@ def test_random_arguments_are_taken_or_refused():
     )
     functions = set(re.findall(r"\b(trtconvert_\w+)$", exported.stdout, re.M)) - WITHOUT_ARGUMENTS
     creators = {name for name in counts if name[0].isupper() and " of " not in name}
-    assert len(functions) > 15 and len(creators) == 8
+    assert len(functions) > 15 and len(creators) == 11
     for name in functions | creators:
         assert sum(counts[name].values()) >= rounds, f"{name} was hardly called"
     for name in functions - {name for name in functions if name.endswith("_is_supported")}:

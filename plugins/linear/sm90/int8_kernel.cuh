@@ -259,7 +259,7 @@ class ScaledEpilogue {
     }
   }
 
-  // To what rows were a step before, or to the bias, where scales are negative: what they were is not read then.
+  // To what rows were a step before, or to the bias, where scales are negative: what they were is not used then.
   __device__ __forceinline__ void add_change(const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2], int eight,
                                              const uint32_t (&before)[2], float (&y)[4]) const {
     const float4 of = load_shared_float4(columns_ + (4 * eight + threadIdx.x % 4) * kPairBytes);

@@ -14,6 +14,7 @@
 #include "trtconvert/int8_linear.h"
 #include "trtconvert/linear.h"
 #include "trtconvert/quantise.h"
+#include "trtconvert/quantise_change.h"
 #include "trtconvert/residual_norm.h"
 
 namespace trtconvert::calls {
@@ -139,6 +140,10 @@ TrtConvertInt8LinearParams int8_linear(Random& random) {
   } else {
     p.y = random.address();
     if (p.activation == 0 && random.one_in(2)) p.residual = random.address();
+    if (random.one_in(4)) {
+      p.changes = 1, p.activation = 0, p.mode_set = 8;
+      p.residual = random.address();
+    }
   }
   return p;
 }
@@ -173,6 +178,21 @@ TrtConvertQuantiseParams quantise(Random& random) {
   p.x = random.address(), p.payload = random.address(), p.row_scale = random.address<float>();
   if (random.one_in(2)) p.factor = random.address<float const>(), p.offset = random.address<float const>();
   p.starts_early = static_cast<int32_t>(random.between(0, 1));
+  return p;
+}
+
+TrtConvertQuantiseChangeParams quantise_change(Random& random) {
+  auto p = headed<TrtConvertQuantiseChangeParams>(TRTCONVERT_QUANTISE_CHANGE_VERSION);
+  p.batch = static_cast<int32_t>(random.size(65536));
+  p.rows = p.batch * random.size(INT32_MAX / p.batch);
+  p.channels = static_cast<int32_t>(random.size(65536, 16));
+  p.data_type = static_cast<int32_t>(random.between(0, 1));
+  p.activation = random.one_of({0, 2, 3});
+  p.places = static_cast<int32_t>(random.size(65536));
+  p.place = static_cast<int32_t>(random.between(0, p.places - 1));
+  p.x = random.address(), p.a_hat = random.address(), p.scales = random.address<float const>();
+  p.payload = random.address(), p.row_scale = random.address<float>(), p.a_next = random.address();
+  if (random.one_in(2)) p.factor = random.address<float const>();
   return p;
 }
 
@@ -404,6 +424,8 @@ void call_c_apis(Random& random, long long rounds, Counts& counts) {
                                         random, rounds, counts);
   call_both<TrtConvertQuantiseParams>("trtconvert_quantise", trtconvert_quantise_check, trtconvert_quantise_run, quantise, random, rounds,
                                       counts);
+  call_both<TrtConvertQuantiseChangeParams>("trtconvert_quantise_change", trtconvert_quantise_change_check,
+                                            trtconvert_quantise_change_run, quantise_change, random, rounds, counts);
   call_both<TrtConvertResidualNormParams>("trtconvert_residual_norm", trtconvert_residual_norm_check, trtconvert_residual_norm_run,
                                           residual_norm, random, rounds, counts);
   call_both<TrtConvertGroupNormParams>("trtconvert_group_norm", trtconvert_group_norm_check, trtconvert_group_norm_run, group_norm, random,

@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "trtconvert/graph_copies.h"
@@ -48,6 +49,18 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
   }
   std::memset(map, 0, sizeof(*map));
   return CUDA_SUCCESS;
+}
+
+// cuTensorMapEncodeIm2col likewise, of images of rank 4.
+CUresult encode_windows(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, cuuint64_t const* sizes,
+                        cuuint64_t const* strides, int const* lower, int const* upper, cuuint32_t channels, cuuint32_t pixels,
+                        cuuint32_t const* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                        CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  if (rank != 4 || pixels == 0 || pixels > 1024) return CUDA_ERROR_INVALID_VALUE;
+  for (int i = 0; i < 2; ++i)
+    if (std::min(lower[i], upper[i]) < -128 || std::max(lower[i], upper[i]) > 127) return CUDA_ERROR_INVALID_VALUE;
+  cuuint32_t const box[] = {channels, 1, 1, 1};
+  return encode(map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill);
 }
 
 }  // namespace
@@ -148,9 +161,10 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void const*, cudaLaunc
   *clusters = stand_in.multiprocessors / static_cast<int>(config->gridDim.x);
   return cudaSuccess;
 }
-cudaError_t cudaGetDriverEntryPointByVersion(char const*, void** function, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  *function = reinterpret_cast<void*>(encode);
+  bool const windows = std::strcmp(name, "cuTensorMapEncodeIm2col") == 0;
+  *function = windows ? reinterpret_cast<void*>(encode_windows) : reinterpret_cast<void*>(encode);
   *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }

@@ -106,6 +106,12 @@ void add_usual(FieldList& list, PluginField const& named, Random& random) {
     list.add(name, random.one_of<int64_t>({1, 2, 8, 32}), wide);
   } else if (name == "activation") {
     list.add(name, random.between(0, 3), wide);
+  } else if (name == "stride_y" || name == "stride_x") {
+    list.add(name, random.between(1, 3), wide);
+  } else if (name == "place") {
+    list.add(name, random.between(0, 3), wide);
+  } else if (name == "changes") {  // seldom fits what else is drawn, see add_changes()
+    list.add(name, int64_t{random.one_in(8)}, wide);
   } else if (name == "parts") {
     list.add(name, random.one_in(4) ? int64_t{2} : int64_t{1}, wide);
   } else if (name == "norm_split" || name == "kv_heads" || name == "k_head" || name == "v_head") {
@@ -113,6 +119,13 @@ void add_usual(FieldList& list, PluginField const& named, Random& random) {
   } else {
     list.add(name, random.between(0, 1), wide);
   }
+}
+
+// Attributes of an Int8Linear of changes, which want others.
+void add_changes(FieldList& list, Random& random) {
+  list.add("mode_set", int64_t{8}, random.one_in(4));
+  for (char const* name : {"residual", "changes"}) list.add(name, int64_t{1}, random.one_in(4));
+  for (char const* name : {"bias", "bfloat16"}) list.add(name, random.between(0, 1), random.one_in(4));
 }
 
 // A field of any name, type, length and value; of more elements than one its data is as long as it says.
@@ -203,7 +216,8 @@ Tensors inputs_of(std::string_view name, IPluginV3OneRuntime* runtime, Random& r
     if (has("timestep")) add(tensor({batch}, kFloat));
     add(tensor({has("timestep") ? bins : 1}, kFloat));
   } else if (name == "Int8Conv") {
-    int64_t const out = random.size(most, 8), height = random.size(most), width = random.size(most);
+    int64_t const out = random.size(most, 8), most_pixels = random.one_in(4) ? most : 256;
+    int64_t const height = random.size(most_pixels), width = random.size(most_pixels);
     int64_t const kernel_h = random.size(random.one_in(4) ? most : 5), kernel_w = random.size(random.one_in(4) ? most : 5);
     add(tensor({batch, height, width, channels / 4}, kInt));
     add(tensor({out, kernel_h, kernel_w, channels / 4}, kInt));
@@ -229,6 +243,10 @@ Tensors inputs_of(std::string_view name, IPluginV3OneRuntime* runtime, Random& r
   } else if (name == "QuantiseRows") {
     add(tensor({batch, rows, channels}, half));
     add_tables();
+  } else if (name == "QuantiseChangedRows") {
+    for (int i = 0; i < 2; ++i) add(tensor({batch, rows, channels}, half));
+    add(tensor({batch, has("place") + random.size(65536)}, kFloat));
+    if (has("factor")) add(tensor({channels}, kFloat));
   } else if (name == "Int8Linear") {
     int64_t const out = random.size(most, 16);
     bool const geglu = has("activation") == 1, quantised = has("quantised");
@@ -388,8 +406,12 @@ void call_creator(IPluginCreatorV3One* creator, Random& random, long long rounds
   for (long long round = 0; round < rounds; ++round) {
     choose_device(random);
     FieldList list;
-    for (int32_t i = 0; i < names.nbFields; ++i)
-      if (!random.one_in(8)) add_usual(list, names.fields[i], random);
+    if (name == "Int8Linear" && random.one_in(4)) {
+      add_changes(list, random);
+    } else {
+      for (int32_t i = 0; i < names.nbFields; ++i)
+        if (!random.one_in(8)) add_usual(list, names.fields[i], random);
+    }
     for (int64_t odd = random.one_in(2) ? random.between(0, 3) : 0; odd > 0; --odd) add_odd(list, names, random);
     PluginFieldCollection collection = list.collection();
     if (random.one_in(100)) collection.nbFields = -static_cast<int32_t>(random.size(INT32_MAX));

@@ -4,14 +4,15 @@
  *   y = GELU(y)                                                               where wanted
  *   y = y_0 * GELU(y_1)                                                       GEGLU of two layers (Shazeer 2020, arXiv:2002.05202)
  *   y = y + residual                                                          where wanted
- *   y = (x * weight^T) * (|row_scale| * weight_scale) + (row_scale < 0 ? bias : residual)      of rows that are changes (quantise_change.h)
+ *   y = (x * weight^T) * (|row_scale| * weight_scale) + known                 of rows that are changes (quantise_change.h)
+ *   known = bias where row_scale < 0, else residual
  *
  * The product of INT8 rows is exact in INT32, the rest is FP32, and y is rounded once. 16-bit rows, of mode WEIGHT_ONLY, are multiplied
  * by the INT8 weights as 16-bit numbers, which they are exactly, and summed in FP32. Rows whose scale is NaN have results that are NaN.
  *
  * A run launches a kernel for INT8 rows, one for 16-bit rows, or both where mode_set says that either may come: the rows themselves tell
- * which, and the other one ends at once. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call from several threads and on
- * several streams at once.
+ * which, and the other one ends at once. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is
+ * safe to call from several threads and on several streams at once.
  */
 #ifndef TRTCONVERT_INT8_LINEAR_H_
 #define TRTCONVERT_INT8_LINEAR_H_
