@@ -21,6 +21,7 @@ from trtconvert.export.lowering import (
     expand_layers,
     lower_to_native,
     lower_to_plugin,
+    multiply_patches,
     quantise_products,
     split_products,
 )
@@ -287,6 +288,24 @@ def test_products_of_concatenations_are_still_split(static):
     np.testing.assert_array_equal(np.concatenate(rows), table)
     assert quantise_products(graph) == len(CHOSEN) + 1
     assert error(run(graph, **inputs), static.torch(torch.float16, **inputs)) < tolerances.HALF_LAYERS
+
+
+def test_convolutions_of_single_pixels_that_become_products_of_tokens_stay_int8():
+    """As around attention in U-Nets."""
+
+    def tokens(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+    model = model_of(Called(tokens, proj=nn.Conv2d(32, 48, 1)), ("batch", 32, 4, 4), ("batch", 16, 48))
+    made = int8_model(model, ONE_BIN, include=["proj"])
+    graph, inputs = made.graph(torch.float16), made.example(torch.float16)
+    expand_layers(graph)
+    assert multiply_patches(graph) == 1
+    (product,) = in_int8(graph)
+    table = made.layers["proj"].tables.weight
+    np.testing.assert_array_equal(int8_weight_of(product.inputs[1]).integers(), table.flatten(1).T.numpy())
+    assert quantise_products(graph) == len(quantised(graph)) == 1
+    assert error(run(graph, **inputs), made.torch(torch.float16, **inputs)) < tolerances.HALF_LAYERS
 
 
 def test_attention_beside_them_is_lowered_as_it_is_without():

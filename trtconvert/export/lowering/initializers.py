@@ -49,8 +49,17 @@ def columns_of(graph: ir.Graph, weight: ir.Value) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
     out = int(tensor.shape[0])  # type: ignore[arg-type]
-    shape = (tensor.size // out, out)
-    return changed_initializer(graph, weight, "as columns", shape, lambda kernel: kernel.reshape(out, -1).T)
+    shape, how = (tensor.size // out, out), "as columns"
+
+    def columns(kernel: np.ndarray) -> np.ndarray:
+        return kernel.reshape(out, -1).T
+
+    if not isinstance(tensor, Int8Weight):
+        return changed_initializer(graph, weight, how, shape, columns)
+    name = f"{weight.name}, {how}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, tensor.changed(name, columns, shape, axis=1))
 
 
 def changed_initializer(
