@@ -182,19 +182,48 @@ def test_auto_computes_layers_in_16_bits_where_the_whole_engine_is_faster_so(bui
     assert any("no INT8 layers" in notice for notice in builds.watch.notices) == (kept == "exact")
 
 
+CACHE = TensorRecord(name="modiff.timestep", dtype="float32", shape=["batch"])
+
+
 @pytest.mark.parametrize(("native_us", "kept"), [(70.0, "native"), (90.0, "plugin")])
 def test_changes_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(builds, monkeypatch, native_us, kept):
-    cache = TensorRecord(name="modiff.timestep", dtype="float32", shape=["batch"])
     monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
     times = iter([80.0, 85.0, 80.0, native_us])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
-    record = builds.build(int8_layers=True, caches=[cache], layers="auto").record
+    record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
     assert (record.layers, record.layers_us) == (kept, {"plugin": 80.0, "native": native_us})
     for fields in ({"hardware_compatible": True}, {"layers": "native"}):
         monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "none" if options.hardware_compatible else "")
         times = iter([80.0, 85.0])
-        record = builds.build(int8_layers=True, caches=[cache], **{"layers": "auto"} | fields).record
+        record = builds.build(int8_layers=True, caches=[CACHE], **{"layers": "auto"} | fields).record
         assert (record.layers, record.layers_us) == ("native", {})
+
+
+def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkeypatch):
+    monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
+    monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
+    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    built = []
+
+    def build_lowered(trt, model, path, inputs, profiles, options, watch):
+        built.append((options.layers, options.channels_last))
+        return b"plan"
+
+    monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
+    times = iter([80.0, 85.0, 70.0, 70.0, 75.0])
+    monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
+    record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
+    assert built == [("plugin", True), ("plugin", True), ("native", False), ("plugin", False)]
+    assert (record.layers, record.layers_us, record.plugin) == ("native", {"native": 70.0, "plugin": 75.0}, "")
+
+
+@pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])
+def test_plugins_that_do_not_quantise_changes_are_told(builds, monkeypatch, lacking):
+    monkeypatch.setattr(lowering, "can_take_changes", lambda model: bool(lacking))
+    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: lacking)
+    builds.build("native", int8_layers=True, caches=[CACHE], layers="plugin")
+    (told,) = [notice for notice in builds.watch.notices if "changes are quantised by Q/DQ" in notice]
+    assert (lacking or "FP16 caches") in told
 
 
 def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):

@@ -261,7 +261,7 @@ def build_engine(
         asked = "engine.refittable: true" if options.refittable else "engine.layers: exact"
         raise UserError(
             "layers that quantise changes have no engine of 16-bit layers",
-            expected="engine.refittable: false, and engine.layers: auto or native",
+            expected="engine.refittable: false, and engine.layers: auto, plugin or native",
             got=asked,
             remedy="leave that out; or build the bundle with layers.modiff: false",
         )
@@ -287,11 +287,17 @@ def build_engine(
     attention = _attention_here(options, watch) if nodes else "native"
     if attention == "auto":
         time_engine = partial(denoiser_microseconds, trt, component.all_inputs, component.timestep_input, profiles)
-        plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}))
+        # Of layers that quantise changes the last kind has no plugins.
+        without = kinds[-1] if component.caches else kinds[0]
+        plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)
         choice = choose_alone(trt, model, profiles, options, watch)
         engine = fastest_engine(choice, nodes, build, plain if with_group_norms else None, time_engine, watch)
+        if engine.is_plain and component.caches:
+            kinds = kinds[::-1]
         if len(kinds) > 1:
-            engine = with_fastest_layers(engine, nodes, kinds, build, time_engine, watch)
+            like_this = options.model_copy(update={"channels_last": options.channels_last and not engine.is_plain})
+            build_others = partial(build, options=like_this)
+            engine = with_fastest_layers(engine, nodes, kinds, build_others, time_engine, watch)
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
@@ -339,9 +345,18 @@ def _layer_kinds(
     from trtconvert.export.lowering import can_take_changes, has_group_norms
 
     if component.caches:  # engines without these have other inputs
-        if options.layers != "auto":
-            return [options.layers]
-        return ["plugin", "native"] if can_take_changes(model) and not _against_plugins(options) else ["native"]
+        lacking = _against_plugins(options)
+        ours = can_take_changes(model) and not lacking
+        if options.layers == "auto":
+            return ["plugin", "native"] if ours else ["native"]
+        if options.layers == "plugin" and not ours:
+            why = (
+                f"the plugin library has {lacking}"
+                if lacking
+                else "our kernels take linear layers with FP16 caches alone"
+            )
+            watch.notice(f"changes are quantised by Q/DQ: {why}")
+        return [options.layers]
     if options.refittable:
         if not component.has_int8_layers or options.layers == "exact":
             return ["exact"]
@@ -502,6 +517,7 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
     from trtconvert.export.nodes.attention import attention_nodes
     from trtconvert.export.nodes.layers import layer_nodes
 
+    of_changes = has_changes(model)
     # First: rewrites look for products.
     if options.refittable and options.layers == "plugin" and not _against_plugins(options):
         ours = refittable_layers(model, opt_sizes(profiles))
@@ -511,7 +527,7 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         exact: bool | Collection[str] = options.layers == "exact" or options.refittable
         if not exact and options.layers == "plugin":
             exact = _convs_in_16_bits(model, options, profiles).keys()
-        in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin")
+        in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin" and not of_changes)
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
         take_group_norms(model)
@@ -536,11 +552,10 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
     if in_int8 and not options.refittable and options.layers != "exact" and not _against_plugins(options):
         take_few_row_layers(model, opt_sizes(profiles))
         take_mixed_layers(model)
-    of_changes = has_changes(model)
     if options.layers == "plugin" and not _against_plugins(options):
         take_changes(model)
-    # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits, but beside layers that quantise changes:
-    # Q/DQ around these has all others in INT8 too.
+    # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits. But linear layers beside those that
+    # quantise changes are INT8 whoever computes these.
     if options.layers != "plugin" or of_changes:
         quantise_products(model)
     lower_changes(model)

@@ -15,11 +15,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
-from trtconvert.export.lowering.initializers import add_initializer, changed_initializer
+from trtconvert.export.lowering.initializers import changed_initializer, named_constant
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
 from trtconvert.export.matching import is_read_once, producer_of
-from trtconvert.export.nodes.changes import LINEAR, QUANTISE, change_nodes, inputs_of
-from trtconvert.export.nodes.common import DOMAIN, VERSION
+from trtconvert.export.nodes.changes import LINEAR, QUANTISE, cache_of, change_nodes, inputs_of
+from trtconvert.export.nodes.common import DOMAIN, PLUGIN
 from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA, table_of
 from trtconvert.linear.modes import LayerMode
 
@@ -27,7 +27,6 @@ QUANTISE_CHANGED_ROWS = "QuantiseChangedRows"
 """The operator of the plugin."""
 
 _GELUS = {"none": 2, "tanh": 3}  # TrtConvertActivation of activation.h
-_PLUGIN = {"plugin_version": str(VERSION), "plugin_namespace": ""}
 
 
 def take_changes(model: ir.Model) -> int:
@@ -41,17 +40,16 @@ def take_changes(model: ir.Model) -> int:
     taken = [found for node in change_nodes(model) if node.op_type == QUANTISE and (found := _readers(node))]
     if not taken:
         return 0
-    tape, first = Tape(), inputs_of(taken[0][0])
-    scales = _signed(tape, first["scales"], first["begins"])
-    for node in tape.nodes:
-        graph = taken[0][0].graph
-        assert isinstance(graph, ir.Graph)
-        graph.insert_before(taken[0][0], node)
+    tape, first = Tape(), taken[0][0]
+    scales = _signed(tape, inputs_of(first)["scales"], inputs_of(first)["begins"])
+    graph = first.graph
+    assert isinstance(graph, ir.Graph)
+    graph.insert_before(first, tape.nodes)
     for quantise, layers in taken:
         payload, row_scale = _quantised(quantise, scales)
         for layer in layers:
             _add_product(layer, payload, row_scale)
-        _remove(quantise)
+        graph.remove(quantise, safe=True)
     for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
         clean(model)
     return sum(len(layers) for _, layers in taken)
@@ -88,15 +86,14 @@ def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
     x, activation = _before_gelu(inputs["x"])
     factor = table_of(inputs["x_factor"])
     source = node.metadata_props[SOURCE_METADATA]
-    tape = Tape()
-    rows = [x, _shaped(tape, inputs["a_hat"], x), scales]
-    if equalised := bool((factor != 1).any()):
-        rows.append(_constant(graph, f"{source}: factor of changes", factor.astype(np.float32).reshape(-1)))
-    attributes = {"factor": int(equalised), "activation": activation, "place": node.attributes["place"].as_int()}
-    new = ir.node(QUANTISE_CHANGED_ROWS, rows, attributes | _PLUGIN, domain=DOMAIN, num_outputs=3)
-    payload, row_scale, a_next = new.outputs
-    shape = x.shape
+    tape, shape = Tape(), x.shape
     assert shape is not None and isinstance(shape[-1], int)
+    rows = [x, _shaped(tape, inputs["a_hat"], shape), scales]
+    if equalised := bool((factor != 1).any()):
+        rows.append(named_constant(graph, f"{source}: factor of changes", factor.astype(np.float32).reshape(-1)))
+    attributes = {"factor": int(equalised), "activation": activation, "place": node.attributes["place"].as_int()}
+    new = ir.node(QUANTISE_CHANGED_ROWS, rows, attributes | PLUGIN, domain=DOMAIN, num_outputs=3)
+    payload, row_scale, a_next = new.outputs
     payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([*shape[:-1], shape[-1] // 4])
     row_scale.type, row_scale.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([*shape[:-1], 1])
     a_next.type, a_next.shape = copy.copy(x.type), shape
@@ -114,18 +111,19 @@ def _add_product(node: ir.Node, payload: ir.Value, row_scale: ir.Value) -> None:
         graph, weight, "packed", (outputs, channels // 4), lambda integers: integers.view(np.int32), ir.DataType.INT32
     )
     tables = [
-        _constant(graph, f"{layer}: {name} of changes", table_of(inputs[name])) for name in ("weight_scale", "bias")
+        named_constant(graph, f"{layer}: {name} of changes", table_of(inputs[name]))
+        for name in ("weight_scale", "bias")
     ]
     tape = Tape()
     shape = ir.Shape([*payload.shape[:-1], outputs])
-    residual = _shaped(tape, o_hat, row_scale, shape)
+    residual = _shaped(tape, o_hat, shape)
     attributes = {
         "mode_set": 1 << LayerMode.STATIC, "activation": 0, "bias": 1, "residual": 1, "bfloat16": 0, "changes": 1
     }  # fmt: skip
-    new = ir.node(INT8_LINEAR, [payload, row_scale, packed, *tables, residual], attributes | _PLUGIN, domain=DOMAIN)
+    new = ir.node(INT8_LINEAR, [payload, row_scale, packed, *tables, residual], attributes | PLUGIN, domain=DOMAIN)
     new.outputs[0].type, new.outputs[0].shape = copy.copy(o_hat.type), shape
     _insert(node, tape, new, new.outputs[0], node.outputs[0])
-    _remove(node)
+    graph.remove(node, safe=True)
 
 
 def _before_gelu(x: ir.Value) -> tuple[ir.Value, int]:
@@ -137,20 +135,15 @@ def _before_gelu(x: ir.Value) -> tuple[ir.Value, int]:
     return (gelu.inputs[0], activation) if activation else (x, 0)
 
 
-def _shaped(tape: Tape, cache: ir.Value, rows: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
-    """A cache [B, n, …, C] as rows are seen, [B · n, …, C].
-
-    Args:
-        rows: of the axes that are wanted; shape: what comes out, where the channels are others.
-    """
-    assert cache.shape is not None and rows.shape is not None
-    if len(cache.shape) == len(rows.shape):
+def _shaped(tape: Tape, cache: ir.Value, shape: ir.Shape) -> ir.Value:
+    """A cache [B, n, …, C] as rows are seen, [B · n, …, C]. All axes but the first are of one size, as those of caches are."""
+    assert cache.shape is not None
+    if len(cache.shape) == len(shape):
         return cache
-    # All axes but the joined one are known; the first one varies with the batch.
-    sizes = [-1, *(shape or rows.shape)[1:]]
+    sizes = [-1, *shape[1:]]
     assert all(isinstance(size, int) for size in sizes)
     seen = tape.op("Reshape", [cache, tape.op("Constant", [], {"value": ir.tensor(np.array(sizes, np.int64))})])
-    seen.type, seen.shape = copy.copy(cache.type), shape or rows.shape
+    seen.type, seen.shape = copy.copy(cache.type), shape
     return seen
 
 
@@ -161,28 +154,10 @@ def _insert(node: ir.Node, before: Tape, new: ir.Node, result: ir.Value, old: ir
     nodes = [*before.nodes, new]
     if len(old.shape) != len(result.shape):
         tape = Tape()
-        shape = tape.op("Shape", [_cache_of(node)])
+        shape = tape.op("Shape", [cache_of(node)])
         result = tape.op("Reshape", [result, shape])
         nodes += tape.nodes
-    for one in nodes:
-        graph.insert_before(node, one)
+    graph.insert_before(node, nodes)
     name, result.type, result.shape = old.name, copy.copy(old.type), old.shape
     ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
     old.name, result.name = f"{name}, before", name
-
-
-def _cache_of(node: ir.Node) -> ir.Value:
-    return inputs_of(node)["a_hat" if node.op_type == QUANTISE else "o_hat"]
-
-
-def _remove(node: ir.Node) -> None:
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    graph.remove(node, safe=True)
-
-
-def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    name = f"trtconvert/{name}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 from onnx_ir.tape import Tape
 
 from trtconvert.export.lowering.initializers import changed_initializer
-from trtconvert.export.nodes.changes import LARGEST, QUANTISE, change_nodes, inputs_of, sizes_of
+from trtconvert.export.nodes.changes import LARGEST, QUANTISE, cache_of, change_nodes, inputs_of, sizes_of
 from trtconvert.export.nodes.layers import table_of
 
 
@@ -155,7 +155,7 @@ def _place(node: ir.Node) -> int:
 
 def _dtype(node: ir.Node) -> ir.DataType:
     """Of a node's cache."""
-    dtype = inputs_of(node)["a_hat" if node.op_type == QUANTISE else "o_hat"].dtype
+    dtype = cache_of(node).dtype
     assert dtype is not None  # the exporter types every value
     return dtype
 

@@ -21,7 +21,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from trtconvert.export.lowering.initializers import changed_initializer, columns_of
 from trtconvert.export.lowering.patches import is_of_patches
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, perm_of, producer_of
-from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.export.nodes.layers import CONV
 
 GROUP_NORM = "GroupNorm"
@@ -34,7 +34,6 @@ CHANNELS_LAST_ADD = "ChannelsLastAdd"
 _MOST_CHANNELS = 4096  # TRTCONVERT_GROUP_NORM_MOST_CHANNELS of group_norm.h
 _VECTOR = 8  # channels that the kernels take at once
 _CHANNELS_LAST, _CHANNELS_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
-_PLUGIN = {"plugin_version": str(VERSION), "plugin_namespace": ""}
 
 _Shape = Sequence[int | ir.SymbolicDim] | ir.Shape
 
@@ -134,7 +133,7 @@ def _take_norm(candidate: ir.Node) -> bool:
     inputs = [x, _vector(norm.last, norm.weight), _vector(norm.last, norm.bias)]
     if norm.shift is not None:
         inputs.append(norm.shift)
-    new = [_node(GROUP_NORM, inputs, x, shape, attributes | _PLUGIN, DOMAIN)]
+    new = [_node(GROUP_NORM, inputs, x, shape, attributes | PLUGIN, DOMAIN)]
     last = norm.last
     if entry is not None and entry.conv is None:
         last = entry.transpose
@@ -162,7 +161,7 @@ def _take_sum(candidate: ir.Node) -> bool:
         else:
             nodes.append(_node("Reshape", [product, found.reshape.inputs[1]], x, shape, found.reshape.attributes))
         image = nodes[-1].outputs[0]
-    nodes.append(_node(CHANNELS_LAST_ADD, [x, image], x, x.shape, _PLUGIN, DOMAIN))
+    nodes.append(_node(CHANNELS_LAST_ADD, [x, image], x, x.shape, PLUGIN, DOMAIN))
     _replace(found.add, nodes)
     return True
 

@@ -18,6 +18,14 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
+def named_constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    """Numbers as an initializer of a name of ours. One of that name is taken again: a module may be called twice."""
+    name = f"trtconvert/{name}"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))
+
+
 def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value:
     """Rows of a matrix, or numbers of a vector, as an initializer, where these lie: in the model's files, or in memory."""
     tensor = weight.const_value

@@ -18,11 +18,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.group_norms import GROUP_NORM, take_group_norms
-from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.initializers import add_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
-from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.export.nodes.layers import CONV, layer_nodes
 from trtconvert.linear.convs import NOT_NORMED, PIXELS, obstacle, too_small
 from trtconvert.linear.modes import LayerMode
@@ -168,14 +168,14 @@ def _replace(taken: _Conv) -> None:
     if timed:
         assert activation.timestep is not None
         table.append(activation.timestep)
-    table.append(_constant(graph, f"{activation.source}: scales of {len(scales)} bins", scales))
+    table.append(named_constant(graph, f"{activation.source}: scales of {len(scales)} bins", scales))
     of_table = {"timestep": int(timed), "timestep_max": float(activation.timestep_max)}
 
     payload = _int8_norm(graph, taken, table, of_table)
-    inputs = [payload, _packed(graph, weight), _constant(graph, f"{weight.name}: scale", weight.scale)]
+    inputs = [payload, _packed(graph, weight), named_constant(graph, f"{weight.name}: scale", weight.scale)]
     bias = constant_of(conv.inputs[2]) if len(conv.inputs) > 2 else None
     if bias is not None:
-        inputs.append(_constant(graph, f"{conv.inputs[2].name}: FP32", bias.astype(np.float32)))  # type: ignore[union-attr]
+        inputs.append(named_constant(graph, f"{conv.inputs[2].name}: FP32", bias.astype(np.float32)))  # type: ignore[union-attr]
     if taken.residual is not None:
         inputs.append(taken.residual)
     strides, pads = conv.attributes["strides"].as_ints(), conv.attributes["pads"].as_ints()
@@ -184,7 +184,7 @@ def _replace(taken: _Conv) -> None:
         "bias": int(bias is not None), "residual": int(taken.residual is not None),
         "bfloat16": int(old.dtype == ir.DataType.BFLOAT16),
     }  # fmt: skip
-    node = ir.node(INT8_CONV, [*inputs, *table], attributes | _plugin(), domain=DOMAIN)
+    node = ir.node(INT8_CONV, [*inputs, *table], attributes | PLUGIN, domain=DOMAIN)
     node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
     nodes = [conv] if taken.add is None else [taken.add, conv]
     ir.convenience.replace_nodes_and_values(graph, last, nodes, [node], [old], node.outputs)
@@ -197,8 +197,8 @@ def _int8_norm(graph: ir.Graph, taken: _Conv, table: Sequence[ir.Value], of_tabl
     attributes: dict[str, Any] = {name: norm.attributes[name].value for name in ("epsilon", "groups", "silu")}
     attributes |= dict(of_table) | {"shift": int(len(inputs) > 3), "factor": int(taken.factor is not None)}
     if taken.factor is not None:
-        inputs.append(_constant(graph, f"{taken.weight.activation.source}: factor", taken.factor))
-    node = ir.node(INT8_GROUP_NORM, [*inputs, *table], attributes | _plugin(), domain=DOMAIN)
+        inputs.append(named_constant(graph, f"{taken.weight.activation.source}: factor", taken.factor))
+    node = ir.node(INT8_GROUP_NORM, [*inputs, *table], attributes | PLUGIN, domain=DOMAIN)
     shape = norm.outputs[0].shape
     assert shape is not None
     batch, channels, height, width = shape
@@ -207,10 +207,6 @@ def _int8_norm(graph: ir.Graph, taken: _Conv, table: Sequence[ir.Value], of_tabl
     payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([batch, height, width, channels // 4])
     graph.insert_after(norm, node)
     return payload
-
-
-def _plugin() -> dict[str, str]:
-    return {"plugin_version": str(VERSION), "plugin_namespace": ""}
 
 
 def _packed(graph: ir.Graph, weight: Int8Weight) -> ir.Value:
@@ -226,10 +222,3 @@ def _packed(graph: ir.Graph, weight: Int8Weight) -> ir.Value:
         return ir.Tensor(last.view(np.int32).reshape(shape), dtype=ir.DataType.INT32)
 
     return add_initializer(graph, ir.LazyTensor(packed, ir.DataType.INT32, ir.Shape(shape), name=name))
-
-
-def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    name = f"trtconvert/{name}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))

@@ -23,14 +23,14 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.initializers import add_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import REFIT_METADATA, bias_name, expand_layers
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import constant_of, only_reader, producer_of
 from trtconvert.export.nodes.attention import is_attention
-from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.linear.modes import LayerMode
 
 INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "Int8ResidualNorm"
@@ -397,7 +397,7 @@ def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
     if timed:
         assert activation.timestep is not None
         inputs.append(activation.timestep)
-    inputs.append(_constant(graph, f"{source}: scales of {len(scales)} bins", np.array(scales, np.float32)))
+    inputs.append(named_constant(graph, f"{source}: scales of {len(scales)} bins", np.array(scales, np.float32)))
     names = {"factor": "out_factor", "offset": "out_offset", "timestep_max": "timestep_max"}
     given: dict[str, Any] = {of_layer: attributes[of_rows] for of_rows, of_layer in names.items()}
     given |= {"quantised": 1, "timestep": int(timed)}
@@ -431,17 +431,16 @@ def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[s
         "factor": int(layer.factor is not None),
         "offset": int(layer.offset is not None),
         "timestep": int(timed),
-        "plugin_version": str(VERSION),
-        "plugin_namespace": "",
+        **PLUGIN,
     }
     inputs = []
     if layer.factor is not None:
-        inputs.append(_constant(graph, f"{source}: factor", layer.factor))
+        inputs.append(named_constant(graph, f"{source}: factor", layer.factor))
     if layer.offset is not None:
-        inputs.append(_constant(graph, f"{source}: offset", layer.offset))
+        inputs.append(named_constant(graph, f"{source}: offset", layer.offset))
     if timed:
         assert activation.timestep is not None
-        inputs += [activation.timestep, _constant(graph, f"{source}: modes", np.array(modes, np.int32))]
+        inputs += [activation.timestep, named_constant(graph, f"{source}: modes", np.array(modes, np.int32))]
     return inputs, attributes
 
 
@@ -470,10 +469,10 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     inputs = [
         *rows,
         _packed(graph, weight, in_two, f"trtconvert/{name}, packed"),
-        _constant(graph, f"{name}: scale", scale.reshape(in_two)),
+        named_constant(graph, f"{name}: scale", scale.reshape(in_two)),
     ]
     if bias is not None:
-        inputs.append(_constant(graph, f"{name}: bias of {last.name or old.name}", bias.reshape(in_two)))
+        inputs.append(named_constant(graph, f"{name}: bias of {last.name or old.name}", bias.reshape(in_two)))
     mode_set = sum(1 << mode for mode in sorted(set(_modes(weight.activation))))
     attributes = {
         "mode_set": mode_set,
@@ -481,8 +480,7 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
         "bias": int(bias is not None),
         "residual": 0,
         "bfloat16": int(old.dtype == ir.DataType.BFLOAT16),
-        "plugin_version": str(VERSION),
-        "plugin_namespace": "",
+        **PLUGIN,
     }
     node = ir.node(INT8_LINEAR, inputs, attributes, domain=DOMAIN)
     if layer.refitted:
@@ -504,13 +502,6 @@ def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...], name: st
         return ir.Tensor(by_output.view(np.int32).reshape(shape), dtype=ir.DataType.INT32)
 
     return add_initializer(graph, ir.LazyTensor(packed, ir.DataType.INT32, ir.Shape(shape), name=name))
-
-
-def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    name = f"trtconvert/{name}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))
 
 
 def _producer(value: ir.Value | None, op_type: str) -> bool:

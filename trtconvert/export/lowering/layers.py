@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from trtconvert.bundle import TRANSPOSED
-from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.initializers import add_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.matching import is_read_once, producer_of
 from trtconvert.export.nodes.layers import (
@@ -122,8 +122,8 @@ def quantise_products(model: ir.Model) -> int:
 
 def _quantised(graph: ir.Graph, x: ir.Value, scale: float) -> list[ir.Node]:
     assert x.dtype is not None
-    of_scale = _constant(graph, f"scale {scale!r} {x.dtype}", np.array(scale, x.dtype.numpy()))
-    zero = _constant(graph, "zero point", np.array(0, np.int8))
+    of_scale = named_constant(graph, f"scale {scale!r} {x.dtype}", np.array(scale, x.dtype.numpy()))
+    zero = named_constant(graph, "zero point", np.array(0, np.int8))
     q = ir.node("QuantizeLinear", [x, of_scale, zero])
     q.outputs[0].type, q.outputs[0].shape = ir.TensorType(ir.DataType.INT8), x.shape
     dq = ir.node("DequantizeLinear", [q.outputs[0], of_scale, zero])
@@ -139,18 +139,11 @@ def _dequantised(graph: ir.Graph, weight: Int8Weight) -> ir.Node:
             lambda: ir.Tensor(weight.integers(), dtype=ir.DataType.INT8), ir.DataType.INT8, weight.shape, name=name
         )
         stored = add_initializer(graph, lazily)
-    scale = _constant(graph, f"{weight.name}, scale", weight.scale.astype(weight.dtype.numpy()))
-    zero = _constant(graph, f"zero points {len(weight.scale)}", np.zeros(len(weight.scale), np.int8))
+    scale = named_constant(graph, f"{weight.name}, scale", weight.scale.astype(weight.dtype.numpy()))
+    zero = named_constant(graph, f"zero points {len(weight.scale)}", np.zeros(len(weight.scale), np.int8))
     dq = ir.node("DequantizeLinear", [stored, scale, zero], {"axis": weight.axis})
     dq.outputs[0].type, dq.outputs[0].shape = ir.TensorType(weight.dtype), weight.shape
     return dq
-
-
-def _constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    name = f"trtconvert/{name}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, ir.Tensor(array, name=name))
 
 
 class _New:

@@ -25,7 +25,7 @@ from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import only_reader
 from trtconvert.export.nodes.attention import is_attention
-from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 
 LINEAR = "Linear"
 """Operator of the plugin: x [..., K], weight [N, K], and perhaps bias [N] → x @ weightᵀ + bias. With the attribute `geglu` weight
@@ -206,7 +206,7 @@ def _replace(layer: _Layer) -> None:
     inputs = [layer.x, _turned(graph, layer.weight, layer.geglu)]
     if layer.bias is not None:
         inputs.append(_in_two(graph, layer.bias) if layer.geglu else layer.bias)
-    attributes = {"geglu": int(layer.geglu), "plugin_version": str(VERSION), "plugin_namespace": ""}
+    attributes = {"geglu": int(layer.geglu)} | PLUGIN
     node = ir.node(LINEAR, inputs, attributes, domain=DOMAIN)
     node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
     ir.convenience.replace_nodes_and_values(graph, last, layer.nodes, [node], [old], node.outputs)

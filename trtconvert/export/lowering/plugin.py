@@ -16,7 +16,7 @@ from trtconvert.export.lowering.rotary import take_rotary
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes.attention import mask_of, require_attention_nodes
 from trtconvert.export.nodes.attention_body import INPUTS, OP
-from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 
 
 def lower_to_plugin(
@@ -61,8 +61,7 @@ def lower_to_plugin(
     casts: _Casts = {}
     for node in nodes.values():
         node.overload = ""
-        node.attributes["plugin_version"] = ir.AttrString("plugin_version", str(VERSION))
-        node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", "")
+        node.attributes.update({name: ir.AttrString(name, text) for name, text in PLUGIN.items()})
         _cast_to_half(node, casts)
     for key in [key for key in model.functions if key[:2] == (DOMAIN, OP)]:
         del model.functions[key]

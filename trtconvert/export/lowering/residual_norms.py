@@ -17,7 +17,7 @@ import onnx_ir as ir
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.matching import is_same_shape, producer_of
 from trtconvert.export.nodes.attention import is_attention
-from trtconvert.export.nodes.common import DOMAIN, HALF, VERSION
+from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 
 RESIDUAL_NORM = "ResidualNorm"
 """Operator of the plugin: x, residual [..., C], weight, bias [C] → x + residual, and its layer norm."""
@@ -62,7 +62,7 @@ def take_residual_norms(model: ir.Model) -> int:
         node = ir.node(
             RESIDUAL_NORM,
             [taken.x, taken.residual, taken.weight, taken.bias],
-            {"epsilon": taken.epsilon, "plugin_version": str(VERSION), "plugin_namespace": ""},
+            {"epsilon": taken.epsilon} | PLUGIN,
             domain=DOMAIN,
             num_outputs=2,
         )

@@ -60,6 +60,11 @@ def inputs_of(node: ir.Node) -> dict[str, ir.Value]:
     return {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
 
 
+def cache_of(node: ir.Node) -> ir.Value:
+    """The cache that a node reads."""
+    return inputs_of(node)["a_hat" if node.op_type == QUANTISE else "o_hat"]
+
+
 def sizes_of(node: ir.Node) -> int:
     """Axes of the images of a convolution; 0 of others."""
     return len(node.attributes["strides"].as_ints()) if node.op_type == CONV else 0

@@ -5,6 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 DOMAIN, VERSION = "trtconvert", 1
+PLUGIN = {"plugin_version": str(VERSION), "plugin_namespace": ""}
+"""Attributes by which TensorRT's parser finds the plugin of a node of our domain."""
+
 OPSET = 20
 """Standard opset of the bodies and of exported models: the newest that TensorRT 10.6 reads."""
 
