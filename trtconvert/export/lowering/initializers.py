@@ -23,7 +23,7 @@ def named_constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     name = f"trtconvert/{name}"
     if name in graph.initializers:
         return graph.initializers[name]
-    return add_initializer(graph, ir.Tensor(np.ascontiguousarray(array), name=name))
+    return add_initializer(graph, ir.Tensor(np.asarray(array, order="C"), name=name))
 
 
 def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value:
