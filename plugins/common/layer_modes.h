@@ -19,14 +19,19 @@ inline TrtConvertStatus check_mode_set(int32_t mode_set, Report& report) {
   return report.invalid_int("mode_set", "a sum of 2 (weights only), 4 (dynamic) and 8 (static)", mode_set);
 }
 
+// Samples with as many rows each.
+inline TrtConvertStatus check_samples(int32_t batch, int64_t rows, Report& report) {
+  if (batch < 1 || batch > kMostSamples) return report.invalid_int("batch", "1..65536", batch);
+  if (rows % batch == 0) return TRTCONVERT_OK;
+  return report.fail(TRTCONVERT_INVALID_ARGUMENT, "rows: expected as many of each of %d samples, got %lld in all", batch,
+                     static_cast<long long>(rows));
+}
+
 // What needs no memory.
 inline TrtConvertStatus check_table(const TrtConvertModeTable& t, int64_t rows, Report& report) {
   if (check_mode_set(t.mode_set, report)) return report.status;
   if (t.num_bins < 1 || t.num_bins > kMostBins) return report.invalid_int("num_bins", "1..65536", t.num_bins);
-  if (t.batch < 1 || t.batch > kMostSamples) return report.invalid_int("batch", "1..65536", t.batch);
-  if (rows % t.batch)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "rows: expected as many of each of %d samples, got %lld in all", t.batch,
-                       static_cast<long long>(rows));
+  if (check_samples(t.batch, rows, report)) return report.status;
   if (!std::isfinite(t.timestep_max) || t.timestep_max <= 0)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT,
                        "timestep_max: expected the positive finite timestep at which the schedule ends (diffusers: 1000), got %g",

@@ -1,12 +1,12 @@
 // How rows change from step to step, as INT8 layers read them: the kernel and its C API. Nothing here throws.
 #include "trtconvert/quantise_change.h"
 
-#include <algorithm>
 #include <type_traits>
 
 #include "common/activation.cuh"
 #include "common/device.h"
 #include "common/early_launch.cuh"
+#include "common/layer_modes.h"
 #include "common/quantised_row.cuh"
 #include "common/report.h"
 #include "common/vector.cuh"
@@ -107,7 +107,7 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
 
 constexpr long long kMostRows = (1LL << 31) - 1;
 constexpr int kLeastChannels = 16, kMostChannels = 65536;
-constexpr int kMostSamples = 65536, kMostPlaces = 65536;
+constexpr int kMostPlaces = 65536;
 
 TrtConvertStatus check(const TrtConvertQuantiseChangeParams* c, Report& report) {
   if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
@@ -118,10 +118,7 @@ TrtConvertStatus check(const TrtConvertQuantiseChangeParams* c, Report& report) 
   if (report.check_data_type(c->data_type)) return report.status;
   if (c->activation != TRTCONVERT_NO_ACTIVATION && c->activation != TRTCONVERT_GELU && c->activation != TRTCONVERT_GELU_TANH)
     return report.invalid_int("activation", "0 (none), 2 (GELU) or 3 (GELU by tanh)", c->activation);
-  if (c->batch < 1 || c->batch > kMostSamples) return report.invalid_int("batch", "1..65536", c->batch);
-  if (c->rows % c->batch)
-    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "rows: expected as many of each of %d samples, got %lld in all", c->batch,
-                       static_cast<long long>(c->rows));
+  if (check_samples(c->batch, c->rows, report)) return report.status;
   if (c->places < 1 || c->places > kMostPlaces) return report.invalid_int("places", "1..65536", c->places);
   if (c->place < 0 || c->place >= c->places)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "place: expected one of %d columns of scales, from 0, got %d", c->places, c->place);

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from trtconvert.engine.attention_choice import Choice
-    from trtconvert.engine.engine_choice import LayerKind
+    from trtconvert.engine.engine_choice import ChosenEngine, LayerKind
 
 _PACKAGES = ("tensorrt", "tensorrt_bindings")
 _REMEDY = "on a machine with an NVIDIA GPU: pip install tensorrt-cu13"
@@ -295,18 +295,12 @@ def build_engine(
         if engine.is_plain and component.caches:
             kinds = kinds[::-1]
         if len(kinds) > 1:
-            like_this = options.model_copy(update={"channels_last": options.channels_last and not engine.is_plain})
-            build_others = partial(build, options=like_this)
+            build_others = partial(build, options=_with_norms_of(engine, options))
             engine = with_fastest_layers(engine, nodes, kinds, build_others, time_engine, watch)
     else:
         native = list(nodes) if attention == "native" else []
         engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
-    chosen = options.model_copy(
-        update={
-            "layers": engine.layers or kinds[0],
-            "channels_last": options.channels_last and not engine.is_plain,
-        }
-    )
+    chosen = _with_norms_of(engine, options).model_copy(update={"layers": engine.layers or kinds[0]})
     native = [site.name for site in engine.native_sites] if engine.with_plugin else list(nodes)
     built = lowered(model, native, chosen, profiles)
     if chosen.layers == "plugin" and not options.refittable:
@@ -332,6 +326,11 @@ def build_engine(
         }
     )
     return BuiltEngine(engine.plan, record)
+
+
+def _with_norms_of(engine: ChosenEngine, options: EngineSection) -> EngineSection:
+    """The options, with group norms as an engine has them."""
+    return options.model_copy(update={"channels_last": options.channels_last and not engine.is_plain})
 
 
 def _layer_kinds(

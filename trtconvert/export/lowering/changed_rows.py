@@ -12,9 +12,9 @@ import copy
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
+from trtconvert.export.lowering.cleaning import remove_unused
 from trtconvert.export.lowering.initializers import changed_initializer, named_constant
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
 from trtconvert.export.matching import is_read_once, producer_of
@@ -37,38 +37,38 @@ def take_changes(model: ir.Model) -> int:
     Returns:
         How many layers were replaced.
     """
-    taken = [found for node in change_nodes(model) if node.op_type == QUANTISE and (found := _readers(node))]
+    taken = _taken(model)
     if not taken:
         return 0
-    tape, first = Tape(), taken[0][0]
+    tape, (first, *_) = Tape(), taken
     scales = _signed(tape, inputs_of(first)["scales"], inputs_of(first)["begins"])
     graph = first.graph
     assert isinstance(graph, ir.Graph)
     graph.insert_before(first, tape.nodes)
-    for quantise, layers in taken:
+    for quantise, layers in taken.items():
         payload, row_scale = _quantised(quantise, scales)
         for layer in layers:
             _add_product(layer, payload, row_scale)
         graph.remove(quantise, safe=True)
-    for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
-        clean(model)
-    return sum(len(layers) for _, layers in taken)
+    remove_unused(model)
+    return sum(map(len, taken.values()))
 
 
 def can_take_changes(model: ir.Model) -> bool:
     """Whether `take_changes` would replace a layer."""
-    return any(node.op_type == QUANTISE and _readers(node) for node in change_nodes(model))
+    return bool(_taken(model))
 
 
-def _readers(quantise: ir.Node) -> tuple[ir.Node, list[ir.Node]] | None:
-    """A node and the layers that read its codes, if all of them can be taken."""
-    inputs = inputs_of(quantise)
-    x, a_hat = inputs["x"], inputs["a_hat"]
-    layers = [reader for reader, _ in quantise.outputs[0].uses()]
-    half = {x.dtype, a_hat.dtype} == {ir.DataType.FLOAT16}
-    if not half or not layers or any(layer.op_type != LINEAR or layer.domain != DOMAIN for layer in layers):
-        return None
-    return quantise, layers
+def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
+    """The nodes that quantise changes, and of each the layers that read its codes, where all of these can be taken."""
+    found: dict[ir.Node, list[ir.Node]] = {}
+    for node in change_nodes(model):
+        if node.op_type != QUANTISE or {inputs_of(node)["x"].dtype, cache_of(node).dtype} != {ir.DataType.FLOAT16}:
+            continue
+        layers = [reader for reader, _ in node.outputs[0].uses()]
+        if layers and all(layer.op_type == LINEAR and layer.domain == DOMAIN for layer in layers):
+            found[node] = layers
+    return found
 
 
 def _signed(tape: Tape, scales: ir.Value, begins: ir.Value) -> ir.Value:

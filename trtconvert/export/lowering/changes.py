@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
+from trtconvert.export.lowering.cleaning import remove_unused
 from trtconvert.export.lowering.initializers import changed_initializer
 from trtconvert.export.nodes.changes import LARGEST, QUANTISE, cache_of, change_nodes, inputs_of, sizes_of
 from trtconvert.export.nodes.layers import table_of
@@ -62,8 +62,7 @@ def lower_changes(model: ir.Model) -> int:
             value.name, value.type, value.shape = old.name, old.type, old.shape
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, node.outputs, new)
         tape = Tape()
-    for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
-        clean(model)
+    remove_unused(model)
     return count
 
 

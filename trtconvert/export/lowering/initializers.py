@@ -57,17 +57,8 @@ def columns_of(graph: ir.Graph, weight: ir.Value) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
     out = int(tensor.shape[0])  # type: ignore[arg-type]
-    shape, how = (tensor.size // out, out), "as columns"
-
-    def columns(kernel: np.ndarray) -> np.ndarray:
-        return kernel.reshape(out, -1).T
-
-    if not isinstance(tensor, Int8Weight):
-        return changed_initializer(graph, weight, how, shape, columns)
-    name = f"{weight.name}, {how}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, tensor.changed(name, columns, shape, axis=1))
+    shape = (tensor.size // out, out)
+    return changed_initializer(graph, weight, "as columns", shape, lambda kernel: kernel.reshape(out, -1).T, axis=1)
 
 
 def changed_initializer(
@@ -77,12 +68,14 @@ def changed_initializer(
     shape: tuple[int, ...],
     change: Callable[[np.ndarray], np.ndarray],
     dtype: ir.DataType | None = None,
+    axis: int | None = None,
 ) -> ir.Value:
     """What a constant is changed to, seen in a shape, as an initializer that is computed when it is written.
 
     Args:
         how: it is changed, for the initializer's name. One of that name is taken again: a module may be called twice.
         dtype: of what it is changed to, where that is another.
+        axis: of the output channels then, where a weight of an INT8 layer is to stay one.
     """
     tensor = value.const_value
     assert tensor is not None and tensor.dtype is not None
@@ -90,6 +83,8 @@ def changed_initializer(
     name = f"{value.name}, {how}"
     if name in graph.initializers:
         return graph.initializers[name]
+    if axis is not None and isinstance(tensor, Int8Weight):
+        return add_initializer(graph, tensor.changed(name, change, shape, axis))
 
     def changed() -> ir.Tensor:
         # A copy: the file is let go.

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.bundle import TRANSPOSED
+from trtconvert.export.lowering.cleaning import remove_unused
 from trtconvert.export.lowering.initializers import add_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.matching import is_read_once, producer_of
@@ -84,8 +85,7 @@ def expand_layers(
         result.name = old.name
         ir.convenience.replace_nodes_and_values(graph, node, [node], new.nodes, [old], [result])
     if nodes:
-        for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
-            clean(model)
+        remove_unused(model)
     return len(nodes)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnx_ir.tape import Tape
 
 from trtconvert.attention.reference import BLOCK
+from trtconvert.export.lowering.cleaning import remove_unused
 from trtconvert.export.matching import constant_of, producer_of
 from trtconvert.export.nodes.attention import block_mask_of, key_index_of, mask_of, require_attention_nodes
 
@@ -34,8 +34,7 @@ def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> in
         if old.shape is not None and (own := _filled_from(node)):
             out.shape = ir.Shape([*old.shape[:3], own[0].shape[3]])  # type: ignore[index]  # `_filled_from` has seen it
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [old], [out])
-    for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
-        clean(model)
+    remove_unused(model)
     return len(nodes)
 
 
