@@ -29,7 +29,6 @@ from torch import Tensor
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
-from trtconvert.calib.sensitivity import Int8Layers
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.evaluate.verify import psnr
 from trtconvert.linear.modes import LayerMode
@@ -37,6 +36,7 @@ from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight
 from trtconvert.linear.sites import Layer, model_tensors
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
+from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 ROOT = Path(__file__).parents[1]

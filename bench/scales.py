@@ -25,11 +25,12 @@ from torch import Tensor
 
 from trtconvert.attention.modes import Mode
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
-from trtconvert.calib.sensitivity import INT8_MODES, Int8Sites
+from trtconvert.calib.candidates import INT8_MODES
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.verify import psnr, site_sqnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
+from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
 ROOT = Path(__file__).parents[1]

@@ -22,6 +22,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine"},
     {"export"},
     {"diffusion_model"},
+    {"quant"},
     {"attention", "linear", "weights"},
     {
         "bundle",

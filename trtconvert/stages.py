@@ -466,13 +466,13 @@ def verify_stage(
         import torch
 
         from trtconvert.calib.data import batches_of
-        from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.float32 import in_float32
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
         from trtconvert.models.denoiser import intercepted
+        from trtconvert.quant.forward import Int8Layers, Int8Sites
         from trtconvert.runtime.batches import AnyBatch
         from trtconvert.runtime.session import OnnxRuntimeComponent
 

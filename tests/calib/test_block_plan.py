@@ -26,9 +26,10 @@ from trtconvert.calib.frontier import PlanPoint
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.knapsack import fastest_plan
 from trtconvert.calib.plan import search_plan
-from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, choice_of, measure_sensitivity
+from trtconvert.calib.sensitivity import Sensitivity, choice_of, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, PlanSection
 
 BINS, SHARES = 2, (0.01, 0.1)

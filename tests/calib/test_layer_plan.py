@@ -15,23 +15,18 @@ from trtconvert.attention.reference import tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
+from trtconvert.calib.candidates import LAYERS_OF, MODULATED
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.knapsack import fastest_plan
 from trtconvert.calib.layer_plan import layer_modes
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.plan import search_plan
-from trtconvert.calib.sensitivity import (
-    LAYERS_OF,
-    MODULATED,
-    Int8Layers,
-    Int8Sites,
-    Sensitivity,
-    measure_sensitivity,
-)
+from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import LayersSection
 
 BINS = 2

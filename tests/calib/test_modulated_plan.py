@@ -17,24 +17,19 @@ from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
+from trtconvert.calib.candidates import LAYERS_OF, MODULATED
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.layer_plan import layer_seconds
 from trtconvert.calib.layer_scales import layer_tables
 from trtconvert.calib.plan import search_plan
-from trtconvert.calib.sensitivity import (
-    LAYERS_OF,
-    MODULATED,
-    Int8Layers,
-    Int8Sites,
-    Sensitivity,
-    measure_sensitivity,
-)
+from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, TensorRef
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 BINS, STATIC = 2, int(LayerMode.STATIC)

@@ -22,10 +22,11 @@ from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.knapsack import fastest_plan
 from trtconvert.calib.plan import search_plan, site_scalings
-from trtconvert.calib.sensitivity import Int8Sites, Sensitivity, measure_sensitivity
+from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import feature_distance
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, PlanSection
 
 SITES = ["a", "b"]

@@ -11,13 +11,13 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.errors import GateError
 from trtconvert.evaluate.verify import check_gates, draw, error_limit, output_sqnr, psnr, relative_error
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
 from trtconvert.linear.sites import LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import VerifySection
 
 BINS = 2

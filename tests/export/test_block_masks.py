@@ -12,13 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import expand_blocks, tables_from_data
-from trtconvert.calib.sensitivity import Int8Sites
 from trtconvert.engine.attention_choice import site_plans
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes, block_mask_of
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Sites
 
 BINS, SIZES = 4, {"batch": 4, "height": 16}
 

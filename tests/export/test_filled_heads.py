@@ -15,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.evaluate.verify import output_sqnr
 from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.lowering import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
 class Heads(nn.Module):

@@ -12,11 +12,11 @@ import torch
 from layered_graphs import STATIC, int8_model
 from onnxruntime import InferenceSession
 
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.export import storage
 from trtconvert.export.float32 import in_float32
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
 @pytest.fixture(scope="module")

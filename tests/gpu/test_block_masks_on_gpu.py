@@ -24,7 +24,6 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import TensorRecord, read_manifest
 from trtconvert.cache import Cache
-from trtconvert.calib.sensitivity import Int8Sites
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import relative_error
@@ -34,6 +33,7 @@ from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
 from trtconvert.pipeline import build as build_bundle
 from trtconvert.progress import Reporter
+from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import EngineSection, load_recipe
 
 pytestmark = pytest.mark.gpu

@@ -14,11 +14,11 @@ from layered_graphs import Int8Model, int8_model
 from torch import Tensor
 
 from trtconvert.bundle import NEXT
-from trtconvert.calib.sensitivity import Int8Layers
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.export.changes import LAST
 from trtconvert.export.trace import in_type
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers
 
 STEPS = (900.0, 700.0, 400.0, 100.0)
 """Timesteps of a trajectory, in both bins."""

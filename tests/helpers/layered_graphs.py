@@ -18,13 +18,13 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.export.trace import SiteOptions, in_type, trace
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, short_scale
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 STATIC = (LayerMode.STATIC, LayerMode.STATIC)
 

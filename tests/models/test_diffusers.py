@@ -23,7 +23,6 @@ from trtconvert import models, runtime
 from trtconvert.attention.sites import find_sites
 from trtconvert.cache import Cache
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.torch_int8 import converted_layers
@@ -32,6 +31,7 @@ from trtconvert.models.denoiser import intercepted
 from trtconvert.models.diffusers import diffusers_model, load_pipeline
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import load_recipe
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_plan import layer_modes
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
-from trtconvert.calib.sensitivity import Int8Layers
 from trtconvert.diffusion_model import ModelComponent
 from trtconvert.errors import GateError, UserError
 from trtconvert.interception import Interception
@@ -32,6 +31,7 @@ from trtconvert.linear.sites import (
     select_layers,
     with_sources_among,
 )
+from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import LayersSection
 
 ROWS = 256

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
-from trtconvert.calib.sensitivity import MODULATED
+from trtconvert.calib.candidates import MODULATED
 from trtconvert.linear.modes import LayerMode
 
 Plan = dict[str, Tensor]

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from trtconvert.attention.modes import Mode
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.candidates import LAYERS_OF, MODULATED
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.knapsack import Plan
 from trtconvert.calib.layer_scales import layer_tables
-from trtconvert.calib.sensitivity import LAYERS_OF, MODULATED, Int8Layers
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
+from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import LayersSection
 
 

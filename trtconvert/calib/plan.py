@@ -29,23 +29,18 @@ from trtconvert.attention.sites import Site
 from trtconvert.calib.block_plan import dense_choices, density, fixed_masks, seconds_of_choices, sparse_rows
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.candidates import LAYERS_OF, MODULATED
 from trtconvert.calib.cost import AttentionShape, KernelCost, priced
 from trtconvert.calib.frontier import Frontier, PlanPoint
 from trtconvert.calib.knapsack import Plan, fastest_plan
 from trtconvert.calib.layer_plan import SearchedLayers, layer_row
-from trtconvert.calib.sensitivity import (
-    LAYERS_OF,
-    MODULATED,
-    Int8Sites,
-    Sensitivity,
-    choice_of,
-    measure_sensitivity,
-)
+from trtconvert.calib.sensitivity import Sensitivity, choice_of, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
 from trtconvert.models.denoiser import intercepted
 from trtconvert.progress import Bar
+from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
 
 BISECTIONS = 6

@@ -10,138 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from trtconvert.attention import reference
-from trtconvert.attention.blocks import SiteBlocks, mask_at
-from trtconvert.attention.modes import Mode, Scaling, scaling_at
-from trtconvert.attention.reference import AttentionTables, expand_blocks, timestep_bin
-from trtconvert.attention.sites import SiteCall
+from trtconvert.attention.blocks import SiteBlocks
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.calib.candidates import Candidate, candidates_of, error_columns
+from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
-from trtconvert.linear import changes
-from trtconvert.linear import reference as linear
-from trtconvert.linear.modes import LayerMode
-from trtconvert.linear.reference import LayerTables
-from trtconvert.linear.sites import LayerCall, LayerHandler
 from trtconvert.models.denoiser import intercepted
-
-LAYERS_OF = "layers of "
-"""What the name of a group of layers begins with, among those of sites."""
-
-MODULATED = len(LayerMode)
-"""Choice of a group of layers beside those of `LayerMode`: static in all bins, with caches of their own (MoDiff)."""
-
-INT8_MODES = tuple(mode for mode in Mode if mode != Mode.FP16)
-"""Modes that quantise something; FP16 is exact here."""
-
-
-@dataclass(frozen=True)
-class Int8Sites:
-    """How converted sites compute, for running a model's INT8 attention in torch.
-
-    Attributes:
-        tables: per converted site.
-        timestep_max, scaling, smooth_k: as the op's attributes; a scaling of all sites, or by site.
-        compute: the specification, or `kernel.attention`.
-        masks: [T, H, Bq, Bk] block masks by timestep bin, of the sites that have some.
-    """
-
-    tables: Mapping[str, AttentionTables]
-    timestep_max: float
-    scaling: Scaling
-    smooth_k: bool
-    compute: Callable[..., Tensor] = reference.attention
-    masks: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def attention(self, call: SiteCall, tables: AttentionTables | None = None) -> Tensor:
-        """The call's output as the `Int8Attention` op defines it, with the site's own tables or others."""
-        masks = self.masks.get(call.name)
-        return self.compute(
-            call.q,
-            call.k,
-            call.v,
-            call.timestep,
-            tables or self.tables[call.name],
-            softmax_scale=call.scale,
-            timestep_max=self.timestep_max,
-            scaling=scaling_at(self.scaling, call.name),
-            smooth_k=self.smooth_k,
-            mask=call.mask,
-            block_mask=None if masks is None else mask_at(masks, call.timestep, self.timestep_max),
-        )
-
-    def handler(self) -> Callable[[SiteCall], Tensor]:
-        """Runs INT8 attention at converted sites and the model's own elsewhere."""
-        return lambda call: self.attention(call) if call.name in self.tables else call.exact()
-
-
-@dataclass(frozen=True)
-class _Caches:
-    """Of a layer, see `trtconvert.linear.changes`; o_hat is None where all samples begin."""
-
-    last: Tensor
-    a_hat: Tensor
-    o_hat: Tensor | None
-
-
-@dataclass(frozen=True)
-class Int8Layers:
-    """How converted layers compute, for running them in torch.
-
-    Attributes:
-        tables: per converted layer.
-        timestep_max: as the op's attribute.
-        change_scales: [T] of those that quantise changes. Their caches are kept from call to call, of one trajectory.
-        falls: see `trtconvert.linear.changes.steps_of`.
-    """
-
-    tables: Mapping[str, LayerTables]
-    timestep_max: float
-    change_scales: Mapping[str, Tensor] = field(default_factory=dict)
-    falls: bool = True
-    _caches: dict[str, _Caches] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def reset_cache(self) -> None:
-        """All samples begin anew in the next call."""
-        self._caches.clear()
-
-    def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
-        """The call's output as its op defines it, with the layer's own tables or others, which quantise no changes."""
-        if tables is None and call.name in self.change_scales:
-            return self._output_of_change(call)
-        tables = tables or self.tables[call.name]
-        if call.kind == "linear":
-            return linear.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
-        return linear.conv(
-            call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
-        )
-
-    def _output_of_change(self, call: LayerCall) -> Tensor:
-        tables, x = self.tables[call.name], call.x
-        before, dtype = self._caches.get(call.name), changes.cache_dtype(x.dtype)
-        if before is None or before.a_hat.shape != x.shape or before.a_hat.dtype != dtype:
-            forgotten = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)
-            before = _Caches(forgotten, torch.zeros_like(x, dtype=dtype), None)
-        begins, last = changes.steps_of(call.timestep, before.last, self.falls)
-        first, later = (table.to(x.device)[:, None] for table in (tables.x_scale, self.change_scales[call.name]))
-        scale = changes.scales_of(begins, call.timestep, first, later, self.timestep_max)
-        factor = tables.x_factor.to(x.device).view(-1, *[1] * (x.dim() - 1 - call.channel_axis))
-        q, a_hat = changes.quantise_change(x, factor, before.a_hat, begins, scale)
-        o_hat = changes.add_product(
-            q, scale, begins, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
-        )
-        self._caches[call.name] = _Caches(last, a_hat, o_hat)
-        return o_hat.to(x.dtype)
-
-    def handler(self) -> LayerHandler:
-        """Runs INT8 layers where they are converted and the model's own elsewhere."""
-        return lambda call: self.output(call) if call.name in self.tables else call.exact()
-
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 DENSE = 0
 """The level of a site without block masks; those of `Sensitivity.shares` follow."""
@@ -207,54 +88,47 @@ def measure_sensitivity(
     seeds: range,
     steps: int,
     done: Callable[[], None],
+    method: str = "exact",
 ) -> Sensitivity:
-    """Measure one site or group of layers and one mode at a time on the model's own trajectories.
+    """Measure each site or group of layers in each mode on the model's own trajectories.
 
     Args:
         sites: their modes do not matter.
-        modes: to measure; each takes a pass through the model for each site in every step.
-        layers: whose modes do not matter either; groups: their names, by the first layer that reads the same tensor.
+        modes: to measure.
+        layers: their modes do not matter either; groups: their names, by the first layer that reads the same tensor.
         layer_modes: to measure, of each group, `MODULATED` among them, which needs scales of changes, and keeps caches from step
-            to step; each takes a pass in every step.
-        blocks: of the sites that may have block masks; shares: of attention that may be lost. Each takes a pass in every step.
+            to step.
+        blocks: of the sites that may have block masks; shares: of attention that may be lost.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
         done: called `steps + bins + 1` times.
+        method: "exact" runs the model once for each candidate in every step. "probes" measures what each candidate changes at its
+            own output and carries random projections of the prediction back to it, see `Probes`: its cost does not grow with the
+            number of sites. "auto" is "exact" for up to `MOST_EXACT` candidates.
     """
-    groups, layer_modes, blocks = groups or {}, layer_modes or {}, blocks or {}
-    choices: dict[str, list[tuple[int, Callable[[], Denoiser]]]] = {
-        name: [(mode, partial(_with_site, model, sites, name, mode)) for mode in INT8_MODES if mode in modes]
-        for name in sites.tables
-    }
-    if layers is not None:
-        choices |= {
-            LAYERS_OF + name: [
-                (mode, _kept(mode, partial(_with_layers, model, layers, members, mode))) for mode in layer_modes[name]
-            ]
-            for name, members in groups.items()
-        }
-    for name, of_site in blocks.items():
-        choices[name] += [
-            (len(Mode) + number, partial(_with_mask, model, name, of_site, share))
-            for number, share in enumerate(shares)
-        ]
-    names = list(choices)
-    squared = torch.full((len(names), bins, len(Mode) + len(shares)), math.nan, dtype=torch.float64)
-    for row, of_name in enumerate(choices.values()):
-        squared[row, :, [0, *(mode for mode, _ in of_name)]] = 0
-    visits = torch.zeros(bins, dtype=torch.float64)
+    found = candidates_of(model, sites, modes, layers, groups or {}, layer_modes or {}, blocks or {}, shares)
+    rows = list(found)
+    squared = torch.full((len(rows), bins, error_columns(shares)), math.nan, dtype=torch.float64)
+    for row, of_row in enumerate(found.values()):
+        squared[row, :, [0, *(candidate.column for candidate in of_row)]] = 0
+    every = [(row, candidate) for row, of_row in enumerate(found.values()) for candidate in of_row]
     exact = intercepted(model, lambda call: call.exact())
     bins_of = _bins_of_calls(model, bins)
+    visits = torch.zeros(bins, dtype=torch.float64)
+    measure = _one_at_a_time(model, every)
+    if method == "probes" or (method == "auto" and len(every) > MOST_EXACT):
+        measure = Probes(model, every, draws=DRAWS * bins / steps).errors
 
     def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
         """The exact output; on the way, the errors of all single choices."""
-        output = exact(*inputs, **named)
-        index = bins_of(inputs, named, len(output))
+        given = model.named(inputs, named)
+        output, errors = measure(exact, given)
+        index = bins_of(inputs, named, len(output)).cpu()
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        for row, of_name in enumerate(choices.values()):
-            for mode, denoiser in of_name:
-                difference = denoiser()(*inputs, **named) - output
-                squared[row, :, mode].index_add_(0, index, difference.double().square().flatten(1).mean(1))
+        # [candidates, B] in one transfer: nothing waits for single candidates.
+        of_samples = torch.stack(errors).double().cpu() if errors else torch.zeros(0, len(index))
+        for (row, candidate), error in zip(every, of_samples, strict=True):
+            squared[row, :, candidate.column].index_add_(0, index, error)
         done()
         return output
 
@@ -262,7 +136,30 @@ def measure_sensitivity(
         samples = model.sample(watched, seeds, steps=steps, solver="ddim")
         error = _of_choices(squared / visits.clamp_min(1)[:, None], len(shares))
         gain = _gains(model, exact, samples, error, visits, seeds, steps, done)
-    return Sensitivity(names, error, gain, visits / visits.sum(), tuple(shares))
+    return Sensitivity(rows, error, gain, visits / visits.sum(), tuple(shares))
+
+
+MOST_EXACT = 64
+"""Candidates up to which each takes a forward of its own in every step: probes take about as long as some twenty forwards."""
+
+DRAWS = 64
+"""Projections, of all samples and steps of a timestep bin, that an error is the mean of: its relative standard deviation is about
+√(2 / DRAWS) where no direction of the output stands out."""
+
+Measure = Callable[[Denoiser, Mapping[str, Tensor]], tuple[Tensor, list[Tensor]]]
+"""(exact denoiser, inputs by name) to its output, and of each candidate the mean squared error of every sample, [B]."""
+
+
+def _one_at_a_time(model: DiffusionModel, every: Sequence[tuple[int, Candidate]]) -> Measure:
+    """Runs the whole model with one candidate after the other."""
+    alone = [intercepted(model, *candidate.handlers()) for _, candidate in every]
+
+    def measure(exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        output = exact(**given)
+        errors = [(one(**given) - output).double().square().flatten(1).mean(1) for one in alone]
+        return output, errors
+
+    return measure
 
 
 def _of_choices(error: Tensor, shares: int) -> Tensor:
@@ -272,43 +169,6 @@ def _of_choices(error: Tensor, shares: int) -> Tensor:
     # The last level computes what DENSE does, of the sites that have levels.
     last = [of_modes + 0 * of_masks[..., :1]] if shares else []
     return torch.cat([of_modes, *masked, *last], -1)
-
-
-def _with_site(model: DiffusionModel, sites: Int8Sites, name: str, mode: Mode) -> Denoiser:
-    """The denoiser with one site alone in a mode."""
-    tables = sites.tables[name].with_modes(mode)
-    return intercepted(model, lambda call: sites.attention(call, tables) if call.name == name else call.exact())
-
-
-def _with_mask(model: DiffusionModel, name: str, blocks: SiteBlocks, share: float) -> Denoiser:
-    """The denoiser with one site alone attending exactly to the blocks that are left at a share."""
-
-    def attend(call: SiteCall) -> Tensor:
-        if call.name != name:
-            return call.exact()
-        index = timestep_bin(call.timestep, model.timestep_max, len(blocks.block_bits)).cpu()
-        chosen = expand_blocks(blocks.at(share, index).to(call.q.device), call.q.shape[2], call.k.shape[2])
-        grouped = call.q.shape[1] != call.k.shape[1]
-        return scaled_dot_product_attention(call.q, call.k, call.v, chosen, scale=call.scale, enable_gqa=grouped)
-
-    return intercepted(model, attend)
-
-
-def _kept(mode: int, make: Callable[[], Denoiser]) -> Callable[[], Denoiser]:
-    """What makes a denoiser once where its caches go on from step to step, else for each call."""
-    return cache(make) if mode == MODULATED else make
-
-
-def _with_layers(model: DiffusionModel, layers: Int8Layers, names: Collection[str], mode: int) -> Denoiser:
-    """The denoiser with some layers alone in a mode."""
-    if mode == MODULATED:
-        tables = {name: layers.tables[name].with_modes(LayerMode.STATIC) for name in names}
-        changes_of = {name: layers.change_scales[name] for name in names}
-        alone = Int8Layers(tables, layers.timestep_max, changes_of, model.timesteps_fall)
-        return intercepted(model, layers=alone.handler())
-    mode = LayerMode(mode)
-    tables = {name: layers.tables[name].with_modes(mode) for name in names}
-    return intercepted(model, layers=Int8Layers(tables, layers.timestep_max).handler())
 
 
 def _gains(
@@ -334,7 +194,7 @@ def _gains(
                 output = exact(*inputs, **named)
                 here = bins_of(inputs, named, len(output)) == index
                 noise = torch.randn(output.shape, generator=generator) * std  # noqa: B023 (used within the iteration)
-                return output + noise.to(output) * here.view(-1, *[1] * (output.dim() - 1))
+                return output + noise.to(output) * here.to(output.device).view(-1, *[1] * (output.dim() - 1))
 
             moved = model.sample(disturbed, seeds, steps=steps, solver="ddim")
             gain[index] = float((moved - samples).double().square().mean()) / variance

@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trtconvert.attention import kernel
 from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import LayerRecord, Manifest
 from trtconvert.calib.calibration import load_of_bundle, masks_of_bundle, modes_of_bundle
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_sources_among
 from trtconvert.models.denoiser import DenoiserInType, intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
 class NonfiniteCounts:
@@ -51,9 +50,7 @@ class TorchInt8:
         tables = {name: of.to(device) for name, of in calibration.with_modes(modes_of_bundle(manifest)).items()}
         smooth_k = manifest.recipe.attention.smooth_k
         masks = {name: mask.to(device) for name, mask in masks_of_bundle(manifest, calibration).items()}
-        self._sites = Int8Sites(
-            tables, model.timestep_max, manifest.scalings, smooth_k, compute=kernel.attention, masks=masks
-        )
+        self._sites = Int8Sites(tables, model.timestep_max, manifest.scalings, smooth_k, masks=masks)
         records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
         of_layers = converted_layers(model, records, calibration.layers)
         self._layers = Int8Layers(

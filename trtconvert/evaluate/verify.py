@@ -16,13 +16,13 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.bundle import ComponentRecord, QualityRecord, TensorRecord
 from trtconvert.calib.data import Progress, batches_of
-from trtconvert.calib.sensitivity import Int8Layers, Int8Sites
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
 from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import VerifySection
 from trtconvert.runtime.trajectory import begin
 

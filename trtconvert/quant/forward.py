@@ -1,0 +1,154 @@
+"""INT8 attention and layers in torch: what searches, verification and evaluation run instead of an engine.
+
+On a GPU the engine's own kernels compute, through the C API; on a CPU the specifications do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention import kernel as attention_kernel
+from trtconvert.attention import reference
+from trtconvert.attention.blocks import mask_at
+from trtconvert.attention.modes import Scaling, scaling_at
+from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.sites import SiteCall
+from trtconvert.linear import changes
+from trtconvert.linear import kernel as layer_kernel
+from trtconvert.linear import reference as linear
+from trtconvert.linear.reference import LayerTables
+from trtconvert.linear.sites import LayerCall, LayerHandler
+
+KERNEL_TYPES = (torch.float16, torch.bfloat16)
+"""Types of activations that the kernels take."""
+
+
+@dataclass(frozen=True)
+class Int8Sites:
+    """How converted attention sites compute.
+
+    Attributes:
+        tables: per converted site.
+        timestep_max, scaling, smooth_k: as the op's attributes; a scaling of all sites, or by site.
+        masks: [T, H, Bq, Bk] block masks by timestep bin, of the sites that have some.
+    """
+
+    tables: Mapping[str, AttentionTables]
+    timestep_max: float
+    scaling: Scaling
+    smooth_k: bool
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Int8Sites:
+        """The same sites with tables and masks on a device."""
+        tables = {name: of.to(device) for name, of in self.tables.items()}
+        return replace(self, tables=tables, masks={name: mask.to(device) for name, mask in self.masks.items()})
+
+    def attention(self, call: SiteCall, tables: AttentionTables | None = None) -> Tensor:
+        """The call's output as the `Int8Attention` op defines it, with the site's own tables or others."""
+        masks = self.masks.get(call.name)
+        tables = tables or self.tables[call.name]
+        q, k, v, compute = call.q, call.k, call.v, reference.attention
+        if q.is_cuda:
+            # The kernels take no FP32; engines in FP32 give the plugin FP16 as well.
+            typed = q.dtype if q.dtype in KERNEL_TYPES else torch.float16
+            q, k, v = (x.to(typed) for x in (q, k, v))
+            tables, compute = _on(q.device, tables), attention_kernel.attention
+        output = compute(
+            q,
+            k,
+            v,
+            call.timestep,
+            tables,
+            softmax_scale=call.scale,
+            timestep_max=self.timestep_max,
+            scaling=scaling_at(self.scaling, call.name),
+            smooth_k=self.smooth_k,
+            mask=call.mask,
+            block_mask=None if masks is None else mask_at(masks, call.timestep, self.timestep_max),
+        )
+        return output.to(call.q.dtype)
+
+    def handler(self) -> Callable[[SiteCall], Tensor]:
+        """Runs INT8 attention at converted sites and the model's own elsewhere."""
+        return lambda call: self.attention(call) if call.name in self.tables else call.exact()
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """Caches of a layer, see `trtconvert.linear.changes`; o_hat is None where all samples begin."""
+
+    last: Tensor
+    a_hat: Tensor
+    o_hat: Tensor | None
+
+
+@dataclass(frozen=True)
+class Int8Layers:
+    """How converted layers compute.
+
+    Attributes:
+        tables: per converted layer.
+        timestep_max: as the op's attribute.
+        change_scales: [T] of those that quantise changes. Their caches are kept from call to call, of one trajectory.
+        falls: see `trtconvert.linear.changes.steps_of`.
+    """
+
+    tables: Mapping[str, LayerTables]
+    timestep_max: float
+    change_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    falls: bool = True
+    _caches: dict[str, _Caches] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def to(self, device: torch.device | str) -> Int8Layers:
+        """The same layers with tables on a device, and empty caches."""
+        return replace(self, tables={name: of.to(device) for name, of in self.tables.items()})
+
+    def reset_cache(self) -> None:
+        """All samples begin anew in the next call."""
+        self._caches.clear()
+
+    def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
+        """The call's output as its op defines it, with the layer's own tables or others, which quantise no changes."""
+        if tables is None and call.name in self.change_scales:
+            return self._output_of_change(call)
+        tables = tables or self.tables[call.name]
+        if call.kind == "linear":
+            return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
+        # Whole numbers up to 127 are exact in TF32, and so are their products: only the sums are rounded, as in FP32.
+        with torch.backends.cudnn.flags(allow_tf32=True):
+            return linear.conv(
+                call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
+            )
+
+    def _output_of_change(self, call: LayerCall) -> Tensor:
+        tables, x = self.tables[call.name], call.x
+        before, dtype = self._caches.get(call.name), changes.cache_dtype(x.dtype)
+        if before is None or before.a_hat.shape != x.shape or before.a_hat.dtype != dtype:
+            forgotten = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)
+            before = _Caches(forgotten, torch.zeros_like(x, dtype=dtype), None)
+        begins, last = changes.steps_of(call.timestep, before.last, self.falls)
+        first, later = (table.to(x.device)[:, None] for table in (tables.x_scale, self.change_scales[call.name]))
+        scale = changes.scales_of(begins, call.timestep, first, later, self.timestep_max)
+        factor = tables.x_factor.to(x.device).view(-1, *[1] * (x.dim() - 1 - call.channel_axis))
+        q, a_hat = changes.quantise_change(x, factor, before.a_hat, begins, scale)
+        o_hat = changes.add_product(
+            q, scale, begins, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
+        )
+        self._caches[call.name] = _Caches(last, a_hat, o_hat)
+        return o_hat.to(x.dtype)
+
+    def handler(self) -> LayerHandler:
+        """Runs INT8 layers where they are converted and the model's own elsewhere."""
+        return lambda call: self.output(call) if call.name in self.tables else call.exact()
+
+
+def _on(device: torch.device, tables: AttentionTables) -> AttentionTables:
+    """Tables on a device: the same object where they lie there."""
+    there = tables.modes.device == device and all(getattr(tables, f.name).device == device for f in fields(tables))
+    return tables if there else tables.to(device)
