@@ -173,6 +173,8 @@ class EngineRecord(_Record):
         refittable: weights can be replaced; weights: their shapes by name, of those with more than one dimension.
         int8_constants: of a refittable engine, the constants that INT8 layers in plugins read, by name: the layer, and which of
             its tables it is (see `LayerTables`).
+        prediction_error: [T] of the denoiser's, relative L2 error of its prediction against full precision, as it was measured on
+            the GPU that built it; None for timestep bins without a recorded call. Empty where it was not measured.
         version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
         weight_streaming: weights may stay in host memory.
     """
@@ -192,6 +194,7 @@ class EngineRecord(_Record):
     plain_us: _Positive | None = None
     layers: Literal["", "native", "plugin", "exact"] = ""
     layers_us: dict[Literal["native", "plugin", "exact"], _Positive] = Field(default_factory=dict)
+    prediction_error: list[float | None] = Field(default_factory=list)
     refittable: bool = False
     weights: dict[str, list[_Count]] = Field(default_factory=dict)
     int8_constants: dict[str, tuple[_Name, Literal["weight", "weight_scale", "bias"]]] = Field(default_factory=dict)
@@ -388,9 +391,14 @@ class QualityRecord(_Record):
         psnr: dB over all samples against the full-precision model; psnr_worst: of the worst sample, seed psnr_worst_seed.
         site_sqnr: site: dB per timestep bin against exact attention; NaN-free once the gates have passed, absent bins are null.
         layer_sqnr: layer: likewise against the layer in full precision.
-        error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic.
-        lowering_difference: mean absolute difference of the outputs of the function and the native lowering.
+        measured: what drew the INT8 samples: "onnxruntime" the exported model, "tensorrt" the engine that ships, "torch" the
+            kernels in the torch model, where this machine's GPU runs no engine of the bundle. computed: where full precision
+            computed, and in which type.
+        error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic; None where the
+            exported model did not run.
+        lowering_difference: mean absolute difference of the outputs of the function and the native lowering; likewise.
         lowering_limit: the most that the gate allows it.
+        type_error: [T] relative L2 error of the prediction in the model's own type against FP32, where both computed.
         component_errors: component: the largest relative L2 error of its outputs against float32 in torch.
     """
 
@@ -402,9 +410,12 @@ class QualityRecord(_Record):
     psnr_worst_seed: int
     site_sqnr: dict[str, list[float | None]]
     layer_sqnr: dict[str, list[float | None]] = Field(default_factory=dict)
-    error: float
-    lowering_difference: float
-    lowering_limit: float
+    measured: Literal["onnxruntime", "tensorrt", "torch"] = "onnxruntime"
+    computed: str = ""
+    error: float | None = None
+    lowering_difference: float | None = None
+    lowering_limit: float | None = None
+    type_error: list[float | None] = Field(default_factory=list)
     component_errors: dict[str, float] = Field(default_factory=dict)
 
     def worst_site(self) -> tuple[float, str, int]:

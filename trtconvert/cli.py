@@ -197,15 +197,37 @@ def _speaking(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+_DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where the model computes, instead of what the recipe's compute section says: auto by default, the GPU where there "
+    "is one and the model fits.",
+)
+
+
+def _on(device: str | None, recipe: Recipe) -> Recipe:
+    """The recipe with another device, where one is given."""
+    if device is None:
+        return recipe
+    return recipe.model_copy(update={"compute": recipe.compute.model_copy(update={"device": device})})
+
+
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the bundle; out/NAME by default.")
 @click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder of the build cache.")
 @click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
+@_DEVICE
 @_speaking
 def build(
-    recipe: Path, output: Path | None, cache_folder: Path | None, no_cache: bool, skip_bad: bool, out: Output
+    recipe: Path,
+    output: Path | None,
+    cache_folder: Path | None,
+    no_cache: bool,
+    skip_bad: bool,
+    device: str | None,
+    out: Output,
 ) -> None:
     """Convert the model of RECIPE and leave a bundle.
 
@@ -217,7 +239,7 @@ def build(
     report = out.reporter()
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
-        outcome = pipeline.build(_recipe(recipe), output, cache, report, skip_bad=skip_bad)
+        outcome = pipeline.build(_on(device, _recipe(recipe)), output, cache, report, skip_bad=skip_bad)
     out.result(
         {"bundle": outcome.folder, **_times(report), "manifest": outcome.manifest.model_dump(mode="json")},
         show=lambda _: summary.print_build(outcome, report),
@@ -532,7 +554,7 @@ def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
     "--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder for finished batches until the end."
 )
 @click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the model.")
+@_DEVICE
 @_speaking
 def calibrate(
     recipe: Path,
@@ -541,7 +563,7 @@ def calibrate(
     output: Path,
     cache_folder: Path | None,
     skip_bad: bool,
-    device: str,
+    device: str | None,
     out: Output,
 ) -> None:
     """Calibrate the model of RECIPE and write its scales, for `calibration: {from: FILE}` in recipes.
@@ -552,11 +574,11 @@ def calibrate(
     from trtconvert.calib.command import calibrate_recipe, summary
     from trtconvert.calib.distributed import joined_ranks
 
-    chosen, cache = _with_data(recipe, data, samples), Cache(cache_folder or default_folder())
+    chosen, cache = _on(device, _with_data(recipe, data, samples)), Cache(cache_folder or default_folder())
     with joined_ranks() as ranks:
         if ranks.rank > 0:
             out.silence()
-        made = calibrate_recipe(chosen, output, cache, ranks, out.reporter(), skip_bad=skip_bad, device=device)
+        made = calibrate_recipe(chosen, output, cache, ranks, out.reporter(), skip_bad=skip_bad)
     made_of = made.provenance
     out.result(
         {

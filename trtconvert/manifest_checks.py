@@ -249,6 +249,7 @@ def _of_quality(manifest: Manifest, denoiser: ComponentRecord, bins: int) -> Ite
     figures: dict[str, float | None] = {
         **{name: getattr(quality, name) for name in ("psnr", "psnr_worst", "error", "lowering_difference")},
         "lowering_limit": quality.lowering_limit,
+        **{f"type_error.{index}": error for index, error in enumerate(quality.type_error)},
         **{f"component_errors.{name}": error for name, error in quality.component_errors.items()},
         **{f"{field}.{name}": db for field, rows, _ in parts for name, row in rows.items() for db in row},
     }

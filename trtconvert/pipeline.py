@@ -8,7 +8,6 @@ nothing else, and loads neither the model nor torch when nothing did.
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Mapping
@@ -25,12 +24,13 @@ from trtconvert.bundle import (
 )
 from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.identity import search_reads
-from trtconvert.engine import BackendStatus, choose_backend
+from trtconvert.engine import BackendStatus, choose_backend, tensorrt
 from trtconvert.entry_point import source_identity
-from trtconvert.errors import UserError
+from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
+from trtconvert.models.placement import Place, choose_place, empty_gpu, placed
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ONNX, Recipe, changed_paths, with_paths
@@ -42,12 +42,16 @@ from trtconvert.stages import (
     FRONTIER,
     QUALITY,
     SAMPLES,
+    VERIFY,
     calibrate_stage,
+    check_gates,
     component_of,
     component_stages,
     engine_stages,
+    errors_stage,
     export_stage,
     plan_stage,
+    reference_stage,
     verify_stage,
 )
 from trtconvert.weights.lora_files import left_over
@@ -57,6 +61,46 @@ if TYPE_CHECKING:
 
 PIPELINE = "pipeline"
 """Folder of a bundle with what a pipeline needs beside its models."""
+
+
+class _Source:
+    """The model of a recipe, loaded when a stage asks for it, and placed when one computes with it."""
+
+    def __init__(self, recipe: Recipe, place: Place, report: Reporter) -> None:
+        self._recipe, self._place, self._report = recipe, place, report
+        self._model: DiffusionModel | None = None
+        self._placed: DiffusionModel | None = None
+
+    def model(self) -> DiffusionModel:
+        """As it was loaded: in FP32, on the CPU."""
+        if self._model is None:
+            from trtconvert import models
+
+            self._model = models.load(self._recipe.model, self._recipe.loras)
+            for text in self._model.notices:
+                self._report.notice(text)
+        return self._model
+
+    def placed(self) -> DiffusionModel:
+        """On the device and in the type that the recipe asks for."""
+        if self._placed is None:
+            self._placed = placed(self.model(), self._place)
+        return self._placed
+
+    def leave_gpu(self) -> None:
+        """Let go of the copy on the GPU."""
+        self._placed = None
+        if self._place.on_gpu and self._model is not None:
+            empty_gpu(self._model)
+
+
+def _keep_evidence(verified: Stage, output: Path) -> Path:
+    """Copy the samples and the figures of a build that missed a gate beside where its bundle would be."""
+    folder = output.with_name(f"{output.name}.missed")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (SAMPLES, QUALITY):
+        shutil.copyfile(verified.folder / name, folder / name)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -87,6 +131,9 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
         )
     recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
     backend, reason = choose_backend(recipe.engine.backend)
+    place = choose_place(recipe.compute, recipe.model)
+    if place.on_gpu or tensorrt.device_architecture() is not None:
+        report.notice(f"calibration, search and verification compute on the {place.device}: {place.reason}")
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
     for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):
@@ -106,29 +153,41 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
                     "GPUs again",
                 )
 
-    @functools.cache
-    def model() -> DiffusionModel:
-        from trtconvert import models
-
-        loaded = models.load(recipe.model, recipe.loras)
-        for text in loaded.notices:
-            report.notice(text)
-        return loaded
-
+    source = _Source(recipe, place, report)
     with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
-        others = component_stages(recipe, weights, model, cache, report)
-        calibration = calibrate_stage(recipe, weights, model, cache, report, skip_bad)
-        plan = plan_stage(recipe, calibration, model, cache, report)
-        exported = export_stage(recipe, calibration, plan, model, cache, report)
+        others = component_stages(recipe, weights, source.model, cache, report)
+        calibration = calibrate_stage(recipe, weights, source.placed, place, cache, report, skip_bad)
+        plan = plan_stage(recipe, calibration, source.placed, cache, report)
+        reference = reference_stage(recipe, weights, source.model, source.placed, place, cache, report)
+        errors = errors_stage(recipe, calibration, plan, source.placed, cache, report) if place.on_gpu else None
+        source.leave_gpu()  # which engines are built on and timed
+        exported = export_stage(recipe, calibration, plan, source.model, cache, report)
         components = {COMPONENT: exported} | others
         engines = {
             name: engine_stages(name, component_of(of), of, recipe.engine, backend, cache, report)
             for name, of in components.items()
         }
-        verified = verify_stage(recipe, calibration, plan, exported, model, cache, report)
+        verified = verify_stage(
+            recipe,
+            calibration,
+            plan,
+            exported,
+            reference,
+            errors,
+            engines[COMPONENT],
+            source.placed,
+            place,
+            cache,
+            report,
+        )
+        try:
+            quality, engines[COMPONENT] = check_gates(recipe, calibration, plan, verified, engines[COMPONENT])
+        except GateError:
+            report.notice(f"what missed the gate is in {_keep_evidence(verified, output)}")
+            raise
         with report.stage("bundle"):
-            stages = (calibration, plan, verified)
-            manifest = _assemble(folder, recipe, weights, backend, reason, stages, components, engines)
+            stages = (calibration, plan, reference, verified)
+            manifest = _assemble(folder, recipe, weights, backend, reason, stages, quality, components, engines)
     return Outcome(manifest, output)
 
 
@@ -184,7 +243,8 @@ def _assemble(
     weights: str,
     backend: BackendStatus,
     reason: str,
-    stages: tuple[Stage, Stage, Stage],
+    stages: tuple[Stage, Stage, Stage, Stage],
+    quality: QualityRecord,
     components: Mapping[str, Stage],
     engines: Mapping[str, list[tuple[EngineRecord, Stage]]],
 ) -> Manifest:
@@ -193,7 +253,7 @@ def _assemble(
     Args:
         components, engines: by name, the stages that exported them and built for them.
     """
-    calibration, plan, verified = stages
+    calibration, plan, reference, verified = stages
     shutil.copyfile(calibration.folder / CALIBRATION, folder / CALIBRATION)
     if (plan.folder / FRONTIER).is_file():
         shutil.copyfile(plan.folder / FRONTIER, folder / FRONTIER)
@@ -207,6 +267,7 @@ def _assemble(
             shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
+    shutil.copyfile(reference.folder / VERIFY, folder / VERIFY)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
     images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
     errors = {
@@ -216,7 +277,6 @@ def _assemble(
     if errors and weights_at is not None and (saved := pipeline_folder(weights_at, recipe.model.config)):
         copy_without_models(saved, folder / PIPELINE)
     denoiser = records[COMPONENT].diffusers
-    quality = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text())
     manifest = Manifest(
         model=_title(recipe) if denoiser is None else f"{denoiser.pipeline} ({recipe.model.source})",
         weights=weights,

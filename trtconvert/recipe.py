@@ -360,6 +360,13 @@ class PlanSection(_Section):
     )
     seed: Seed = Field(default=500, description="First seed; apart from calibration's and verify's.")
 
+    sensitivity: Literal["auto", "exact", "probes"] = Field(
+        default="auto",
+        description="How the error of each choice is measured. `exact`: the model runs once for each choice in every step. "
+        "`probes`: random projections of the prediction are carried back to all choices at once, so that the cost does not grow "
+        "with the number of sites. `auto`: exact for up to 64 choices. The plans that are found are sampled in any case.",
+    )
+
     @field_validator("sparse_candidates")
     @classmethod
     def _distinct(cls, shares: list[float]) -> list[float]:
@@ -400,6 +407,22 @@ class Range(_Section):
         if not self.min <= self.opt <= self.max:
             raise ValueError("min <= opt <= max")
         return self
+
+
+class ComputeSection(_Section):
+    """Where calibration, search and verification compute."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="`auto` takes the GPU where there is one and the model fits, and says which and why. On a GPU the "
+        "engine's own kernels compute INT8; on a CPU their specification does in FP32, which takes hours for models of published "
+        "sizes.",
+    )
+    precision: Literal["model", "float32"] = Field(
+        default="model",
+        description="Of what is called full precision, on a GPU: model.dtype, with FP32 where the model asks for it, or float32. "
+        "On a CPU it is float32.",
+    )
 
 
 class EngineSection(_Section):
@@ -515,6 +538,12 @@ class VerifySection(_Section):
         "0.01, or 0.03 where a site runs in fp8 or a layer multiplies in INT8: it counts what falls on the other side of a "
         "rounding edge.",
     )
+    max_prediction_error: Annotated[Number, Field(gt=0)] | None = Field(
+        default=0.03,
+        description="Relative L2 error of the engine's prediction against full precision in every timestep bin, on inputs of "
+        "full-precision trajectories. Measured where an engine is built on this machine's GPU, by `trtconvert compile` too; null "
+        "for no such gate.",
+    )
     max_component_error: Annotated[Number, Field(gt=0)] = Field(
         default=0.02,
         description="Relative L2 error of each output of a text encoder or VAE, in its engine's type, against float32 in torch.",
@@ -559,6 +588,7 @@ class Recipe(_Section):
         "`text_encoder_2`, …, `vae_decoder`, `vae_encoder`. `all` stands for those that turn prompts into images, and holds "
         "what they do not say themselves.",
     )
+    compute: ComputeSection = ComputeSection()
     engine: EngineSection = EngineSection()
     verify: VerifySection = VerifySection()
     output: OutputSection = OutputSection()

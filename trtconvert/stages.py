@@ -39,14 +39,17 @@ if TYPE_CHECKING:
     from trtconvert.calib.component_layers import ComponentLayers
     from trtconvert.linear.sites import ConvertedLayer, Layer
     from trtconvert.models import DiffusionModel
+    from trtconvert.models.placement import Place
+    from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 COMPONENT = "denoiser"
 CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
 ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
-NAMES, ERROR = "names.json", "error.json"
+NAMES, ERROR, ERRORS = "names.json", "error.json", "errors.json"
 PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
+FULL, VERIFY = "full.safetensors", "verify.safetensors"
 
 
 def component_stages(
@@ -162,12 +165,17 @@ def calibrate_stage(
     recipe: Recipe,
     weights: str,
     model: Callable[[], DiffusionModel],
+    place: Place,
     cache: Cache,
     report: Reporter,
     skip_bad: bool = False,
 ) -> Stage:
-    """Find the attention sites and layers and observe their ranges. Leaves the calibration, the sites and the layers."""
-    reads = calibration_reads(recipe, weights)
+    """Find the attention sites and layers and observe their ranges. Leaves the calibration, the sites and the layers.
+
+    Args:
+        model: that computes at `place`.
+    """
+    reads = calibration_reads(recipe, weights) | place.reads()
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (
@@ -207,7 +215,7 @@ def calibrate_stage(
             )  # fmt: skip
         else:
             # Observations outlive a build that is killed, and go when the stage is done.
-            work = observations_folder(cache, reads | {"device": "cpu"})
+            work = observations_folder(cache, reads | {"device": place.device})
             with one_at_a_time(work):
                 made = calibrate(
                     source, recipe.calibration, weights, parts.sites, work, bar, skip_bad=skip_bad,
@@ -445,25 +453,228 @@ def engine_stages(
     return built
 
 
+def reference_stage(
+    recipe: Recipe,
+    weights: str,
+    model: Callable[[], DiffusionModel],
+    full_precision: Callable[[], DiffusionModel],
+    place: Place,
+    cache: Cache,
+    report: Reporter,
+) -> Stage:
+    """Draw in full precision what INT8 is compared with. Leaves the images, and a denoiser call of every timestep bin.
+
+    Args:
+        model: as it was loaded; full_precision: the one that computes at `place`.
+    """
+    section, bins = recipe.verify, recipe.calibration.bins
+    drawn = section.model_dump(mode="json", include={"samples", "steps", "sampler", "seed"})
+    reads = {"weights": weights, "dtype": recipe.model.dtype, "verify": drawn, "bins": bins} | place.reads()
+
+    def make(folder: Path, bar: Bar) -> None:
+        from safetensors.torch import save_file
+
+        from trtconvert.calib.data import batches_of
+        from trtconvert.evaluate import verify
+        from trtconvert.evaluate.recorded_calls import CallRecorder
+        from trtconvert.models.placement import denoiser_in_float32
+
+        source = full_precision()
+        bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
+        batch = source.inputs[0].shape[0]
+        rows = source.dims[batch][1] if isinstance(batch, str) else batch
+        recorder = CallRecorder(source, bins, rows)
+        images = verify.draw(source, recorder.around(source.denoiser), section, bar.step)
+        in_float32 = place.on_gpu and place.dtype != "float32"
+        calls = recorder.calls(lambda: denoiser_in_float32(model()) if in_float32 else None)
+        calls.save(folder / VERIFY)
+        save_file({"images": images.contiguous()}, folder / FULL)
+        bar.step()
+
+    return _run("reference", reads, make, cache, report)
+
+
 def verify_stage(
     recipe: Recipe,
     calibration: Stage,
     plan: Stage,
     exported: Stage,
+    reference: Stage,
+    errors: Stage | None,
+    engines: list[tuple[EngineRecord, Stage]],
+    full_precision: Callable[[], DiffusionModel],
+    place: Place,
+    cache: Cache,
+    report: Reporter,
+) -> Stage:
+    """Measure what the gates need: with the engine where this machine's GPU runs one, else with the exported model on a CPU, or
+    with the kernels in torch on a GPU. Leaves the figures and the sample grid; thresholds are not read.
+
+    Args:
+        errors: of sites and layers, see `errors_stage`, where they were measured on a GPU.
+    """
+    if errors is None:
+        return _verify_export(recipe, calibration, plan, exported, reference, full_precision, cache, report)
+    runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
+    section, component = recipe.verify, component_of(exported)
+    reads = {
+        "onnx": exported.key,
+        "reference": reference.key,
+        "errors": errors.key,
+        "engines": [stage.key for _, stage in runs],
+        "grid": recipe.output.grid,
+    }
+
+    def make(folder: Path, bar: Bar) -> None:
+        from safetensors.torch import load_file
+
+        from trtconvert.calib.data import batches_of
+        from trtconvert.evaluate import verify
+        from trtconvert.evaluate.grid import save_comparison
+        from trtconvert.evaluate.recorded_calls import RecordedCalls
+        from trtconvert.models.denoiser import intercepted
+        from trtconvert.runtime import engine_component
+        from trtconvert.runtime.batches import AnyBatch
+
+        source = full_precision()
+        calls = RecordedCalls.load(reference.folder / VERIFY)
+        bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
+        prediction_error: list[float | None] = []
+        if runs:
+            record, built = runs[0]
+            denoiser = engine_component(built.folder / ENGINE, record, component)
+            if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
+                prediction_error = calls.errors(AnyBatch(denoiser))
+            int8 = verify.draw(_unplaced(source), AnyBatch(denoiser), section, bar.step)
+            denoiser.close()
+        else:
+            sites, layers, _ = _in_torch(recipe, source, calibration, plan)
+            in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
+            int8 = verify.draw(source, in_int8, section, bar.step)
+        bar.step()
+        full = load_file(reference.folder / FULL)["images"]
+        of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
+        per_sample = verify.psnr(int8, full)
+        quality = QualityRecord(
+            samples=section.samples,
+            steps=section.steps,
+            sampler=section.sampler,
+            psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
+            psnr_worst=float(per_sample.min()),
+            psnr_worst_seed=section.seed + int(per_sample.argmin()),
+            site_sqnr=of_sites,
+            layer_sqnr=of_layers,
+            measured="tensorrt" if runs else "torch",
+            computed=place.reason,
+            type_error=calls.type_errors,
+        )
+        (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
+        (folder / ERROR).write_text(json.dumps(prediction_error))
+        shown = min(recipe.output.grid, section.samples)
+        save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
+
+    return _run("verify", reads, make, cache, report)
+
+
+def errors_stage(
+    recipe: Recipe,
+    calibration: Stage,
+    plan: Stage,
+    full_precision: Callable[[], DiffusionModel],
+    cache: Cache,
+    report: Reporter,
+) -> Stage:
+    """Measure the error of each converted site and layer at its own output, on a GPU. Leaves decibels by timestep bin."""
+    section = recipe.verify
+    asked = {"seed": section.seed, "samples": section.samples, "bins": recipe.calibration.bins}
+    reads = {"calibration": calibration.key, "plan": plan.key, "dtype": recipe.model.dtype} | asked
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.data import batches_of
+        from trtconvert.evaluate import verify
+
+        source = full_precision()
+        sites, layers, _ = _in_torch(recipe, source, calibration, plan)
+        bar.total(len(batches_of(min(section.samples, verify.SITE_SAMPLES), verify.BATCH)))
+        found = verify.output_sqnr(
+            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
+        )
+        (folder / ERRORS).write_text(json.dumps(found))
+
+    return _run("errors", reads, make, cache, report)
+
+
+def check_gates(
+    recipe: Recipe, calibration: Stage, plan: Stage, verified: Stage, engines: list[tuple[EngineRecord, Stage]]
+) -> tuple[QualityRecord, list[tuple[EngineRecord, Stage]]]:
+    """The figures of a build, and its engines with theirs.
+
+    Raises:
+        GateError: a gate is missed.
+    """
+    from trtconvert.evaluate import verify
+
+    quality, modes = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()), _plan(plan)
+    convs = {layer.name for layer in _layers(calibration) if layer.kind == "conv"}
+    verify.check_gates(quality, modes.sites, recipe.verify, modes.layers, modes.scalings, modes.sparse.keys(), convs)
+    if not (verified.folder / ERROR).is_file():
+        return quality, engines
+    errors = json.loads((verified.folder / ERROR).read_text())
+    measured = []
+    for record, stage in engines:
+        if record.backend == "tensorrt" and errors:
+            verify.check_predictions(Path(record.file).name, errors, recipe.verify, quality.type_error)
+            record = record.model_copy(update={"prediction_error": errors})
+        measured.append((record, stage))
+    return quality, measured
+
+
+def _unplaced(model: DiffusionModel) -> DiffusionModel:
+    """A model whose sampler goes where the denoiser that it is given lies, which is an engine's device."""
+    from trtconvert.models.denoiser import sampled_in_place
+
+    return sampled_in_place(model)
+
+
+def _in_torch(
+    recipe: Recipe, source: DiffusionModel, calibration: Stage, plan: Stage
+) -> tuple[Int8Sites, Int8Layers, dict[str, Tensor]]:
+    """INT8 sites and layers of a plan on the device of a model, and the block masks among them."""
+    from trtconvert.quant.forward import Int8Layers, Int8Sites
+
+    masks, scalings = _masks(calibration, plan), _plan(plan).scalings
+    smooth_k = recipe.attention.smooth_k
+    sites = Int8Sites(_tables(calibration, plan), source.timestep_max, scalings, smooth_k, masks=masks)
+    converted = _converted_layers(source, recipe, calibration, plan)
+    tables = {name: layer.tables for name, layer in converted.items()}
+    of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
+    layers = Int8Layers(tables, source.timestep_max, of_changes, source.timesteps_fall)
+    device = next(source.denoiser.parameters()).device
+    return sites.to(device), layers.to(device), masks
+
+
+def _verify_export(
+    recipe: Recipe,
+    calibration: Stage,
+    plan: Stage,
+    exported: Stage,
+    reference: Stage,
     model: Callable[[], DiffusionModel],
     cache: Cache,
     report: Reporter,
 ) -> Stage:
-    """Measure what the gates need, and fail the build when one is missed. Leaves the figures and the sample grid."""
+    """Measure with the exported model on ONNX Runtime."""
     section = recipe.verify
     reads = {
         "onnx": exported.key,
-        "verify": section.model_dump(mode="json"),
+        "reference": reference.key,
+        "verify": section.model_dump(mode="json", exclude={"min_psnr", "max_prediction_error"}),
         "output": recipe.output.model_dump(mode="json"),
     }
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
+        from safetensors.torch import load_file
 
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
@@ -472,28 +683,22 @@ def verify_stage(
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
         from trtconvert.models.denoiser import intercepted
-        from trtconvert.quant.forward import Int8Layers, Int8Sites
         from trtconvert.runtime.batches import AnyBatch
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
         source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
-        smooth_k = recipe.attention.smooth_k
-        masks = _masks(calibration, plan)
-        sites = Int8Sites(_tables(calibration, plan), source.timestep_max, _plan(plan).scalings, smooth_k, masks=masks)
-        converted = _converted_layers(source, recipe, calibration, plan)
-        tables = {name: layer.tables for name, layer in converted.items()}
-        of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
-        layers = Int8Layers(tables, source.timestep_max, of_changes, source.timesteps_fall)
+        sites, layers, _ = _in_torch(recipe, source, calibration, plan)
+        tables = layers.tables
         batches = len(batches_of(section.samples, verify.BATCH))
-        bar.total(2 * batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
+        bar.total(batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
 
         # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
         inputs = _as_exported(recipe, source).example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
         typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
-        reference = in_type(intercepted(source, sites.handler(), layers.handler() if tables else None), dtype)
+        in_torch = in_type(intercepted(source, sites.handler(), layers.handler() if tables else None), dtype)
         if component.guidance is not None:
-            reference = GuidedDenoiser(reference, source.timestep_input, component.guidance)
+            in_torch = GuidedDenoiser(in_torch, source.timestep_input, component.guidance)
         wide = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
         with torch.no_grad():
             # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
@@ -502,9 +707,9 @@ def verify_stage(
                 steps, wide_steps = ([one, verify.next_step(source, one)] for one in (typed, wide))
             layers.reset_cache()
             exact = (
-                verify.in_steps(reference.float(), wide_steps)
+                verify.in_steps(in_torch.float(), wide_steps)
                 if dtype == torch.bfloat16
-                else verify.in_steps(reference, steps)
+                else verify.in_steps(in_torch, steps)
             )
             error = verify.relative_error(verify.in_steps(denoiser, steps), exact)
             modes = _plan(plan)
@@ -515,7 +720,7 @@ def verify_stage(
                 with in_float32(exported.folder / ONNX) as path:
                     found = verify.in_steps(OnnxRuntimeComponent(path, verify.widened(component)), wide_steps)
                 layers.reset_cache()
-                error = verify.relative_error(found, verify.in_steps(reference.float(), wide_steps))
+                error = verify.relative_error(found, verify.in_steps(in_torch.float(), wide_steps))
         bar.step()
         compared = typed
         if component.caches:
@@ -529,7 +734,7 @@ def verify_stage(
         of_sites, of_layers = verify.output_sqnr(
             source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
         )
-        full = verify.draw(source, source.denoiser, section, bar.step)
+        full = load_file(reference.folder / FULL)["images"]
         int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
         per_sample = verify.psnr(int8, full)
         quality = QualityRecord(
@@ -545,8 +750,6 @@ def verify_stage(
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        convs = {layer.name for layer in _layers(calibration) if layer.kind == "conv"}
-        verify.check_gates(quality, modes.sites, section, modes.layers, modes.scalings, masks, convs)
         (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         shown = min(recipe.output.grid, section.samples)
         save_comparison(full[:shown], int8[:shown], folder / SAMPLES)

@@ -49,6 +49,10 @@ def print_build(outcome: Outcome, report: Reporter) -> None:
     say(report.console, f"look at {outcome.folder / 'samples.png'}: the same seeds in full precision and in INT8")
 
 
+def _by_bin(errors: Sequence[float | None]) -> str:
+    return "by timestep bin " + ", ".join("–" if error is None else f"{error:.4f}" for error in errors)
+
+
 def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
     """The table of `trtconvert inspect`, printed."""
     console.print(manifest_table(manifest, folder))
@@ -112,14 +116,20 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     drawn = f"{quality.samples} samples, {quality.sampler} {quality.steps} steps"
     _row(
         table,
-        "PSNR against FP32",
+        "PSNR against full precision",
         f"{quality.psnr:.1f} dB over {drawn}; worst {quality.psnr_worst:.1f} dB, seed {quality.psnr_worst_seed}",
     )
     _row(table, "worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
     if (of_layers := quality.worst_layer()) is not None:
         db, layer, index = of_layers
         _row(table, "worst layer", f"{layer}, bin {index}: {db:.1f} dB signal to quantisation noise")
-    _row(table, "exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
+    if quality.error is not None:
+        _row(table, "exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
+    if quality.computed:
+        drawn_by = {"tensorrt": "by the engine that ships", "torch": "by the kernels in torch"}.get(
+            quality.measured, ""
+        )
+        _row(table, "verified", f"INT8 samples {drawn_by}; full precision on {quality.computed}")
     if quality.component_errors:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in quality.component_errors.items())
         _row(table, "components", f"relative error against float32: {errors}")
@@ -135,6 +145,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             computed = f"attention: {ATTENTION[attention]}" + (f"; layers: {INT8_LAYERS[layers]}" if layers else "")
             _row(table, f"engines{of}", f"{sizes}; {backend} {library}; {computed}")
         for engine in component.engines:
+            if any(error is not None for error in engine.prediction_error):
+                _row(table, "prediction error", f"{engine.target}: {_by_bin(engine.prediction_error)}")
             for line in _engine_lines(engine, component.dims):
                 _row(table, "", f"{engine.target}: {line}")
         sizes = {file: f.size for file, f in manifest.files.items() if file.startswith(component.onnx)}

@@ -291,20 +291,21 @@ def _layer_scales(
     for layer in layers:
         readers.setdefault(layer.source, []).append(layer)
     tensors, modulated = model_tensors(model.denoiser), modulated_sources(layers, section)
+    device = next(model.denoiser.parameters()).device
     users: dict[TensorRef, set[str]] = {}
     for layer in layers:
         users.setdefault(layer.weight, set()).add(layer.source)
     return {
         source: choose_scales(
             of_source,
-            shards.layer(source),
+            shards.layer(source).to(device),
             tensors,
             calibration.bins,
             statistic=section.scales,
             percentile=calibration.percentile,
             offsets=section.offsets,
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_source),
-            changes=_changes(shards, source) if source in modulated else None,
+            changes=_changes(shards, source).to(device) if source in modulated else None,
         )
         for source, of_source in readers.items()
     }

@@ -18,20 +18,18 @@ from trtconvert.calib.identity import calibration_reads, observations_folder
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
-from trtconvert.models.denoiser import on_device
 from trtconvert.models.guidance import fused_form
 from trtconvert.models.identity import identity
+from trtconvert.models.placement import choose_place, placed
+from trtconvert.models.saved import with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
 
 
 def calibrate_recipe(
-    recipe: Recipe, output: Path, cache: Cache, ranks: Ranks, report: Reporter, *, skip_bad: bool, device: str = "cpu"
+    recipe: Recipe, output: Path, cache: Cache, ranks: Ranks, report: Reporter, *, skip_bad: bool
 ) -> Calibration:
     """Calibrate as a recipe says; rank 0 writes the file. A run that ends early says how to go on.
-
-    Args:
-        device: where the model runs, see `on_device`. Devices round differently, so each has its own finished batches.
 
     Raises:
         UserError: see `calibrate`; or the recipe takes a calibration from a file.
@@ -47,7 +45,9 @@ def calibrate_recipe(
             remedy="remove calibration.from from the recipe",
         )
     weights = identity(recipe.model, recipe.loras)
-    work = observations_folder(cache, calibration_reads(recipe, weights) | {"device": device})
+    place = choose_place(recipe.compute, with_dtype(recipe.model))
+    # Devices round differently, so each has its own finished batches.
+    work = observations_folder(cache, calibration_reads(recipe, weights) | place.reads() | {"device": place.device})
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
     target = whole_file(output, "give another file with -o") if ranks.rank == 0 else contextlib.nullcontext()
@@ -57,7 +57,7 @@ def calibrate_recipe(
             model = models.load(recipe.model, recipe.loras)
             if recipe.engine.guidance == "fused":
                 fused_form(model)  # which refuses models that cannot
-            model = on_device(model, device)
+            model = placed(model, place)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
             if recipe.sparse_shares:
                 for ranges in recipe.engine.ranges():

@@ -83,7 +83,7 @@ class LayerScales:
 def layer_tables(
     model: torch.nn.Module, layers: Sequence[Layer], scales: Mapping[str, LayerScales], modes: Mapping[str, Tensor]
 ) -> dict[str, LayerTables]:
-    """The op's tables of layers by name. Tied layers with equal factors have one weight.
+    """The op's tables of layers by name, on the device of the weights. Tied layers with equal factors have one weight.
 
     Args:
         layers: to convert.
@@ -96,19 +96,21 @@ def layer_tables(
     for layer in layers:
         of_input = scales[layer.source]
         key = (layer.weight, of_input.x_factor.numpy().tobytes())
+        own = layer.weight.of(tensors)
+        factor, offset = of_input.x_factor.to(own.device), of_input.x_offset.to(own.device)
         if key not in stored:
-            stored[key] = layer_weight(layer.weight.of(tensors).float().cpu(), of_input.x_factor)
+            stored[key] = layer_weight(own.float(), factor)
         weight, scale = stored[key]
-        own = None if layer.bias is None else layer.bias.of(tensors).float().cpu()
-        bias = layer_bias(own, weight, scale, of_input.x_factor, of_input.x_offset)
+        bias = None if layer.bias is None else layer.bias.of(tensors).float()
+        bias = layer_bias(bias, weight, scale, factor, offset)
         found[layer.name] = LayerTables(
             weight,
             scale,
             bias,
-            of_input.x_factor,
-            of_input.x_offset,
-            of_input.x_scale,
-            modes[layer.name].to(torch.int32),
+            factor,
+            offset,
+            of_input.x_scale.to(own.device),
+            modes[layer.name].to(own.device, torch.int32),
         )
     return found
 

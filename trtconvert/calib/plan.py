@@ -172,14 +172,15 @@ def search(
             name: AttentionTables(**calibration.tables[name], modes=row % len(Mode)) for name, row in rows.items()
         }
         masks = {name: blocks[name].mask(row) for name, row in sparse_rows(rows, shares).items()}
-        return Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, masks=masks)
+        in_int8 = Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, masks=masks)
+        return in_int8.to(next(model.denoiser.parameters()).device)
 
     seeds = range(section.seed, section.seed + section.samples)
     exact = {site.name: torch.zeros(bins, dtype=torch.int32) for site in sites}
     sensitivity = measure_sensitivity(
         model, int8_sites(exact), bins, modes=allowed, layers=searched.int8, groups=searched.names,
         layer_modes=searched.modes, blocks=blocks, shares=shares if blocks else (), seeds=seeds, steps=section.steps,
-        done=bar.step,
+        done=bar.step, method=section.sensitivity,
     )  # fmt: skip
 
     @torch.no_grad()

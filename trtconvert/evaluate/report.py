@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.modes import INT8_VALUES, Mode
-from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, check_files, read_unchanged
+from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, QualityRecord, check_files, read_unchanged
 from trtconvert.calib.calibration import Calibration, load_of_bundle
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.histogram import OCTAVES
@@ -152,18 +152,8 @@ def gates(manifest: Manifest) -> list[Gate]:
             )
             for layer_db, layer, layer_bin in ([] if of_layer is None else [of_layer])
         ),
-        Gate(
-            "Exported arithmetic against the torch reference, relative error",
-            f"at most {max_error:g}",
-            f"{quality.error:.1e}",
-            quality.error <= max_error,
-        ),
-        Gate(
-            "Native against INT8 lowering, mean difference",
-            f"at most {quality.lowering_limit:.2e}",
-            f"{quality.lowering_difference:.2e}",
-            quality.lowering_difference <= quality.lowering_limit,
-        ),
+        *_of_export(quality, max_error),
+        *_of_predictions(manifest),
         *(
             Gate(
                 f"{name} against float32, relative error",
@@ -174,6 +164,35 @@ def gates(manifest: Manifest) -> list[Gate]:
             for name, error in quality.component_errors.items()
         ),
     ]
+
+
+def _of_export(quality: QualityRecord, max_error: float) -> Iterator[Gate]:
+    """Gates of the exported model, where it ran."""
+    if quality.error is not None:
+        title = "Exported arithmetic against the torch reference, relative error"
+        yield Gate(title, f"at most {max_error:g}", f"{quality.error:.1e}", quality.error <= max_error)
+    difference, limit = quality.lowering_difference, quality.lowering_limit
+    if difference is not None and limit is not None:
+        title = "Native against INT8 lowering, mean difference"
+        yield Gate(title, f"at most {limit:.2e}", f"{difference:.2e}", difference <= limit)
+
+
+def _of_predictions(manifest: Manifest) -> Iterator[Gate]:
+    """Gates of engines that ran on the GPU that built them."""
+    limit = manifest.recipe.verify.max_prediction_error
+    for engine in (engine for component in manifest.components.values() for engine in component.engines):
+        seen = {index: error for index, error in enumerate(engine.prediction_error) if error is not None}
+        if not seen:
+            continue
+        index = max(seen, key=seen.__getitem__)
+        own = manifest.quality.type_error[index] if index < len(manifest.quality.type_error) else None
+        of_type = "" if own is None else f" (its 16-bit type: {own:.4f})"
+        yield Gate(
+            f"Prediction of the engine on {engine.gpu or engine.target} against full precision, worst timestep bin {index}",
+            "no limit" if limit is None else f"at most {limit:g}",
+            f"{seen[index]:.4f}{of_type}",
+            limit is None or seen[index] <= limit,
+        )
 
 
 def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:

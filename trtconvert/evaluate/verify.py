@@ -19,6 +19,7 @@ from trtconvert.calib.data import Progress, batches_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
 from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.denoiser import intercepted
@@ -101,8 +102,10 @@ class _Noise:
         Args:
             index: [B] bins; got, exact: [B, …].
         """
-        self._noise[name].index_add_(0, index, (got.double() - exact.double()).square().flatten(1).sum(1))
-        self._signal[name].index_add_(0, index, exact.double().square().flatten(1).sum(1))
+        index = index.to(exact.device)
+        for sums, x in ((self._noise, got.double() - exact.double()), (self._signal, exact.double())):
+            sums[name] = sums[name].to(exact.device)  # once: nothing waits for single calls
+            sums[name].index_add_(0, index, x.square().flatten(1).sum(1))
 
     def decibels(self) -> Sqnr:
         return {
@@ -112,11 +115,6 @@ class _Noise:
             ]
             for name, signal in self._signal.items()
         }
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """‖got - expected‖ / ‖expected‖."""
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def widened(component: ComponentRecord) -> ComponentRecord:
@@ -278,8 +276,37 @@ def check_gates(
         ),
     )
     for what, got, relation, limit in checks:
+        if got is None or limit is None:  # not measured, as where an engine was
+            continue
         # Written so that NaN fails.
         if not (got >= limit if relation == ">=" else got <= limit):
             raise GateError(
                 f"gate missed: {what}", expected=f"{relation} {limit:.4g}", got=f"{got:.4g}; {worst}", remedy=remedy
             )
+
+
+def check_predictions(
+    name: str, errors: Sequence[float | None], section: VerifySection, type_errors: Sequence[float | None]
+) -> None:
+    """
+    Args:
+        name: of the engine; errors: [T] relative L2 error of its predictions; type_errors: of the model's own type.
+    Raises:
+        GateError: it is above `verify.max_prediction_error` in a timestep bin.
+    """
+    limit = section.max_prediction_error
+    seen = {index: error for index, error in enumerate(errors) if error is not None}
+    if limit is None or not seen:
+        return
+    index, error = max(seen.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+    if not error <= limit:  # written so that NaN fails
+        own = type_errors[index] if index < len(type_errors) else None
+        of_type = "" if own is None else f"; the model's own 16-bit type makes {own:.3g} there"
+        raise GateError(
+            f"gate missed: error of the prediction of {name} in timestep bin {index}",
+            expected=f"<= {limit:g}",
+            got=f"{error:.3g}{of_type}",
+            remedy="raise plan.min_psnr, so that the search chooses more careful modes; or, where modes are stated, give bin "
+            f"{index} a more careful one in attention.modes, or set layers.modes to dynamic; or raise "
+            "verify.max_prediction_error",
+        )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.attention.sites import Handler, attention_hooks
-from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
 from trtconvert.models.own_sampler import SamplerError
+from trtconvert.runtime.trajectory import begin
 
 
 class _Reached(BaseException):
@@ -52,6 +53,9 @@ class _Moved:
     def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
         self._denoiser, self.device = denoiser, device
 
+    def reset_cache(self) -> None:
+        begin(self._denoiser)
+
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         home = (inputs or tuple(named.values()))[0].device
         there = (x.to(self.device) for x in inputs)
@@ -85,10 +89,23 @@ def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
         return model
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def sample(denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
-        return model.sample(_Moved(denoiser, device), seeds, **options)
+    return replace(model, denoiser=model.denoiser.to(device), sample=_MovingSampler(model.sample, device))
 
-    return replace(model, denoiser=model.denoiser.to(device), sample=sample)
+
+@dataclass(frozen=True)
+class _MovingSampler:
+    """A sampler whose denoisers lie on a device."""
+
+    sampler: Sampler
+    device: torch.device
+
+    def __call__(self, denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
+        return self.sampler(_Moved(denoiser, self.device), seeds, **options)
+
+
+def sampled_in_place(model: DiffusionModel) -> DiffusionModel:
+    """A model of `on_device` for denoisers that say where they lie themselves, as engines do."""
+    return replace(model, sample=model.sample.sampler) if isinstance(model.sample, _MovingSampler) else model
 
 
 def intercepted(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from trtconvert.bundle import EngineRecord, Manifest, check_files, read_unchanged
+from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.engine import tensorrt as builder
 from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.library import library_version
@@ -366,6 +366,21 @@ def _on_gpus(
     said = ", ".join(dict.fromkeys(text for part in words for text in part if text))
     shared = f"; samples shared out among {', '.join(map(str, devices))}" if len(devices) > 1 else ""
     return LoadedBundle(folder, manifest, on_gpus, f"TensorRT {version}, {said}{shared}", scratches)
+
+
+def engine_component(path: Path, record: EngineRecord, component: ComponentRecord) -> Component:
+    """A TensorRT engine that lies beside no bundle yet, on the current GPU.
+
+    Args:
+        path: of the plan; record: what its build said of it; component: its signature.
+    Raises:
+        BackendUnavailable: there is no GPU, or TensorRT refuses the engine here.
+    """
+    from trtconvert.runtime.scratch import Scratch
+    from trtconvert.runtime.tensorrt import TensorRTComponent
+
+    device = _gpu(None)
+    return TensorRTComponent(path, record, component, device=device, scratch=Scratch(device))
 
 
 def _is_cpu(device: str | int | torch.device) -> bool:

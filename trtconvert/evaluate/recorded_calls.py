@@ -1,0 +1,132 @@
+"""What an engine is compared with, wherever it is built: inputs of full-precision trajectories, and what the model predicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtconvert.attention.reference import timestep_bin
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
+
+_EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
+
+
+@dataclass(frozen=True)
+class RecordedCalls:
+    """One denoiser call of each timestep bin that a trajectory came to.
+
+    Attributes:
+        inputs: timestep bin: the inputs by name, in FP32 and INT64.
+        expected: timestep bin: the prediction, FP32.
+        type_errors: [T] relative L2 error of the prediction in the model's own type against FP32; None where it was not measured.
+            Where it was, `expected` is the prediction in FP32.
+    """
+
+    inputs: Mapping[int, Mapping[str, Tensor]]
+    expected: Mapping[int, Tensor]
+    type_errors: list[float | None]
+
+    def save(self, path: Path) -> None:
+        """Write the calls. A tensor that is the same in several bins is written once."""
+        tensors: dict[str, Tensor] = {}
+        last: dict[str, Tensor] = {}
+        for index, inputs in self.inputs.items():
+            for name, x in inputs.items():
+                if name not in last or not torch.equal(last[name], x):
+                    tensors[f"{index}/inputs/{name}"] = last[name] = x.contiguous()
+            tensors[f"{index}/{_EXPECTED}"] = self.expected[index].contiguous()
+        save_file(tensors, path, {_TYPE_ERRORS: json.dumps(self.type_errors)})
+
+    @staticmethod
+    def load(path: Path) -> RecordedCalls:
+        """The calls of a file that `save` wrote."""
+        inputs: dict[int, dict[str, Tensor]] = {}
+        expected: dict[int, Tensor] = {}
+        last: dict[str, Tensor] = {}
+        with safe_open(path, "pt") as file:
+            type_errors = json.loads(file.metadata()[_TYPE_ERRORS])
+            names = list(file.keys())
+            for index in sorted({int(name.partition("/")[0]) for name in names}):
+                prefix = f"{index}/inputs/"
+                last |= {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}
+                inputs[index], expected[index] = dict(last), file.get_tensor(f"{index}/{_EXPECTED}")
+        return RecordedCalls(inputs, expected, type_errors)
+
+    def errors(self, denoiser: Denoiser) -> list[float | None]:
+        """[T] relative L2 error of a denoiser's predictions in each bin; None for bins without a call."""
+        found: list[float | None] = [None] * len(self.type_errors)
+        with torch.no_grad():
+            for index, inputs in self.inputs.items():
+                found[index] = relative_error(denoiser(**inputs).float().cpu(), self.expected[index])
+        return found
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """‖got - expected‖ / ‖expected‖."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+class CallRecorder:
+    """Keeps the first denoiser call of every timestep bin.
+
+    Args:
+        model: that the denoiser is of; bins: of timesteps.
+        rows: of a call that are kept, spread evenly, so that both halves of guidance are among them.
+    """
+
+    def __init__(self, model: DiffusionModel, bins: int, rows: int) -> None:
+        self._model, self._bins, self._rows = model, bins, rows
+        self._inputs: dict[int, dict[str, Tensor]] = {}
+        self._predictions: dict[int, Tensor] = {}
+
+    def around(self, denoiser: Denoiser) -> Denoiser:
+        """The denoiser, whose calls are looked at."""
+
+        def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
+            output = denoiser(*inputs, **named)
+            self._add(self._model.named(inputs, named), output)
+            return output
+
+        return watched
+
+    def _add(self, given: Mapping[str, Tensor], output: Tensor) -> None:
+        timestep = given[self._model.timestep_input].float().reshape(-1)[:1]
+        index = int(timestep_bin(timestep, self._model.timestep_max, self._bins)[0])
+        if index in self._inputs:
+            return
+        batch = self._model.inputs[0].shape[0]
+        count = len(output)
+        rows = torch.arange(min(self._rows, count), device=output.device) * (count // min(self._rows, count))
+        kept = {}
+        for spec in self._model.inputs:
+            x = given[spec.name]
+            of_samples = x.dim() and spec.shape[:1] == (batch,) and len(x) == count
+            x = x.index_select(0, rows.to(x.device)) if of_samples else x
+            kept[spec.name] = x.float().cpu() if x.is_floating_point() else x.cpu()
+        self._inputs[index] = kept
+        self._predictions[index] = output.index_select(0, rows).float().cpu()
+
+    def calls(self, exact: Callable[[], Denoiser | None]) -> RecordedCalls:
+        """What was recorded.
+
+        Args:
+            exact: gives the denoiser in FP32, where the recorded one computes in another type and it can be had.
+        """
+        in_float32 = exact()
+        type_errors: list[float | None] = [None] * self._bins
+        expected = dict(self._predictions)
+        if in_float32 is not None:
+            with torch.no_grad():
+                for index, inputs in self._inputs.items():
+                    device = next(in_float32.parameters()).device  # pyright: ignore[reportFunctionMemberAccess]
+                    expected[index] = in_float32(**{n: x.to(device) for n, x in inputs.items()}).float().cpu()
+                    type_errors[index] = relative_error(self._predictions[index], expected[index])
+        in_order = sorted(self._inputs)
+        return RecordedCalls({i: self._inputs[i] for i in in_order}, {i: expected[i] for i in in_order}, type_errors)

@@ -1,0 +1,207 @@
+"""Where the main job computes: on a GPU in the model's own type, or on the CPU in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.engine import tensorrt
+from trtconvert.errors import BackendUnavailable
+from trtconvert.library import library_path
+from trtconvert.recipe import ComputeSection, ModelSection
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trtconvert.diffusion_model import Denoiser, DiffusionModel
+
+OLDEST = 80
+"""Architecture from which on the kernels run."""
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".gguf", ".pt", ".onnx")
+
+ROOM = 1.3
+"""Device memory that is wanted, in terms of the model's weights: activations, and the engine that is compared with the model."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model computes.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: of weights and activations, by torch's name. FP32 on a CPU.
+        reason: why this device, for people.
+    """
+
+    device: str
+    dtype: str
+    reason: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def reads(self) -> dict[str, str]:
+        """What a stage's key reads of the place: devices and types round differently."""
+        return {"device": self.device, "precision": self.dtype} if self.on_gpu else {}
+
+
+def choose_place(section: ComputeSection, model: ModelSection) -> Place:
+    """The device and the type that a recipe's `compute` section asks for; `auto` takes the GPU where the model fits.
+
+    Args:
+        model: of the recipe, its dtype settled.
+    Raises:
+        BackendUnavailable: `cuda` is asked for, and there is no GPU that the kernels run on.
+    """
+    dtype = model.dtype if section.precision == "model" else section.precision
+    if section.device == "cpu":
+        return Place("cpu", "float32", "compute.device is cpu")
+    problem = _gpu_problem()
+    size = 0 if problem else round(_weight_bytes(model.weights) * (2 if dtype == "float32" else 1))
+    if not problem and section.device == "auto":
+        problem = _memory_problem(size)
+    if not problem:
+        name = tensorrt.device_name()
+        return Place("cuda", dtype, f"{name}, in {dtype}")
+    if section.device == "cuda":
+        raise BackendUnavailable(
+            "the model cannot compute on a GPU here",
+            expected="an NVIDIA GPU of compute capability 8.0 or newer, a torch that sees it, and libtrtconvert.so",
+            got=problem,
+            remedy="install what is missing, or take --device cpu",
+        )
+    return Place("cpu", "float32", problem)
+
+
+def _gpu_problem() -> str:
+    """Why no GPU can compute; empty where one can. Without a GPU, torch is not imported."""
+    architecture = tensorrt.device_architecture()
+    if architecture is None:
+        return "no NVIDIA GPU"
+    if int(architecture.removeprefix("sm")) < OLDEST:
+        return f"{tensorrt.device_name()} is {architecture}, the kernels need sm{OLDEST}"
+    if library_path() is None:
+        return "libtrtconvert.so, the library of the kernels, is not installed"
+    return tensorrt.cuda_problem()
+
+
+def _memory_problem(size: int) -> str:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    if size * ROOM <= free:
+        return ""
+    return (
+        f"the weights take {size / 2**30:.1f} GiB, and {tensorrt.device_name()} has {free / 2**30:.1f} GiB free, less than "
+        f"{ROOM:g} times as much"
+    )
+
+
+def _weight_bytes(weights: Path | None) -> int:
+    """Bytes of the files of weights; 0 for models that an entry point makes."""
+    if weights is None:
+        return 0
+    if weights.is_file():
+        return weights.stat().st_size
+    return sum(file.stat().st_size for file in weights.rglob("*") if file.suffix in WEIGHT_SUFFIXES)
+
+
+def placed(model: DiffusionModel, place: Place) -> DiffusionModel:
+    """A model whose denoiser computes at a place. On a GPU it is a copy; inputs are cast to its type, outputs are FP32.
+
+    What the model asks to keep in FP32 (diffusers' `_keep_in_fp32_modules`) stays so. The sampler takes the device of the
+    denoiser, with the pipeline's other models.
+    """
+    if not place.on_gpu:
+        return model
+    import torch
+
+    from trtconvert.models.denoiser import on_device
+
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, place.dtype)
+    denoiser = _copied(model.denoiser, device, dtype)
+    floating = {spec.name for spec in model.inputs if spec.dtype == "float32" and spec.name not in model.always_float32}
+    names = [spec.name for spec in model.inputs]
+    denoiser.register_forward_pre_hook(_casting(names, floating, dtype), with_kwargs=True)
+    denoiser.register_forward_hook(_in_float32)
+    return on_device(replace(model, denoiser=denoiser), "cuda")
+
+
+def _copied(module: nn.Module, device: Any, dtype: Any) -> nn.Module:
+    """A copy on a device, in a type. Weights are cast one by one: no second copy in full precision is made on the way."""
+    import copy
+
+    import torch
+    from torch import nn
+
+    kept = {
+        name
+        for part in module.modules()
+        for name in getattr(part, "_keep_in_fp32_modules", None) or ()
+        if dtype != torch.float32
+    }
+
+    def there(name: str, x: Tensor) -> Tensor:
+        stays = not x.is_floating_point() or bool(kept & {*name.split(".")})
+        moved = x.detach().to(device) if stays else x.detach().to(device, dtype)
+        return nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) else moved
+
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    memo: dict[int, Any] = {}
+    for name, x in tensors:
+        memo.setdefault(id(x), there(name, x))
+    return copy.deepcopy(module, memo)
+
+
+def _casting(names: Sequence[str], floating: set[str], dtype: Any) -> Callable[..., Any]:
+    """A hook that casts a denoiser's inputs to its type, but for timesteps and whole numbers."""
+
+    def cast(name: str, x: Any) -> Any:
+        return x.to(dtype) if name in floating else x
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        by_place = tuple(cast(name, x) for name, x in zip(names, inputs, strict=False))
+        return by_place, {name: cast(name, x) for name, x in named.items()}
+
+    return hook
+
+
+def _in_float32(_: nn.Module, inputs: Any, output: Any) -> Tensor:
+    from trtconvert.interception import first_tensor
+
+    return first_tensor(output).float()
+
+
+def denoiser_in_float32(model: DiffusionModel) -> Denoiser | None:
+    """The denoiser in FP32 on the current GPU, to tell what its own type loses; None where it does not fit there.
+
+    Args:
+        model: not placed.
+    """
+    import torch
+
+    from trtconvert.models.denoiser import intercepted
+
+    size = sum(x.numel() * 4 for x in model.denoiser.parameters())
+    if size * ROOM > torch.cuda.mem_get_info()[0]:
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return intercepted(replace(model, denoiser=_copied(model.denoiser, device, torch.float32)))
+
+
+def empty_gpu(model: DiffusionModel) -> None:
+    """Give back the device memory that a placed copy of a model took, and move the pipeline's other models to the CPU."""
+    import gc
+
+    import torch
+
+    pipe = getattr(getattr(model.sample, "caller", None), "pipe", None)
+    for part in pipe.components.values() if pipe is not None else ():
+        if isinstance(part, torch.nn.Module):
+            part.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
