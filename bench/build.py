@@ -1,6 +1,12 @@
 """Figures of the main job on this machine: times and memory of `trtconvert build` on the digits recipe, and of `--help`.
 
     python bench/build.py
+    python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
+
+With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
+the seconds of every stage, the most memory of the host and of the GPU, and what was found. Gates are set so wide that random
+weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is taken, and so are the stages in
+its cache: a build that did not end goes on.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
 Markdown table with the date and the machine; nothing is asserted.
@@ -8,15 +14,21 @@ Markdown table with the date and the machine; nothing is asserted.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
+import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from machine import processor
 
@@ -43,7 +55,135 @@ def measure(arguments: list[str], count: int) -> tuple[float, float, float]:
     return statistics.median(times), max(times) - min(times), max(memory)
 
 
+RECIPE: dict[str, Any] = {
+    "attention": {"modes": "auto"},
+    "layers": {"modes": "auto"},
+    "components": {"all": {}},
+    "calibration": {"samples": 16, "batch": 4, "steps": 20, "bins": 10},
+    # Random weights are no model: what PSNR a budget of theirs is worth nobody knows.
+    "plan": {"samples": 4, "steps": 20, "min_psnr": 25},
+    "verify": {"samples": 16, "steps": 20, "min_psnr": 0, "min_site_sqnr": -20, "max_prediction_error": None},
+    "output": {"grid": 4},
+}
+"""What every model is built with."""
+
+OF_MODEL: dict[str, dict[str, Any]] = {
+    "flux": {"calibration": {"samples": 8, "batch": 1, "steps": 10, "bins": 10}, "plan": {"samples": 2, "steps": 10}},
+    "wan": {
+        "calibration": {"samples": 2, "batch": 1, "steps": 10, "bins": 10},
+        "plan": {"samples": 1, "steps": 10},
+        "verify": {"samples": 1, "steps": 20},
+    },
+}
+
+
+@contextlib.contextmanager
+def watched_gpu() -> Iterator[dict[str, float]]:
+    """The most device memory that is in use inside the block, in GiB, asked four times a second."""
+    found, done = {"gpu_gib": 0.0}, threading.Event()
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+    def watch() -> None:
+        while not done.wait(0.25):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                used = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
+                found["gpu_gib"] = max(found["gpu_gib"], float(used) / 1024)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def build_model(name: str, work: Path, backend: str) -> dict[str, Any]:
+    """Build one pipeline: its stages' seconds, memory, and what the manifest says."""
+    from published import PUBLISHED
+
+    folder = work / "pipelines" / name
+    if not (folder / "model_index.json").is_file():
+        subprocess.run([sys.executable, str(ROOT / "bench/published.py"), name, "-o", str(folder.parent)], check=True)
+    recipe = {section: dict(fields) for section, fields in RECIPE.items()}
+    for section, fields in OF_MODEL.get(name, {}).items():
+        recipe[section] |= fields
+    recipe["model"] = {"source": "diffusers", "weights": str(folder), "options": PUBLISHED[name].options}
+    recipe["engine"] = {"backend": backend}
+    file = work / f"{name}.yaml"
+    file.write_text(json.dumps(recipe))  # JSON is YAML
+    command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / name)]
+    started = time.perf_counter()
+    with watched_gpu() as seen:
+        process = subprocess.Popen(
+            [*command, "--cache", str(work / "cache"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, cwd=ROOT, bufsize=1,
+        )  # fmt: skip
+        assert process.stderr is not None and process.stdout is not None
+        for line in process.stderr:
+            _tell(line, time.perf_counter() - started)
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+    row: dict[str, Any] = {"model": name, "status": status, "seconds": round(time.perf_counter() - started, 1)}
+    row |= {"host_gib": round(usage.ru_maxrss / 2**20, 1), "gpu_gib": round(seen["gpu_gib"], 1)}
+    if status == 0:
+        result = json.loads(output)
+        quality = result["manifest"]["quality"]
+        engines = [e for c in result["manifest"]["components"].values() for e in c["engines"]]
+        row |= {"stages": result["seconds"], "reused": result["reused"], "psnr": quality["psnr"]}
+        row |= {"type_error": quality["type_error"], "prediction_error": [e["prediction_error"] for e in engines][:1]}
+    return row
+
+
+def _tell(line: str, seconds: float) -> None:
+    """Stages as they end, and whatever is no event."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        print(line, end="", flush=True)
+        return
+    if event["event"] == "finished":
+        print(
+            f"{seconds:7.1f} s  {event['stage']}: {event['elapsed_s']:.1f} s{' (cache)' * event['reused']}", flush=True
+        )
+    elif event["event"] in ("notice", "error"):
+        print(f"{seconds:7.1f} s  {json.dumps(event)}", flush=True)
+
+
+def print_models(rows: list[dict[str, Any]]) -> None:
+    print("| model | all | calibrate, search, export, verify | engines | host | GPU | PSNR |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        stages = row.get("stages", {})
+        engines = sum(seconds for name, seconds in stages.items() if name.startswith("engine"))
+        ours = sum(stages.values()) - engines
+        print(
+            f"| {row['model']} | {row['seconds']:.0f} s | {ours:.0f} s | {engines:.0f} s | {row['host_gib']} GiB | "
+            f"{row['gpu_gib']} GiB | {row.get('psnr', float('nan')):.1f} dB |"
+        )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[])
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trtconvert-bench-build")
+    parser.add_argument("--backend", default="tensorrt")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if not given.models:
+        measure_digits()
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in given.models:
+        rows.append(build_model(name, given.work, given.backend))
+        print(json.dumps(rows[-1]), flush=True)
+        if given.json:
+            given.json.write_text(json.dumps({"date": str(datetime.date.today()), "models": rows}, indent=1))
+    print_models(rows)
+
+
+def measure_digits() -> None:
     rows = [("`trtconvert --help`", *measure(["--help"], RUNS), "0.5 s")]
     builds = []
     with tempfile.TemporaryDirectory() as folder:
