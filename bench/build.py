@@ -114,20 +114,24 @@ def build_model(name: str, work: Path, backend: str) -> dict[str, Any]:
     file.write_text(json.dumps(recipe))  # JSON is YAML
     command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / name)]
     started = time.perf_counter()
-    with watched_gpu() as seen:
+    # A pipe that nobody empties would stop the program at its end.
+    with watched_gpu() as seen, tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*command, "--cache", str(work / "cache"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, cwd=ROOT, bufsize=1,
-        )  # fmt: skip
-        assert process.stderr is not None and process.stdout is not None
+            [*command, "--cache", str(work / "cache"), "--json"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.stderr is not None
         for line in process.stderr:
             _tell(line, time.perf_counter() - started)
-        output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
+        output.seek(0)
+        result = json.loads(output.read()) if status == 0 else {}
     row: dict[str, Any] = {"model": name, "status": status, "seconds": round(time.perf_counter() - started, 1)}
     row |= {"host_gib": round(usage.ru_maxrss / 2**20, 1), "gpu_gib": round(seen["gpu_gib"], 1)}
     if status == 0:
-        result = json.loads(output)
         quality = result["manifest"]["quality"]
         engines = [e for c in result["manifest"]["components"].values() for e in c["engines"]]
         row |= {"stages": result["seconds"], "reused": result["reused"], "psnr": quality["psnr"]}

@@ -35,7 +35,7 @@ from trtconvert.files import is_open_file, locked, path_of, require_writable, se
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
-from trtconvert.stages import ENGINE, engine_stages, narrowed
+from trtconvert.stages import ENGINE, VERIFY, engine_stages, narrowed
 
 _INSTEAD = "copy the bundle to another place"
 
@@ -74,6 +74,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
             change does not fit.
         BackendUnavailable: no GPU, no TensorRT, or no plugin library here.
         TrtconvertError: the engine cannot be built.
+        GateError: its prediction is too far from full precision's in a timestep bin. The bundle stays what it was.
     """
     tensorrt.load()
     # Who switches a link to another bundle meanwhile changes what is served, and not which bundle gets the engines.
@@ -104,7 +105,8 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                         raise _replaced(folder)
 
                 try:
-                    built[name] = engine_stages(name, component, read, options, backend, cache, report, refuse_another)
+                    made = engine_stages(name, component, read, options, backend, cache, report, refuse_another)
+                    built[name] = _verified(folder, manifest, name, made, report) if component.is_denoiser else made
                 except OSError as error:
                     if not unchanged():
                         raise _replaced(folder) from error  # with the files that the build was reading
@@ -122,6 +124,38 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         finally:
             _remove_plans(folder, manifest)
     return read_manifest(folder)
+
+
+def _verified(
+    folder: Path, manifest: Manifest, name: str, engines: list[tuple[EngineRecord, Stage]], report: Reporter
+) -> list[tuple[EngineRecord, Stage]]:
+    """The engines of a denoiser with the error of their predictions, on the calls that the bundle holds.
+
+    Raises:
+        GateError: it is above `verify.max_prediction_error` of the bundle's recipe.
+    """
+    component = manifest.components[name]
+    if VERIFY not in manifest.files or component.guidance is not None:
+        return engines
+    from trtconvert.evaluate.recorded_calls import RecordedCalls
+    from trtconvert.evaluate.verify import check_predictions
+    from trtconvert.runtime import engine_component
+    from trtconvert.runtime.batches import AnyBatch
+
+    calls, measured = RecordedCalls.load(folder / VERIFY), []
+    with report.stage(f"verify {name}"):
+        for record, stage in engines:
+            denoiser = engine_component(stage.folder / ENGINE, record, component)
+            try:
+                errors = calls.errors(AnyBatch(denoiser))
+            except UserError as error:  # --set gave the engine other sizes than the calls have
+                report.notice(f"the engine is not verified, as it does not take the recorded calls: {error.problem}")
+                errors = []
+            finally:
+                denoiser.close()
+            check_predictions(Path(record.file).name, errors, manifest.recipe.verify, calls.type_errors)
+            measured.append((record.model_copy(update={"prediction_error": errors}), stage))
+    return measured
 
 
 def _remove_plans(folder: Path, before: Manifest) -> None:

@@ -48,7 +48,8 @@ def optimize(
             does. The weights go with the last reference to the old one.
         folder: for bundles, one for each set of weights; in the user's cache by default.
         recipe: sections and fields of a recipe that are to be others, as {"attention": {"modes": "auto"}}.
-        device: "cpu" computes with ONNX Runtime, which is for checking and slow; a GPU otherwise.
+        device: "cpu" computes with ONNX Runtime, which is for checking and slow; a GPU otherwise, on which the conversion
+            computes too.
         quiet: show no progress.
         options: of `model.options`, as height=1024, width=1024, batch=[1, 1, 2].
     Returns:
@@ -73,7 +74,7 @@ def optimize(
             got=state.detail,
             remedy=f'{state.remedy}; device="cpu" computes with ONNX Runtime, to check images, slowly',
         )
-    sections = _merged(recipe or {}, options)
+    sections = _merged(recipe or {}, options, device)
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
     report = Reporter(Console(highlight=False, stderr=True, quiet=quiet))
     cache = Cache(default_folder())
@@ -120,9 +121,12 @@ def _denoiser_of(pipe: Any) -> str:
     return name
 
 
-def _merged(recipe: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _merged(
+    recipe: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], device: str | None
+) -> dict[str, dict[str, Any]]:
     sections = {name: dict(fields) for name, fields in _SECTIONS.items()}
     sections["engine"] = {"backend": "onnxruntime"}  # what is built for this GPU comes after
+    sections["compute"] = {"device": "cpu" if device == "cpu" else "auto"}
     sections["model"] = {"source": "diffusers", "weights": "pipeline", "options": dict(options)}
     for name, fields in recipe.items():
         fixed = {"model": ("source", "weights"), "engine": ("backend",)}.get(name, ())

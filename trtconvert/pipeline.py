@@ -175,6 +175,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             reference,
             errors,
             engines[COMPONENT],
+            source.model,
             source.placed,
             place,
             cache,

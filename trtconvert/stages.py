@@ -502,6 +502,7 @@ def verify_stage(
     reference: Stage,
     errors: Stage | None,
     engines: list[tuple[EngineRecord, Stage]],
+    model: Callable[[], DiffusionModel],
     full_precision: Callable[[], DiffusionModel],
     place: Place,
     cache: Cache,
@@ -512,6 +513,7 @@ def verify_stage(
 
     Args:
         errors: of sites and layers, see `errors_stage`, where they were measured on a GPU.
+        model, full_precision: see `reference_stage`.
     """
     if errors is None:
         return _verify_export(recipe, calibration, plan, exported, reference, full_precision, cache, report)
@@ -536,7 +538,6 @@ def verify_stage(
         from trtconvert.runtime import engine_component
         from trtconvert.runtime.batches import AnyBatch
 
-        source = full_precision()
         calls = RecordedCalls.load(reference.folder / VERIFY)
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
         prediction_error: list[float | None] = []
@@ -545,9 +546,10 @@ def verify_stage(
             denoiser = engine_component(built.folder / ENGINE, record, component)
             if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
                 prediction_error = calls.errors(AnyBatch(denoiser))
-            int8 = verify.draw(_unplaced(source), AnyBatch(denoiser), section, bar.step)
+            int8 = verify.draw(model(), AnyBatch(denoiser), section, bar.step)
             denoiser.close()
         else:
+            source = full_precision()
             sites, layers, _ = _in_torch(recipe, source, calibration, plan)
             in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
             int8 = verify.draw(source, in_int8, section, bar.step)
@@ -627,13 +629,6 @@ def check_gates(
             record = record.model_copy(update={"prediction_error": errors})
         measured.append((record, stage))
     return quality, measured
-
-
-def _unplaced(model: DiffusionModel) -> DiffusionModel:
-    """A model whose sampler goes where the denoiser that it is given lies, which is an engine's device."""
-    from trtconvert.models.denoiser import sampled_in_place
-
-    return sampled_in_place(model)
 
 
 def _in_torch(

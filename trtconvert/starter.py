@@ -385,7 +385,7 @@ def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = Fals
         data = _quoted(_relative(prompts, at))
     modes = ("precision", "static") if large else ("auto", "auto")
     why = (
-        ["  # Stated, not searched (auto): a search draws samples, which takes hours on a CPU with such a model."]
+        ["  # Stated, as a search (auto) takes days on a CPU with such a model; take auto where there is a GPU."]
         if large
         else ["  # From a search over sites, layers and timesteps, within a budget of PSNR (section plan)."]
     )
@@ -413,11 +413,6 @@ def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = Fals
         f"  steps: {steps}",
         f"  bins: {min(steps, 10)}",
     ]
-    if large:
-        lines.append(
-            "  # On a machine with a GPU: trtconvert calibrate THIS_FILE --device cuda -o scales.safetensors, then in this"
-        )
-        lines.append("  # section nothing but `from: scales.safetensors` and bins.")
     lines += [
         "",
         "verify:",

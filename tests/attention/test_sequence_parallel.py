@@ -53,6 +53,13 @@ def work(rank: int, place: str) -> None:
         results["group of one"] = SequenceParallelAttention(Int8Attention(H, D), "ring", dist.new_subgroups(1)[0])(
             q, k, v, 500
         )
+        # What one process refuses by itself does not keep the others waiting.
+        for step, name in ((5 + 5000 * rank, "a timestep of one"), (5, "none")):
+            try:
+                results[name] = made(q, k, v, step)
+            except UserError as refusal:
+                results[name] = str(refusal)
+        results["unchecked"] = SequenceParallelAttention(Int8Attention(H, D), check_shapes=False)(q, k, v, 5 + rank)
         for name, call in refusals(rank, made, q, k, v).items():
             try:
                 call()
@@ -69,8 +76,14 @@ def refusals(
 ) -> dict[str, Callable[[], Any]]:
     """Calls that every process refuses, and a part of what it says."""
     part = q[:, :, : 100 + rank], k[:, :, :100], v[:, :, :100]
+    many = q.repeat(6, 1, 1, 1), k.repeat(6, 1, 1, 1), v.repeat(6, 1, 1, 1)
+    steps = torch.arange(12.0)
+    steps[10] += rank
     return {
         "the tokens of the processes": lambda: made(*part, 5),
+        "[5, 5] on rank 0; [6, 6] on rank 1": lambda: made(q, k, v, 5 + rank),
+        "[5, 9] on rank 0; [5, 9.5] on rank 1": lambda: made(q, k, v, torch.tensor([5, 9 + rank / 2])),
+        "[0, 1, 2, 3, 4, 5, 6, 7, …] with the sum": lambda: made(*many, steps),
         "one shape": lambda: made(q, k, v[:, :, :9], 5),
         "the number of heads": lambda: SequenceParallelAttention(Int8Attention(3, D)),
         "a multiple of 2 processes": lambda: SequenceParallelAttention(Int8Attention(H, D, num_kv_heads=1)),
@@ -115,6 +128,12 @@ def test_one_process_is_a_ring_too(results) -> None:
 def test_what_does_not_fit_is_refused_by_every_process(results, said: str) -> None:
     for result in results:
         assert said in result[said] and "remedy" in result[said]
+
+
+def test_what_one_process_refuses_keeps_none_waiting(results) -> None:
+    assert "0 to 1000" in results[1]["a timestep of one"] and "5005" in results[1]["a timestep of one"]
+    assert "others on rank 1" in results[0]["a timestep of one"] and "remedy" in results[0]["a timestep of one"]
+    assert all(isinstance(result[name], Tensor) for result in results for name in ("none", "unchecked"))
 
 
 def test_without_processes_there_is_a_reason() -> None:

@@ -8,6 +8,7 @@ import threading
 import onnx_ir as ir
 import pytest
 from compiling import Builder
+from pretend_engines import pretend_engines
 
 from trtconvert.bundle import EngineRecord, NativeSite
 from trtconvert.engine import BuiltEngine, tensorrt, tensorrt_rtx
@@ -58,6 +59,7 @@ def gpu(monkeypatch, cache):
     monkeypatch.setattr(tensorrt, "load", lambda: None)
     monkeypatch.setattr(tensorrt, "device_architecture", lambda: targets[threading.current_thread().name])
     monkeypatch.setattr(tensorrt, "build_engine", build_engine)
+    pretend_engines(monkeypatch.setattr)
     return targets
 
 

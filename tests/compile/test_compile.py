@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from compiling import PLAN, VAE, compiled, fresh, with_vae
+from pretend_engines import pretend_engines
 from rich.console import Console
 from support import contents, partials, refusal, run
 
 from trtconvert.bundle import MANIFEST, check_files, read_manifest, write_manifest
 from trtconvert.compile import compile_bundle
 from trtconvert.engine import tensorrt
-from trtconvert.errors import TrtconvertError, UserError
+from trtconvert.errors import GateError, TrtconvertError, UserError
 from trtconvert.files import temporary_folder
 from trtconvert.progress import Reporter
 
@@ -381,3 +382,19 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
 def test_a_change_that_does_not_fit_is_refused_before_anything_is_built(bundle, builder, change, parts):
     refusal(run("compile", bundle, "--set", change), *parts)
     assert builder.built == []
+
+
+def test_the_error_of_predictions_is_in_the_manifest(bundle, gpu, monkeypatch):
+    pretend_engines(monkeypatch.setattr, error=0.02)
+    compiled(bundle)
+    (engine,) = [e for e in read_manifest(bundle).components["denoiser"].engines if e.backend == "tensorrt"]
+    assert engine.prediction_error and set(engine.prediction_error) == {0.02}
+
+
+def test_an_engine_whose_predictions_are_wrong_is_refused_and_the_bundle_stays(bundle, gpu, monkeypatch):
+    pretend_engines(monkeypatch.setattr, error=0.2)
+    before = contents(bundle)
+    with pytest.raises(GateError, match="error of the prediction") as caught:
+        compiled(bundle)
+    assert (caught.value.expected, caught.value.got) == ("<= 0.03", "0.2")
+    assert contents(bundle) == before

@@ -171,7 +171,11 @@ def test_the_watch_names_the_site_whose_int8_attention_breaks(digits_build, digi
 def test_a_gpu_that_is_missing_is_noticed(digits_build, tmp_path):
     outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--device", "cuda"))
     refusal(outcome, "there is no GPU to run the model on", "--device cuda")
-    refusal(run("calibrate", digits_build.recipe, "--device", "cuda", "-o", tmp_path / "c"), "there is no GPU")
+    refusal(
+        run("calibrate", digits_build.recipe, "--device", "cuda", "-o", tmp_path / "c"),
+        "on a GPU here",
+        "no NVIDIA GPU",
+    )
     refusal(run("measure", "-o", tmp_path / "cost.json"), "there is no GPU", "plan.kernel_cost")
 
 

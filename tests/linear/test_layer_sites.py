@@ -325,6 +325,33 @@ def test_what_stays_says_why():
     }
 
 
+def test_what_kinds_leave_out_says_so_by_its_own_kind(layers):
+    for kind, words in (("conv", "linear layers"), ("linear", "convolutions")):
+        chosen, left = select_layers(layers, ["*"], [], 2, kinds=(kind,))
+        assert {layer.kind for layer in chosen} == {kind}
+        reasons = {layer.obstacle for layer in left if layer.kind != kind}
+        assert f"layers.kinds leaves {words} out" in reasons
+        assert not any("layers.kinds" in layer.obstacle for layer in left if layer.kind == kind)
+
+
+def test_kinds_that_leave_no_layer_are_refused():
+    with pytest.raises(UserError) as refused:
+        select_layers(ended(), ["*"], [], 2, kinds=("conv",))
+    told = str(refused.value)
+    assert "convolutions that can be" in told and "none among 4 layers, but linear layers" in told
+    assert "layers.kinds to [linear, conv]" in told
+    patches = Called(
+        lambda self, x: self.last(self.conv(x).flatten(2).mT), conv=nn.Conv2d(3, 64, 1), last=nn.Linear(64, 64)
+    )
+    with pytest.raises(UserError, match="conv: its 3 input channels"):
+        select_layers(layers_of(patches, random(2, 3, 4, 4)), ["*"], [], 2, kinds=("conv",))
+    # What is named is taken whatever it is; what is excluded is not for its kind; and the default is no demand.
+    assert names(select_layers(ended(), ["*", "middle"], [], 2, kinds=("conv",))[0]) == ("middle",)
+    assert select_layers(ended(), ["*"], ["*"], 2, kinds=("conv",))[0] == []
+    convs = Called(lambda self, x: self.b(self.a(x)), a=nn.Conv2d(16, 16, 1), b=nn.Conv2d(16, 16, 1))
+    assert select_layers(layers_of(convs, random(2, 16, 4, 4)), ["*"], [], 2, kinds=("linear",))[0] == []
+
+
 def test_a_name_takes_in_no_layer_that_cannot_be_converted(layers):
     chosen, left = select_layers(layers, ["conv_in", "out"], [], 2)
     assert chosen == []

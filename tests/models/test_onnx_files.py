@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,13 @@ from trtconvert.recipe import ModelSection
 BODY = plain("s = MatMul(q, kt)\np = Softmax<axis = -1>(s)")
 
 
-def refused(path: Path, *parts: str, **options) -> None:
+def refused(path: Path, *parts: str, **options) -> str:
     with pytest.raises(UserError) as error:
         onnx_model(path, **options)
     told = str(error.value)
     assert all(part in told for part in parts), told
     assert "remedy: " in told
+    return told
 
 
 def changed(path: Path, change) -> Path:
@@ -53,7 +55,110 @@ def test_weights_are_found_behind_the_links_of_a_cache(tmp_path):
     for name in ("model.onnx", "model.data"):
         (blobs / name).rename(blobs / f"hash-of-{name}")
         (snapshot / name).symlink_to(Path("../../blobs") / f"hash-of-{name}")
-    read_graph(snapshot / "model.onnx")
+    onnx_model(snapshot / "model.onnx")
+
+
+def test_weights_with_other_names_on_the_disk_are_refused(tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data")
+    (tmp_path / "other").hardlink_to(tmp_path / "model.data")
+    told = refused(path, "other names on this disk", "model.data with one name", "2 names")
+    subprocess.run(told.partition("its own: ")[2], shell=True, check=True)
+    onnx_model(path)
+
+
+@pytest.mark.parametrize("key", ["offset", "length"])
+@pytest.mark.parametrize("value", ["-1", "abc", "", "1.5", " 8", "9" * 30])
+def test_places_that_are_none_are_refused(key, value, tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data")
+
+    def move(model: onnx.ModelProto) -> None:
+        (tensor, *_) = [tensor for tensor in model.graph.initializer if tensor.external_data]
+        for entry in tensor.external_data:
+            if entry.key == key:
+                entry.value = value
+
+    refused(changed(path, move), "'q_weight' lies in model.data", f"{key}: a whole number of bytes", repr(value))
+
+
+@pytest.mark.parametrize("location", [None, "", "a\0b"])
+def test_files_of_weights_without_a_name_are_refused(location, tmp_path):
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data")
+
+    def move(model: onnx.ModelProto) -> None:
+        (tensor, *_) = [tensor for tensor in model.graph.initializer if tensor.external_data]
+        del tensor.external_data[:]
+        if location is not None:
+            tensor.external_data.add(key="location", value=location)
+
+    refused(changed(path, move), "in which file the weight 'q_weight' lies", "the name of a file beside it")
+
+
+def of_node(index: int, name: str):
+    """Give a node's output another name."""
+
+    def change(model: onnx.ModelProto) -> None:
+        model.graph.node[index].output[0] = name
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "got"),
+    [
+        (of_node(3, "waves"), "waves", "Mul waves and Sin waves"),
+        (of_node(3, "sample"), "sample", "an input and Sin sample"),
+        (of_node(3, "q_weight"), "q_weight", "a weight and Sin q_weight"),
+        (lambda model: model.graph.node[3].output.append("sines"), "sines", "Sin sines and Sin sines"),
+        (lambda model: model.graph.input.append(model.graph.input[0]), "sample", "an input and another input"),
+    ],
+    ids=["outputs", "an input", "a weight", "one node", "inputs"],
+)
+def test_two_values_of_one_name_are_refused(change, name, got, tmp_path):
+    path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change)
+    refused(path, f"two values called '{name}'", got)
+
+
+@pytest.mark.parametrize("kind", [99, -3])
+@pytest.mark.parametrize("place", ["input 'sample'", "output 'out_sample'", "weight 'q_weight'", "constant 'value'"])
+def test_types_that_are_not_known_are_refused(kind, place, tmp_path):
+    def change(model: onnx.ModelProto) -> None:
+        what = place.partition(" ")[0]
+        if what == "weight":
+            model.graph.initializer[0].data_type = kind
+        elif what == "constant":
+            model.graph.node[0].attribute[0].t.data_type = kind
+        else:
+            getattr(model.graph, what)[0].type.tensor_type.elem_type = kind
+
+    path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change)
+    refused(path, f"gives the {place}", "a type that is not known", f"got: {kind}")
+
+
+def of_weight(**fields):
+    def change(model: onnx.ModelProto) -> None:
+        for name, value in fields.items():
+            if name == "dims":
+                model.graph.initializer[0].dims[:] = value
+            else:
+                setattr(model.graph.initializer[0], name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "got"),
+    [
+        (of_weight(raw_data=b"1234"), "16,384 bytes, as [64, 64] in FLOAT takes", "got: 4"),
+        (of_weight(dims=[64, -64]), "sizes from 0", "[64, -64]"),
+        (of_weight(data_type=0), "a type of ONNX", "0 (UNDEFINED)"),
+        (of_weight(data_type=8), "texts in string_data", "raw bytes"),
+        (lambda model: model.graph.initializer[0].ClearField("raw_data"), "4,096 numbers", "got: 0"),
+    ],
+    ids=["bytes", "sizes", "no type", "text", "nothing"],
+)
+def test_weights_that_are_not_whole_are_refused(change, expected, got, tmp_path):
+    path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change)
+    refused(path, "'q_weight'", expected, got)
 
 
 def test_weights_beside_a_graph_that_are_not_whole_are_refused(tmp_path):
@@ -174,6 +279,63 @@ def test_local_functions_are_part_of_the_graph(tmp_path):
     model.opset_import.append(onnx.helper.make_opsetid("local", 1))
     onnx.save(model, path)
     assert onnx_model(path).left_sites == ()
+
+
+@pytest.mark.parametrize(
+    ("calls", "circle"),
+    [
+        ({"f": "f"}, "local::f calls local::f"),
+        ({"f": "g", "g": "h", "h": "g"}, "local::g calls local::h calls local::g"),
+    ],
+    ids=["itself", "a circle"],
+)
+def test_functions_that_call_themselves_are_refused(calls, circle, tmp_path):
+    def change(model: onnx.ModelProto) -> None:
+        for name, called in calls.items():
+            text = (
+                f'<opset_import: ["" : 17, "local" : 1], domain: "local"> {name} (x) => (y) {{ y = local.{called}(x) }}'
+            )
+            model.functions.append(onnx.parser.parse_function(text))
+        node = next(node for node in model.graph.node if node.op_type == "Sin")
+        node.op_type, node.domain = "f", "local"
+        model.opset_import.append(onnx.helper.make_opsetid("local", 1))
+
+    path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change)
+    refused(path, "has a function that calls itself", f"got: {circle}")
+
+
+def test_what_the_library_does_not_read_is_refused_in_its_words(tmp_path):
+    def change(model: onnx.ModelProto) -> None:
+        model.graph.node[0].attribute[0].type = onnx.AttributeProto.SPARSE_TENSOR
+
+    refused(changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change), "Sparse tensors are not supported")
+
+
+DEEP = range(1, 1500)
+
+
+@pytest.mark.parametrize(
+    ("first", "each", "last", "told"),
+    [
+        (["s0 = MatMul(q, kt)"], "s{0} = Add(s{1}, s{1})", "s = Identity(s1499)", "adds two products"),
+        (["a = MatMul(q, kt)", "m0 = Sub(a, a)"], "m{0} = Mul(m{1}, m{1})", "s = Add(a, m1499)", ""),
+        (
+            ["a = MatMul(q, kt)", "b = Sub(a, a)", "z0 = Tanh(b)"],
+            "z{0} = Mul(z{1}, z{1})",
+            "z = Tanh(z1499)\ns = Add(z, a)",
+            "",
+        ),
+    ],
+    ids=["logits", "a mask", "a GELU"],
+)
+def test_long_chains_end(first, each, last, told, tmp_path):
+    """What is looked at twice in each of so many steps is looked at for ever, and what calls itself there does not return."""
+    lines = [*first, *(each.format(i, i - 1) for i in DEEP), last, "p = Softmax<axis = -1>(s)"]
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", plain("\n".join(lines)))
+    if told:
+        refused(path, told)
+    else:
+        onnx_model(path)
 
 
 def test_weights_that_are_inputs_are_refused(tmp_path):

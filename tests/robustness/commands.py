@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from forking import Ended, Forking
 from PIL import Image
+from pretend_engines import pretend_engines
 from safetensors.torch import save_file
 from support import Built, tiny_recipe
 
@@ -119,6 +120,7 @@ def pretend_gpu() -> None:
     tensorrt.load = lambda: None  # type: ignore[assignment]
     tensorrt.device_architecture = lambda: "sm90"
     tensorrt.build_engine = build_engine  # type: ignore[assignment]
+    pretend_engines(setattr)
 
 
 def _recipe(folder: Path, _: Built) -> None:

@@ -138,12 +138,19 @@ def test_random_damage_is_never_more_than_a_refusal():
     ("content", "offer", "words"),
     [
         ({"prompt": "a"}, SEEDED, "by the seed alone"),
-        ({"prompt": "7", "size": "16x16"}, DIGITS, "one size"),
+        ({"prompt": "7", "size": "16x0"}, DIGITS, "widths the model's own, heights the model's own, or auto"),
         ({"prompt": "7", "size": "64x32"}, LABELS, "widths 32, heights 32"),
     ],
 )
 def test_what_a_bundle_does_not_draw_is_refused(content, offer, words):
     assert words in refused(content, offer)["message"]
+
+
+def test_a_size_that_the_bundle_does_not_say_is_for_the_replica_to_refuse():
+    assert read({"prompt": "7", "size": "8x16"}, DIGITS).shape == Shape(16, 8, 20, True)
+    wide = Offer("prompt", None, Range(64, 64, 128), 8, "a machine")
+    assert read({"prompt": "7", "size": "96x40"}, wide).shape == Shape(40, 96, 20, True)
+    assert "widths 64 to 128" in refused({"prompt": "7", "size": "32x40"}, wide)["message"]
 
 
 def test_the_longest_prompt_fits_into_a_body():

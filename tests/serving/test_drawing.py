@@ -63,6 +63,27 @@ def test_one_caption_that_is_none_is_refused_alone(digits):
     drawer.close()
 
 
+def test_the_size_that_a_bundle_draws_can_be_asked_for(digits, monkeypatch):
+    """Which that is the first drawing tells; others are then refused without drawing them."""
+    drawer = Drawer(digits, "cpu")
+    (image,) = drawer(Batch(Shape(8, 8, 2, True), (Order(1, "1", "png"),)))
+    assert pixels(image).shape == (8, 8, 3)
+    monkeypatch.setattr(drawer._draw, "_sample", None)
+    for height, width in ((16, 8), (8, 99_999)):
+        answers = drawer(Batch(Shape(height, width, 2, True), (Order(1, "1", "png"), Order(2, "2", "png"))))
+        for answer in answers:
+            assert isinstance(answer, Refusal) and answer.whose == "client"
+            assert answer.expected.startswith("8x8,") and answer.got == f"{width}x{height}"
+    drawer.close()
+
+
+def test_another_size_than_a_bundle_draws_is_refused_before_any_is_known(digits):
+    drawer = Drawer(digits, "cpu")
+    (answer,) = drawer(Batch(Shape(16, 16, 2, True), (Order(1, "1", "png"),)))
+    assert isinstance(answer, Refusal) and answer.expected.startswith("8x8,") and answer.got == "16x16"
+    drawer.close()
+
+
 def test_memory_that_runs_out_is_no_fault_of_the_request(digits, monkeypatch):
     drawer = Drawer(digits, "cpu")
 

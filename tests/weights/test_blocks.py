@@ -66,15 +66,29 @@ def test_statistics_are_those_of_each_block(shape):
     assert found.histogram == torch.bincount(below.flatten(), minlength=16).tolist()
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-25, 1e25, 3e38])
-def test_magnitudes_at_the_ends_of_fp32(size):
-    x = torch.full((130, 130), size)
-    x[0, 0] = size / 2
-    scale = blocks.scales(found := blocks.measure(x, histogram=True), "block")
-    _, error = blocks.quantise(x, scale)
-    assert found.nonfinite == 0 and found.histogram[0] + sum(found.histogram[1:]) == x.numel()
-    # Scales end at 2**-100: what is smaller is zero.
-    assert error == 0 if size == 0 else error == 1 if size < 1e-32 else 0 <= error < 0.01
+@pytest.mark.parametrize("size", [0.0, 1e-43, 1e-40, 1e-38, 1e-26, 1e-5, 1e25, 1e38])
+@pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
+def test_scales_follow_magnitudes_to_the_ends_of_fp32(size, granularity):
+    x = torch.randn(130, 130, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * size
+    x[7] = 0
+    found = blocks.measure(x, histogram=True)
+    scale = blocks.scales(found, granularity)
+    stored, error = blocks.quantise(x, scale)
+    restored = blocks.dequantise(stored, scale, torch.float32).double()
+    assert found.nonfinite == 0 and sum(found.histogram) == x.numel()
+    assert bool((scale > 0).all()) and bool(scale.isfinite().all())
+    assert float(found.squares.sum()) == pytest.approx(float(x.double().square().sum()), rel=1e-4)
+    assert error == pytest.approx(float((restored - x.double()).norm() / max(float(x.double().norm()), 1e-300)))
+    # The smallest numbers of FP32 lie as far apart as fewer steps.
+    assert error == 0 if size == 0 else 0 < error < (0.02 if size < 1e-40 else 0.01)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
+def test_the_error_of_what_vanishes_is_all_of_it(granularity):
+    """Scales of the wrong size make zeros: their squares vanish in FP32, and so do those of the weights."""
+    x = torch.full((130, 130), 1e-26)
+    scale = torch.full_like(blocks.scales(blocks.measure(x), granularity), 2.0**-20)
+    assert blocks.relative_error(x, scale) == 1
 
 
 def test_what_is_not_finite_is_counted():

@@ -134,6 +134,31 @@ def test_numbers_beyond_fp16_stay_in_fp32(tmp_path):
     assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d", "--dtype", "bf16").exit_code == 0
 
 
+@pytest.mark.parametrize("size", [1e-5, 1e-26, 1e-37])
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_small_weights_have_small_scales(tmp_path, size, granularity):
+    x = (torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * size).bfloat16()
+    save(tmp_path / "m", {"tiny.weight": x})
+    got = made(tmp_path / "m", tmp_path / "q", "--granularity", granularity)
+    back = blocks.dequantise(got["tiny.weight"], got["tiny.weight_scale"], torch.float64)
+    error = float((back - x.double()).norm() / x.double().norm())
+    with safe_open(tmp_path / "q" / MODEL, "pt") as file:
+        said = json.loads(file.metadata()["trtconvert"])["tensors"]["tiny.weight"]
+    assert got["tiny.weight"].dtype == torch.int8 and error < 0.012
+    assert said["relative_error"] == pytest.approx(error, rel=1e-3)
+    assert run("dequantize", tmp_path / "q", "-o", tmp_path / "d").exit_code == 0
+    again = load_file(tmp_path / "d" / MODEL)["tiny.weight"].double()
+    assert float((again - x.double()).norm() / x.double().norm()) < 0.012
+
+
+def test_numbers_below_fp16_stay_in_fp32(tmp_path):
+    small = torch.tensor([1e-9, -3e-10]).bfloat16()
+    save(tmp_path / "m", weights() | {"small.bias": small})
+    got = made(tmp_path / "m", tmp_path / "q", "--fallback-dtype", "fp16")
+    assert torch.equal(got["small.bias"], small.float())
+    assert got["blocks.0.attn.qkv.bias"].dtype == torch.float16
+
+
 def test_shards_have_an_index(tmp_path, monkeypatch):
     before = weights()
     save_shards(tmp_path / "m", before)
@@ -189,19 +214,67 @@ def test_fp8_is_multiplied_by_its_scales(tmp_path):
     assert float((back - stored.float() / 4).norm() / (stored.float() / 4).norm()) < 0.012
 
 
-def test_gguf_is_read(tmp_path):
+def gguf_file(path, x, **fields):
+    """A GGUF file with one tensor, `a.weight`. fields: of its metadata, what a method `add_…` of the writer takes."""
     gguf = pytest.importorskip("gguf", reason="needs gguf")
-    x = torch.randn(256, 96, generator=torch.Generator().manual_seed(0))
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "wan")
+    writer = gguf.GGUFWriter(path, "wan")
     kind = gguf.GGMLQuantizationType.Q8_0
+    for method, value in fields.items():
+        getattr(writer, method)("comfy.gguf.orig_shape.a.weight", value)
     writer.add_tensor("a.weight", gguf.quants.quantize(x.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    got = made(tmp_path / "m.gguf", tmp_path / "q", name="m.safetensors")
+    return path
+
+
+def test_gguf_is_read(tmp_path):
+    x = torch.randn(256, 96, generator=torch.Generator().manual_seed(0))
+    got = made(gguf_file(tmp_path / "m.gguf", x), tmp_path / "q", name="m.safetensors")
     back = blocks.dequantise(got["a.weight"], got["a.weight_scale"], torch.float32)
     assert back.shape == x.shape and float((back - x).norm() / x.norm()) < 0.02
+
+
+def test_gguf_says_which_shape_a_tensor_had(tmp_path):
+    x = torch.randn(256, 96, generator=torch.Generator().manual_seed(0))
+    file = gguf_file(tmp_path / "m.gguf", x, add_array=[96, 64, 2, 2])
+    assert made(file, tmp_path / "q", name="m.safetensors")["a.weight"].shape == (96, 64, 2, 2)
+
+
+@pytest.mark.parametrize("command", ["quantize", "analyze"])
+@pytest.mark.parametrize(
+    ("method", "value", "got"),
+    [
+        ("add_array", [256, 95], "[256, 95]"),
+        ("add_array", [256, 96, 3], "[256, 96, 3]"),
+        ("add_array", [-256, -96], "[-256, -96]"),
+        ("add_array", [256, 0], "[256, 0]"),
+        ("add_array", [256.0, 96.0], "array of float32"),
+        ("add_array", ["256", "96"], "array of string"),
+        ("add_array", [True, False], "array of bool"),
+        ("add_string", "256, 96", "string"),
+        ("add_float32", float("nan"), "float32"),
+        ("add_int32", 7, "[7]"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_a_gguf_tensor_are_refused(tmp_path, command, method, value, got):
+    file = gguf_file(tmp_path / "m.gguf", torch.ones(256, 96), **{method: value})
+    outcome = run(command, file, "-o", tmp_path / "out.json")
+    refusal(outcome, "a.weight does not fit it", "product is 24,576", f"got: {got}", "orig_shape")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_an_error_that_nobody_foresaw_leaves_nothing(tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(blocks, "quantise", broken)
+    save(tmp_path / "m", weights())
+    outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "out")
+    assert outcome.exit_code not in (0, 2) and "broken" in outcome.output
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_an_analysis_decides(tmp_path):

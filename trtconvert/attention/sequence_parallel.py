@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from trtconvert.errors import UserError
 
 METHODS = ("ulysses", "ring")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SHOWN = 8
+"""Timesteps that processes tell each other one by one; of all of them a sum that others hardly have."""
 
 
 class SequenceParallelAttention(nn.Module):
@@ -30,8 +34,9 @@ class SequenceParallelAttention(nn.Module):
         attention: dense and without pruning; calibrated or not, alike in every process. Moved with this module.
         method: "ulysses" or "ring".
         group: the processes; all by default.
-        check_shapes: compare the shapes of all processes in each call, which waits for the device. A difference that nobody
-            looks for hangs, or mixes tokens.
+        check_shapes: compare the shapes, types and timesteps of all processes in each call, in one exchange, which waits for the
+            device. A difference that nobody looks for hangs, or mixes tokens, or quantises them with the scales and in the
+            precision of another step.
     Raises:
         UserError: no process group, or an attention or a method that cannot be taken.
     """
@@ -70,18 +75,26 @@ class SequenceParallelAttention(nn.Module):
         """
         Args:
             Q: [B, H, n, D], this process's part of the queries; K, V: [B, Hkv, m, D]. Of the same shapes in every process.
-            timestep: as in `Int8Attention.forward`, the same in every process.
+            timestep: as in `Int8Attention.forward`, the same in every process; that it is so is checked with `check_shapes`.
         Returns:
             [B, H, n, D], attention of these queries to the keys of all processes.
         Raises:
-            UserError: tensors that do not fit the attention, those of other processes, or that ask for gradients.
+            UserError: tensors that do not fit the attention, those of other processes, or that ask for gradients; or a timestep
+                that is none, or another one than that of other processes. With `check_shapes` in every process.
         """
-        self.attention.check(Q, K, V)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (Q, K, V)):
-            raise _misfit("Q, K and V", "tensors without gradients", "requires_grad", "call it within torch.no_grad()")
+        try:
+            self.attention.check(Q, K, V)
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (Q, K, V)):
+                raise _misfit(
+                    "Q, K and V", "tensors without gradients", "requires_grad", "call it within torch.no_grad()"
+                )
+            steps, present = self.attention.timesteps(timestep, Q)
+        except UserError:
+            if self.check_shapes:  # others would wait for this process
+                self._gather(torch.zeros(_ROW, dtype=torch.int64, device=Q.device))
+            raise
         if self.check_shapes:
-            self._compare(Q, K)
-        steps, present = self.attention.timesteps(timestep, Q)
+            self._compare(Q, K, steps)
         if self.method == "ring":
             return self._ring(Q, K, V, steps, present)
         q, k, v = (self._heads_of_all(x) for x in (Q, K, V))
@@ -125,23 +138,64 @@ class SequenceParallelAttention(nn.Module):
             here = coming
         return out.to(Q.dtype)
 
-    def _compare(self, Q: Tensor, K: Tensor) -> None:
+    def _compare(self, Q: Tensor, K: Tensor, steps: Tensor) -> None:
         """
+        Args:
+            steps: [B] FP32.
         Raises:
-            UserError: in every process, where the shapes of any differ.
+            UserError: in every process, where the shapes or the timesteps of any differ, or one has refused its own.
         """
-        own = torch.tensor([*Q.shape, *K.shape, _DTYPES.index(Q.dtype)], dtype=torch.int64).to(Q.device)
-        found = [torch.empty_like(own) for _ in range(self.processes)]
-        dist.all_gather(found, own, group=self.group)
-        rows = torch.stack(found).tolist()
+        told = torch.tensor([1, *Q.shape, *K.shape, _DTYPES.index(Q.dtype)], dtype=torch.int64).to(Q.device)
+        rows = self._gather(torch.cat([told, _told(steps)]))
+        if refused := [rank for rank, row in enumerate(rows) if not row[0]]:
+            raise _misfit(
+                "what the processes were given",
+                "tensors and a timestep that each process takes",
+                f"others on rank {', '.join(map(str, refused))}",
+                f"see what rank {refused[0]} says, and correct its arguments",
+            )
         for rank, row in enumerate(rows):
-            if row != rows[0]:
+            if row[:_SHAPES] != rows[0][:_SHAPES]:
+                of_q, of_k = row[1:5], row[5:9]
                 raise _misfit(
                     "the tokens of the processes",
-                    f"the shapes of rank 0, Q {rows[0][:4]} and K {rows[0][4:8]} in {_DTYPES[rows[0][8]]}",
-                    f"Q {row[:4]} and K {row[4:8]} in {_DTYPES[row[8]]} on rank {rank}",
+                    f"the shapes of rank 0, Q {rows[0][1:5]} and K {rows[0][5:9]} in {_DTYPES[rows[0][9]]}",
+                    f"Q {of_q} and K {of_k} in {_DTYPES[row[9]]} on rank {rank}",
                     "give each process as many tokens; pad the sequence, or shorten it",
                 )
+        if any(row != rows[0] for row in rows):
+            given = [_shown(row, len(steps)) for row in rows]
+            raise _misfit(
+                "the timesteps of the processes",
+                "the same timesteps in every process, for the same samples",
+                "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(given)),
+                "give each process the timesteps of the same step of the sampler",
+            )
+
+    def _gather(self, own: Tensor) -> list[list[int]]:
+        """[_ROW] INT64 of each process."""
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        dist.all_gather(found, own, group=self.group)
+        return torch.stack(found).tolist()
+
+
+_SHAPES = 10  # numbers of a row that are no timesteps: whether there is no refusal, shapes and a type
+_ROW = _SHAPES + 1 + _SHOWN
+
+
+def _told(steps: Tensor) -> Tensor:
+    """[1 + _SHOWN] INT64 for timesteps [B] FP32: a sum of their bits, each times another odd number, and the first of them."""
+    bits = (steps + 0.0).view(torch.int32).long()  # -0 becomes 0
+    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    first = torch.nn.functional.pad(bits[:_SHOWN], (0, max(0, _SHOWN - len(bits))))
+    return torch.cat([(bits * odd).sum()[None], first])
+
+
+def _shown(row: Sequence[int], count: int) -> str:
+    """The timesteps of a row, of a batch of so many."""
+    bits = row[_SHAPES + 1 :][:count]
+    numbers = ", ".join(f"{struct.unpack('<f', struct.pack('<i', number))[0]:.9g}" for number in bits)
+    return f"[{numbers}]" if count <= _SHOWN else f"[{numbers}, …] with the sum {row[_SHAPES]} of all bits"
 
 
 def merged(out: Tensor, lse: Tensor | None, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

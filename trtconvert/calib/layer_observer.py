@@ -62,7 +62,7 @@ def changes_of(layer: str) -> str:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of one call, per sample, still on the device: [B, K] each, and [B, S, K]."""
+    """Of one call, per sample: [B, K] each, and [B, S, K]. On the device until the rows are finished."""
 
     timestep: Tensor
     rows: int
@@ -133,33 +133,37 @@ class LayerObserver:
         found: dict[str, LayerRows] = {}
         damaged: list[tuple[int, UserError]] = []
         for layer, seen in calls.items():
+            # In one transfer each: on a GPU every one waits.
+            sizes = [len(one.timestep) for _, one in seen]
+            lows, highs, samples, timesteps = (
+                torch.cat([getattr(one, name) for _, one in seen]).cpu().split(sizes)
+                for name in ("low", "high", "sample", "timestep")
+            )
             entries = []
-            for order, one in seen:
-                low, high = one.low.cpu(), one.high.cpu()
+            for (order, one), low, high, sample, timestep in zip(seen, lows, highs, samples, timesteps, strict=True):
                 finite = (low.isfinite() & high.isfinite()).all(1)
                 if not finite.all():
-                    sample = int((~finite).long().argmax())
-                    damaged.append((order, _non_finite(layer, one.timestep[sample].item())))
+                    damaged.append((order, _non_finite(layer, timestep[int((~finite).long().argmax())].item())))
                     break
-                entries.append(self._entries(one, low, high))
+                entries.append(self._entries(_Seen(timestep, one.rows, low, high, sample)))
             else:
                 found[layer] = LayerRows.cat(entries)
         if damaged:
             raise min(damaged, key=lambda item: item[0])[1]
         return found
 
-    def _entries(self, seen: _Seen, low: Tensor, high: Tensor) -> LayerRows:
-        """One for each timestep bin of a call."""
-        index = timestep_bin(seen.timestep, self._timestep_max, self._bins).cpu()
-        bins, sample, each = index.unique(), seen.sample.cpu(), torch.arange(self._rows)
+    def _entries(self, seen: _Seen) -> LayerRows:
+        """One for each timestep bin of a call, whose tensors are on the CPU."""
+        index = timestep_bin(seen.timestep, self._timestep_max, self._bins)
+        bins, each = index.unique(), torch.arange(self._rows)
         of_bins = [(index == b).nonzero().flatten() for b in bins]
         return LayerRows(
             bin=bins,
             rows=torch.tensor([seen.rows * len(members) for members in of_bins]),
-            low=torch.stack([low[members].amin(0) for members in of_bins]),
-            high=torch.stack([high[members].amax(0) for members in of_bins]),
+            low=torch.stack([seen.low[members].amin(0) for members in of_bins]),
+            high=torch.stack([seen.high[members].amax(0) for members in of_bins]),
             # One row of each of several samples, as far as there are so many.
-            sample=torch.stack([sample[members[each % len(members)], each] for members in of_bins]),
+            sample=torch.stack([seen.sample[members[each % len(members)], each] for members in of_bins]),
         )
 
 

@@ -44,6 +44,9 @@ LEAST_CHANGE = 2.0**-12
 """Of the largest scale of whole activations: finer steps of changes FP16 does not have, nor the ratio of the two. What does not
 change from step to step, as the tokens of a prompt, has these."""
 
+MOST_NUMBERS = 2**25
+"""Of activations that are looked at together, over several limits: 256 MiB in FP64."""
+
 WEIGHT_ROWS = 512
 """Output channels on which the error of weights is estimated while factors are chosen."""
 
@@ -303,15 +306,26 @@ class _Moved:
     def best_limit(self, seen: _Points) -> float:
         """The range of least error."""
         top = float((seen.amax_of_calls(self.offset) * self.factor).amax().clamp_min(1e-12))
-        return min((clip * top for clip in CLIPS), key=lambda limit: self.error_at(seen, limit))
+        limits = [clip * top for clip in CLIPS]
+        return limits[int(self.errors_at(seen, limits).argmin())]
 
     def error_at(self, seen: _Points, limit: float) -> float:
         """Of activations, where x̂ is clipped at a limit."""
-        x, step = (seen.x - self.offset) * self.factor, limit / LEVELS
-        error = (x - (x / step).round().clamp(-LEVELS, LEVELS) * step).double().square().mean(0)
+        return float(self.errors_at(seen, [limit])[0])
+
+    def errors_at(self, seen: _Points, limits: Sequence[float]) -> Tensor:
+        """[limits] FP64 errors of activations, where x̂ is clipped at each. Together: on a GPU one after the other would wait."""
+        x = (seen.x - self.offset) * self.factor
         extremes = seen.amax_of_calls(self.offset) * self.factor
-        beyond = (extremes - limit).clamp_min(0).double().square() * seen.share_of_extremes
-        return float(((error + beyond.mean(0)) * self.squares).sum())
+        at_once = max(1, MOST_NUMBERS // max(1, x.numel(), extremes.numel()))
+        found = []
+        for some in torch.tensor(limits, dtype=torch.float64, device=x.device).split(at_once):
+            limit = some.to(x.dtype).view(-1, 1, 1)
+            step = limit / LEVELS
+            error = (x - (x / step).round().clamp(-LEVELS, LEVELS) * step).double().square().mean(1)
+            beyond = (extremes - limit).clamp_min(0).double().square() * seen.share_of_extremes
+            found.append(((error + beyond.mean(1)) * self.squares).sum(1))
+        return torch.cat(found)
 
 
 def _scale_of(seen: _Points, moved: _Moved, statistic: str, quantile: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.runtime.trajectory import begin
 
 _EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
 
@@ -64,6 +65,7 @@ class RecordedCalls:
         found: list[float | None] = [None] * len(self.type_errors)
         with torch.no_grad():
             for index, inputs in self.inputs.items():
+                begin(denoiser)  # each call stands for itself
                 found[index] = relative_error(denoiser(**inputs).float().cpu(), self.expected[index])
         return found
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hook, Hooks
 from trtconvert.linear.reference import LayerTables
 
@@ -370,7 +370,7 @@ def select_layers(
         names them.
         kinds: of layers that are converted; others too where a pattern other than `*` names them.
     Raises:
-        UserError: a pattern matches nothing.
+        UserError: a pattern matches nothing; or kinds, which are not the default's, leave no layer.
     """
     names = [layer.name for layer in layers]
     for pattern in [*include, *exclude]:
@@ -390,7 +390,7 @@ def select_layers(
         if not (named or "*" in include) or any(fnmatchcase(layer.name, p) for p in exclude):
             reason = "the recipe excludes it"
         elif not reason and not named and layer.kind not in kinds:
-            reason = "it is a convolution, which layers.kinds leaves out"
+            reason = f"layers.kinds leaves {_KINDS[layer.kind]} out"
         elif not reason and not named and layer.name in ends:
             reason = f"{ends[layer.name]}; name it in layers.include to convert it"
         elif not reason and not named and layer.rows < min_rows:
@@ -402,7 +402,34 @@ def select_layers(
             left.append(replace(layer, obstacle=reason))
         else:
             chosen.append(layer)
+    if not chosen and "linear" not in kinds:
+        refuse_unfit_kinds(left, kinds)
     return with_sources_among(chosen), left
+
+
+_KINDS = {"linear": "linear layers", "conv": "convolutions"}
+
+
+def refuse_unfit_kinds(left: Sequence[Layer], kinds: Collection[str]) -> None:
+    """
+    Args:
+        left: all layers of a model, none of which is converted, see `select_layers`.
+    Raises:
+        UserError: some would be, were it not for their kinds.
+    """
+    others = {f"layers.kinds leaves {words} out" for words in _KINDS.values()}
+    if left_out := [layer for layer in left if layer.obstacle in others]:
+        asked = [layer for layer in left if layer.kind in kinds]
+        named = " or ".join(_KINDS[kind] for kind in _KINDS if kind in kinds)
+        found = several([f"{layer.name}: {layer.obstacle}" for layer in asked], 4)
+        missing = dict.fromkeys(layer.kind for layer in left_out)
+        every = ", ".join(kind for kind in _KINDS if kind in kinds or kind in missing)
+        raise UserError(
+            "layers.kinds leaves no layer that can be INT8",
+            expected=f"{named} that can be, as layers.kinds names them",
+            got=found or f"none among {len(left):,} layers, but {' and '.join(_KINDS[kind] for kind in missing)}",
+            remedy=f"set layers.kinds to [{every}] in the recipe, or layers.modes to off",
+        )
 
 
 def with_sources_among(layers: Sequence[Layer]) -> list[Layer]:

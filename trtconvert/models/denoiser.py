@@ -103,11 +103,6 @@ class _MovingSampler:
         return self.sampler(_Moved(denoiser, self.device), seeds, **options)
 
 
-def sampled_in_place(model: DiffusionModel) -> DiffusionModel:
-    """A model of `on_device` for denoisers that say where they lie themselves, as engines do."""
-    return replace(model, sample=model.sample.sampler) if isinstance(model.sample, _MovingSampler) else model
-
-
 def intercepted(
     model: DiffusionModel, handler: Handler | None = None, layers: LayerHandler | None = None
 ) -> InterceptedDenoiser:

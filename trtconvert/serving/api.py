@@ -229,23 +229,21 @@ def _require(name: str, number: int, most: int) -> None:
 
 
 def _size(text: str | None, offer: Offer) -> tuple[int | None, int | None]:
-    """Width and height."""
+    """Width and height. Where the bundle does not say which it draws, the replica finds out whether these are they."""
     ranges = offer.width, offer.height
     if text is None or text == "auto":
         width, height = (None if of is None else of.opt for of in ranges)
         return width, height
-    taken = f"widths {offer.width}, heights {offer.height}, or auto"
-    if offer.width is None or offer.height is None:
-        taken = "auto: the model draws one size"
     found = _SIZE.fullmatch(text)
     width, height = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not (_within(width, offer.width) and _within(height, offer.height)):
-        raise _unfit("size", f"WIDTHxHEIGHT with {taken}", text)
+    if found is None or not (_within(width, offer.width) and _within(height, offer.height)):
+        widths, heights = ("the model's own" if of is None else str(of) for of in ranges)
+        raise _unfit("size", f"WIDTHxHEIGHT with widths {widths}, heights {heights}, or auto", text)
     return width, height
 
 
 def _within(size: int, of: Range | None) -> bool:
-    return of is not None and of.low <= size <= of.high
+    return of is None or of.low <= size <= of.high
 
 
 def _shown(prompt: str | None, offer: Offer) -> bool | str:

@@ -46,6 +46,7 @@ class Drawer:
         else:
             self._draw = _Sampler(self._bundle)
         self.offer = self._draw.offer
+        self._own: tuple[int, int] | None = None  # height and width that were drawn, of a model that does not say them
 
     def __call__(self, batch: Batch) -> list[Answer]:
         """An answer for each order, in their order. What one order is refused for does not keep the others from being drawn."""
@@ -69,7 +70,7 @@ class Drawer:
         if not orders:
             return []
         try:
-            images = self._draw(self._denoiser, shape, orders)
+            images = self._images(shape, orders)
             return [Drawn(encoded(image, order.format)) for image, order in zip(images, orders, strict=True)]
         except TrtconvertError as error:
             why = refusal(error)
@@ -87,6 +88,40 @@ class Drawer:
         if len(orders) > 1:  # it may be the fault of one
             return [answer for order in orders for answer in self._answers(shape, [order])]
         return [why]
+
+    def _images(self, shape: Shape, orders: Sequence[Order]) -> Tensor:
+        """
+        Raises:
+            UserError: the model draws another size.
+        """
+        told = {"height": self.offer.height is not None, "width": self.offer.width is not None}
+        asked = [None if told[name] else getattr(shape, name) for name in told]
+        if self._own is not None:  # before it is drawn once more
+            _require_size(asked, self._own, shape)
+        # What it does not offer to draw it is not asked for: pipelines would try.
+        plain = dataclasses.replace(shape, **{name: None for name in told if not told[name]})
+        images = self._draw(self._denoiser, plain, orders)
+        if not all(told.values()):
+            self._own = images.shape[2], images.shape[3]
+            _require_size(asked, self._own, shape)
+        return images
+
+
+def _require_size(asked: Sequence[int | None], drawn: tuple[int, int], shape: Shape) -> None:
+    """
+    Args:
+        asked: height and width, where they matter.
+    Raises:
+        UserError: others are drawn.
+    """
+    if any(size is not None and size != own for size, own in zip(asked, drawn, strict=True)):
+        height, width = drawn
+        raise UserError(
+            "the model does not draw this size",
+            expected=f"{width}x{height}, which it draws, or auto",
+            got=f"{shape.width}x{shape.height}",
+            remedy="ask for the expected size, or leave the size out",
+        )
 
 
 class _Sampler:

@@ -30,7 +30,8 @@ class Offer:
     Attributes:
         shows: what decides on an image beside its seed: a "prompt"; a "caption", which the model's own function reads; the
             "label" of a class; or nothing, "seed". Only the first has to be given.
-        height, width: of images; None where the model draws one size, which it does not say beforehand.
+        height, width: of images; None where the model draws one size, which it does not say beforehand: a replica takes requests
+            of any, and refuses those of others.
         batch: images drawn at once, at most.
         backend: what runs it, in words.
     """

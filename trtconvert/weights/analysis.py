@@ -40,6 +40,8 @@ FINAL = re.compile(
 """The last layers of denoisers and decoders; those of the same names within blocks are not."""
 
 FP16_MAX = torch.finfo(torch.float16).max
+FP16_LEAST = torch.finfo(torch.float16).smallest_normal
+"""Of what is smaller FP16 loses more and more bits, and then all."""
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -344,8 +346,11 @@ def decide(
         else:
             text = "no error" if db is None else f"{db:.1f} dB"
             verdict = Verdict(stored="int8", reason=f"{text}, {outliers:.2%} outliers")
-    if verdict.stored == "fp16" and blocks.largest(x) > FP16_MAX:
-        return Verdict(stored="fp32", reason=f"beyond FP16's {FP16_MAX:g}; otherwise {verdict.reason}")
+    if verdict.stored == "fp16" and tensor.dtype is not torch.float16:
+        if (largest := blocks.largest(x)) > FP16_MAX:
+            return Verdict(stored="fp32", reason=f"beyond FP16's {FP16_MAX:g}; otherwise {verdict.reason}")
+        if 0 < largest < FP16_LEAST:
+            return Verdict(stored="fp32", reason=f"below FP16's {FP16_LEAST:.2g}; otherwise {verdict.reason}")
     return verdict
 
 

@@ -4,9 +4,12 @@
     q = round(w / s)             −127 … 127
     ŵ = q · s
 
+Scales follow the weights down to FP32's smallest number. Of zeros any scale will do.
+
 Blocks as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3) and Jetfire (arXiv 2403.12422, section 4), with INT8 in place of
-FP8. Scales of channels are those of INT8 layers in engines, `trtconvert.linear.reference.quantise_weight`. A weight of more
-dimensions than two is the matrix [N, all others]. Blocks at the ends of a matrix are as small as what is left.
+FP8. Scales of channels are those of INT8 layers in engines, `trtconvert.linear.reference.quantise_weight`, from 2⁻²⁰ on: smaller
+ones engines, whose scales FP16 has to hold, have not. A weight of more dimensions than two is the matrix [N, all others]. Blocks
+at the ends of a matrix are as small as what is left.
 
 All functions go through a matrix by tiles of whole blocks, so that they need little memory beside it, most of it in the cache.
 """
@@ -42,7 +45,9 @@ OCTAVES = 16
 
 _TILE = 2**19  # elements
 _WIDE = 2**13  # columns of a tile at most
-_SQUARES = (1e-15, 1e15)  # magnitudes whose squares FP32 holds, and sums of them
+_NORMS = (1e-12, 1e15)  # of a tile, whose squares FP32 holds, and sums of them
+_LEAST_SHORT = 2.0**-20  # of `short_scale`
+_LEAST_NORMAL, _LEAST = 2.0**-126, 2.0**-149  # of FP32
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def _measured(tile: Tensor, histogram: bool) -> _Tile:
         octaves = torch.bincount(magnitude.view(torch.int32).bitwise_right_shift(23).flatten(), minlength=256)
         octaves[0] -= magnitude.numel() - tile.numel()  # the padding
     # Relative to the block's largest, so that squares neither overflow nor vanish.
-    powers = magnitude.div_(peaks.clamp_min(TINY_SCALE)[:, None, :, None]).square_()
+    powers = magnitude.div_(peaks.masked_fill(peaks == 0, 1)[:, None, :, None]).square_()
     sums = powers.sum((1, 3))
     real = _padded(torch.ones(1, 1).expand(tile.shape)).sum((1, 3)) if tile.numel() < powers.numel() else BLOCK**2
     # Counted in FP32, which holds a block's counts: booleans, and sums of both dimensions at once, take far longer.
@@ -180,10 +185,21 @@ def _from_largest(octaves: Tensor) -> list[int]:
 def scales(measured: Measured, granularity: Granularity) -> Tensor:
     """FP32 scales: [⌈N/128⌉, ⌈K/128⌉] of blocks, [N] of channels, [] of a tensor."""
     if granularity == "block":
-        return (measured.blocks / LEVELS).clamp_min(TINY_SCALE)
+        return _scale(measured.blocks)
     if granularity == "channel":
-        return short_scale(measured.rows / LEVELS)
-    return torch.tensor(measured.amax / LEVELS).clamp_min(TINY_SCALE)
+        scale = _scale(measured.rows)
+        return torch.where((scale < _LEAST_SHORT) & (measured.rows > 0), scale, short_scale(scale))
+    return _scale(torch.tensor(measured.amax))
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """The scales of what is as large as this.
+
+    Below FP32's normal numbers, which lie far apart there, they are rounded up: the largest would have more than 127 steps.
+    """
+    scale = largest / LEVELS
+    up = ((largest.double() / (LEVELS * _LEAST)).ceil() * _LEAST).float()
+    return torch.where(scale < _LEAST_NORMAL, up, scale).masked_fill(largest == 0, TINY_SCALE)
 
 
 def quantise(matrix: Tensor, scale: Tensor) -> tuple[Tensor, float]:
@@ -203,9 +219,6 @@ def relative_error(matrix: Tensor, scale: Tensor) -> float:
 
 
 def _go_through(matrix: Tensor, scale: Tensor, stored: Tensor | None) -> float:
-    largest = float(scale.amax()) * LEVELS if scale.numel() else 0.0
-    exact = None if _SQUARES[0] < largest < _SQUARES[1] else torch.float64
-
     def rounded(tile: Tensor, place: tuple[slice, slice]) -> tuple[float, float]:
         """Squared norms of the errors and of the weights."""
         step = _of_tile(scale, *place)
@@ -216,12 +229,20 @@ def _go_through(matrix: Tensor, scale: Tensor, stored: Tensor | None) -> float:
             stored[place] = _cut(whole, tile) if scale.dim() == 2 else whole
         quantised *= step
         restored = _cut(quantised, tile) if scale.dim() == 2 else quantised
-        power = float(torch.linalg.vector_norm(tile, dtype=exact)) ** 2
-        return float(torch.linalg.vector_norm(restored.sub_(tile), dtype=exact)) ** 2, power
+        power = _squares(tile)
+        return _squares(restored.sub_(tile)), power
 
     found = [of_tile for _, of_tile in _through(matrix, rounded)]
     errors, powers = (math.fsum(numbers) for numbers in zip(*found, strict=True)) if found else (0.0, 0.0)
     return math.sqrt(errors / powers) if powers else 0.0
+
+
+def _squares(x: Tensor) -> float:
+    """The sum of squares, in FP64 where FP32 does not hold them."""
+    norm = float(torch.linalg.vector_norm(x))
+    if not _NORMS[0] < norm < _NORMS[1]:
+        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    return norm**2
 
 
 def dequantise(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

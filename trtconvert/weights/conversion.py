@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from trtconvert.errors import TrtconvertError, UserError, first_line
+from trtconvert.errors import UserError, first_line
 from trtconvert.files import link_files, one_at_a_time, path_of, whole_file, whole_folder
 from trtconvert.progress import Bar
 from trtconvert.weights.blocks import threads_by_tile
@@ -189,7 +189,7 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
                 link_files(names, work, partial)
                 total = _write_indexes(shards, partial)
                 left_out = _copy_others(source, partial)
-        except (TrtconvertError, OSError):
+        except Exception:
             shutil.rmtree(work, ignore_errors=True)
             raise
         except KeyboardInterrupt:

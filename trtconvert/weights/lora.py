@@ -29,7 +29,18 @@ from torch import Tensor
 from trtconvert.errors import UserError, first_line
 from trtconvert.weights.finite import is_finite
 from trtconvert.weights.lora_files import PEFT_CONFIG, refuse_unreadable, settings_beside
-from trtconvert.weights.lora_names import PEFT_ROOT, Place, component_of, flat, named, places
+from trtconvert.weights.lora_names import (
+    DENOISER,
+    DENOISER_PREFIXES,
+    PEFT_ROOT,
+    Place,
+    component_of,
+    flat,
+    further_denoiser,
+    named,
+    of_one_denoiser,
+    places,
+)
 
 _METADATA = "lora_adapter_metadata"
 """Where diffusers keeps the same in a file."""
@@ -106,10 +117,11 @@ class Update:
 
 @dataclass
 class _Layer:
-    """What a file has for one module: tensors by part, and the alpha."""
+    """What a file has for one module: tensors by part, the alpha, and what the file calls each of them."""
 
     parts: dict[str, Tensor] = field(default_factory=dict)
     alpha: float | None = None
+    keys: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,7 @@ class LoraFile:
     def in_memory(self) -> LoraFile:
         """The same in memory of its own: what was read is mapped, and follows who writes into the file."""
         layers = {
-            name: _Layer({part: _copied(x) for part, x in layer.parts.items()}, layer.alpha)
+            name: _Layer({part: _copied(x) for part, x in layer.parts.items()}, layer.alpha, layer.keys)
             for name, layer in self.layers.items()
         }
         return LoraFile(self.path, layers)
@@ -141,12 +153,14 @@ class LoraFile:
         """What the file adds to the weights of a component.
 
         Args:
-            target: the component. What the file has for others is left out.
+            target: the component. What the file has for others is left out, another denoiser of the pipeline among them.
             weights: its floating-point weights and biases and their shapes, by the names of the state dict.
             title: of the component's model, for messages.
         Raises:
-            UserError: it has nothing for the component; a module is not there, or has another shape.
+            UserError: it has nothing for the component, or something twice; a module is not there, or has another shape.
         """
+        suffix = ".weight"
+        modules = {name.removesuffix(suffix): shape for name, shape in weights.items() if name.endswith(suffix)}
         of = {name: component_of(name)[0] for name in self.layers}
         own = (target,) in of.values()
         layers = {
@@ -161,22 +175,26 @@ class LoraFile:
                 got=f"names of {', '.join(self.components)}",
                 remedy=f"merge it into {' or '.join(self.components)}: as target in a recipe, or by its own set_loras",
             )
-        suffix = ".weight"
-        modules = {name.removesuffix(suffix): shape for name, shape in weights.items() if name.endswith(suffix)}
+        if target == DENOISER:
+            layers = self._of_one_denoiser(layers, modules, title)
         known = places(modules)
         found = {name: _place(name, known) for name in layers}
         if unknown := [name for name, place in found.items() if place is None]:
             raise self._unknown(unknown, len(layers), known, title)
         updates: list[Update] = []
         misfits: list[str] = []
+        given: dict[str, _Layer] = {}
         for name, layer in layers.items():
             place = found[name]
             assert place is not None
             made = _updates_of(layer, place, weights)
             if isinstance(made, str):
                 misfits.append(f"{name}: {made}")
-            else:
-                updates += made
+                continue
+            updates += made
+            for update in made:
+                if (other := given.setdefault(update.weight, layer)) is not layer:
+                    raise _twice(self.path, update.weight, *(next(iter(x.keys.values())) for x in (other, layer)))
         if misfits:
             raise UserError(
                 f"the LoRA {self.path} does not fit {title}",
@@ -186,7 +204,36 @@ class LoraFile:
             )
         return updates
 
+    def _of_one_denoiser(
+        self, layers: Mapping[str, _Layer], modules: Mapping[str, Sequence[int]], title: str
+    ) -> dict[str, _Layer]:
+        """The layers for one denoiser of a pipeline that may have two.
+
+        Raises:
+            UserError: there are none.
+        """
+        if own := of_one_denoiser(layers, modules):
+            return {name: layers[name] for name in own}
+        others = sorted({further_denoiser(name) for name in layers})
+        raise UserError(
+            f"the LoRA {self.path} has nothing for this denoiser",
+            expected=f"names of modules of {title}",
+            got=f"names of {', '.join(others)} alone, another denoiser of a pipeline",
+            remedy=f"merge it where model.options.denoiser is {others[0]}",
+        )
+
     def _unknown(self, unknown: Sequence[str], layers: int, known: Mapping[str, Place], title: str) -> UserError:
+        if prefix := _foreign_prefix(unknown, known):
+            rest = component_of(unknown[0])[1].removeprefix(prefix)
+            return UserError(
+                f"names in the LoRA {self.path} begin with '{prefix}', which is not known",
+                expected=f"names of modules of {title}, as {rest}, with nothing before them or one of "
+                + ", ".join(DENOISER_PREFIXES),
+                got=f"{unknown[0]}, of which the rest fits ({len(unknown)} of {layers} layers)",
+                remedy=f"take '{prefix}' off the names: safetensors.torch.save_file({{name.replace('{prefix}', '', 1): x for "
+                "name, x in safetensors.torch.load_file(FILE).items()}, NEW_FILE); alphas in the file's metadata have to go "
+                "along",
+            )
         name = component_of(unknown[0])[1]
         near = difflib.get_close_matches(flat(name), known, 1, cutoff=0.0)
         expected = f"modules of {title}" + (f"; the nearest is {known[near[0]].modules[0]}" if near else "")
@@ -223,18 +270,20 @@ def read_lora(path: Path) -> LoraFile:
             part = match["theirs"] or match["part"] or match["plain"]
             module = match["module"].replace(".processor.", ".")
             layer = layers.setdefault(module, _Layer())
+            if (other := layer.keys.setdefault(_PARTS.get(part, part), name)) != name:
+                raise _twice(path, module, other, name)
             tensor = file.get_tensor(name)
             if part != "alpha" and (problem := _damage(tensor)):
                 raise UserError(
                     f"the LoRA {path} is damaged",
-                    expected="finite floating-point numbers",
+                    expected="matrices of finite floating-point numbers",
                     got=f"{problem} in {name}",
                     remedy="get the file again, or train it in a type that holds its range",
                 )
             if part != "alpha":
                 layer.parts[_PARTS.get(part, part)] = tensor
             elif (
-                tensor.numel() == 1 and 0 < tensor.item() < math.inf
+                tensor.numel() == 1 and not tensor.is_complex() and 0 < tensor.item() < math.inf
             ):  # of any type: kohya's scripts write integers too
                 layer.alpha = float(tensor.item())
             else:
@@ -261,7 +310,35 @@ def _damage(tensor: Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
     if not tensor.numel():
         return "nothing"
-    return "" if is_finite(tensor.float() if tensor.element_size() == 1 else tensor) else "NaN or Inf"  # of FP8
+    if not tensor.dim():
+        return "one number without a dimension"
+    try:
+        finite = is_finite(tensor.float() if tensor.element_size() == 1 else tensor)  # of FP8
+    except RuntimeError:  # of types that torch does not compute with
+        return str(tensor.dtype).removeprefix("torch.")
+    return "" if finite else "NaN or Inf"
+
+
+def _twice(path: Path, what: str, *keys: str) -> UserError:
+    return UserError(
+        f"the LoRA {path} gives {what} twice",
+        expected="one update for each weight",
+        got=" and ".join(sorted(keys)),
+        remedy="take the tensors of one of the two out of the file, or train it again: nothing tells which of them was meant",
+    )
+
+
+def _foreign_prefix(names: Sequence[str], known: Mapping[str, Place]) -> str:
+    """What names begin with that fit modules without it, the same for all; empty where there is nothing."""
+    found = {_prefix_of(component_of(name)[1], known) for name in names}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _prefix_of(name: str, known: Mapping[str, Place]) -> str:
+    for end in re.finditer(r"[._]", name):
+        if _place(name[end.end() :], known) is not None:
+            return name[: end.end()]
+    return ""
 
 
 def _no_lora(path: Path, name: str, names: Sequence[str]) -> UserError:
@@ -329,19 +406,19 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
             found.setdefault(f"{prefix}.", {})[setting] = value
         alphas = {
             prefix: _Alphas(
-                None if settings.get("lora_alpha") is None else float(settings["lora_alpha"]),
+                None if settings.get("lora_alpha") is None else _positive("lora_alpha", settings["lora_alpha"]),
                 tuple(
-                    (re.compile(rf"(.*\.)?({p})"), float(a))
+                    (re.compile(rf"(.*\.)?({p})"), _positive(f"alpha_pattern of {p}", a))
                     for p, a in dict(settings.get("alpha_pattern") or {}).items()
                 ),
                 bool(settings.get("use_rslora")),
             )
             for prefix, settings in found.items()
         }
-    except (OSError, ValueError, TypeError, re.error) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error) as error:
         raise UserError(
             f"the settings of the LoRA {path} cannot be read",
-            expected=f"peft's, as JSON in {PEFT_CONFIG} beside it or in its metadata",
+            expected=f"peft's, with alphas above 0, as JSON in {PEFT_CONFIG} beside it or in its metadata",
             got=first_line(error),
             remedy="get the file again, with what lies beside it",
         ) from error
@@ -354,6 +431,16 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
                 remedy="merge it with peft (merge_and_unload), and give the model that comes of it as model.weights",
             )
     return alphas
+
+
+def _positive(name: str, value: Any) -> float:
+    """
+    Raises:
+        ValueError: an alpha is none.
+    """
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} = {value!r}, which is no number above 0")
+    return float(value)
 
 
 def _alpha(path: Path, settings: Mapping[str, _Alphas], module: str, rank: int) -> float:

@@ -9,10 +9,14 @@ from safetensors import SafetensorError, safe_open
 
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
-from trtconvert.weights.lora_names import component_of, named
+from trtconvert.weights.lora_names import DENOISER, component_of, further_denoiser, named
 
 PEFT_CONFIG = "adapter_config.json"
 """What peft saves beside its file."""
+
+
+_FIRST = "the first"
+"""A pipeline's denoiser that has no number."""
 
 
 def refuse_unreadable(path: Path) -> None:
@@ -56,7 +60,7 @@ def settings_beside(path: Path) -> Path | None:
 
 
 def left_over(loras: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, list[str]]]:
-    """Files with parts for components that no entry takes from them.
+    """Files with parts that no entry takes from them: for other components, or for the other denoiser of a pipeline of two.
 
     Args:
         loras: files and what they are merged into.
@@ -66,7 +70,12 @@ def left_over(loras: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, list[st
     for path in dict.fromkeys(path for path, _ in loras):
         refuse_unreadable(path)
         with safe_open(path, framework="numpy") as file:
-            found = {component_of(name)[0] for name in file.keys()}  # noqa: SIM118 (not a dict)
+            parts = {(component_of(name)[0], further_denoiser(name)) for name in file.keys()}  # noqa: SIM118 (not a dict)
         taken = {target for other, target in loras if other == path}
-        if missing := named({of for of in found if not taken & set(of)}):
+        missing = named({of for of, _ in parts if not taken & set(of)})
+        denoisers = {further for of, further in parts if of in ((), (DENOISER,))}
+        if DENOISER in taken and len(denoisers) > 1:
+            names = " or ".join(sorted(further or _FIRST for further in denoisers))
+            missing.insert(0, f"the denoiser that is not this recipe's ({names}; a recipe of its own takes them)")
+        if missing:
             yield path, missing

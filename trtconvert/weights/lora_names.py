@@ -6,7 +6,8 @@ No model is known by its class. A name of the original code counts where the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 DENOISER = "denoiser"
@@ -217,13 +218,44 @@ _PREFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """What names begin with, and the components that they may be of."""
 
+DENOISER_PREFIXES = tuple(prefix for prefix, of in _PREFIXES if of == (DENOISER,))
+
 PEFT_ROOT = "base_model.model."
 """What peft's own files begin with, of whatever model."""
+
+
+_FURTHER = re.compile(r"((?:transformer|unet)_\d+)\.")
+"""What names begin with of a pipeline's further denoisers, which diffusers calls transformer_2 and so on."""
+
+
+def further_denoiser(name: str) -> str:
+    """The further denoiser of a pipeline that a module's name in a file is of; empty where it is of none."""
+    match = _FURTHER.match(name.removeprefix(PEFT_ROOT))
+    return "" if match is None else match[1]
+
+
+def of_one_denoiser(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Of the names that a file has for a pipeline's denoisers, those of one of them.
+
+    Args:
+        modules: of the denoiser. Where they all lie in one, as in what calls a pipeline's denoiser, that tells which it is.
+    """
+    names, modules = list(names), set(modules)
+    roots = {name.partition(".")[0] for name in modules}
+    own = further_denoiser(f"{min(roots)}.") if len(roots) == 1 else ""
+    denoisers = {
+        name: "" if name.removeprefix(PEFT_ROOT) in modules and not own else further_denoiser(name) for name in names
+    }
+    # A file of one denoiser alone need not say which: whoever merges it does.
+    wanted = own if own in denoisers.values() else ""
+    return [name for name in names if denoisers[name] == wanted]
 
 
 def component_of(name: str) -> tuple[tuple[str, ...], str]:
     """The components that a module's name in a file may be of, none where it does not tell, and the name in the component."""
     name = name.removeprefix(PEFT_ROOT)
+    if further := further_denoiser(name):
+        return (DENOISER,), name[len(further) + 1 :]
     for prefix, components in _PREFIXES:
         if name.startswith(prefix):
             return components, name.removeprefix(prefix)

@@ -37,7 +37,7 @@ SCALE = "_scale"
 """What the name of a weight's scales has behind the weight's."""
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_FORMAT = 1  # of what is written; part of what a run that goes on has to agree with
+_FORMAT = 2  # of what is written; part of what a run that goes on has to agree with
 
 
 def quantise_model(source: Source, output: Path, rules: Rules, analysis: Path | None, bar: Bar) -> Outcome:

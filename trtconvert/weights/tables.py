@@ -81,7 +81,14 @@ def _figures(tensor: TensorReport, granularity: str) -> tuple[str, ...]:
 
 def _kind(reason: str) -> str:
     """A reason without the figures of the one tensor."""
-    for text in ("outliers, over", "elements, under", "dB in INT8, under", "of its numbers are", "beyond FP16"):
+    for text in (
+        "outliers, over",
+        "elements, under",
+        "dB in INT8, under",
+        "of its numbers are",
+        "beyond FP16",
+        "below FP16",
+    ):
         if text in reason:
             start, _, end = reason.partition(text)
             return f"… {text}{end.partition(';')[0]}" if start else reason.partition(";")[0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import pickle
 import re
 import zipfile
@@ -261,7 +262,8 @@ def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Ten
 
     Raises:
         BackendUnavailable: `gguf` is not installed.
-        UserError: the file is damaged; from a function, the quantisation is not known to the installed package.
+        UserError: the file is damaged, or says of a tensor that it had a shape which it cannot have had; from a function, the
+            quantisation is not known to the installed package.
     """
     try:
         gguf: Any = importlib.import_module("gguf")
@@ -291,12 +293,36 @@ def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Ten
 
     found: dict[str, tuple[list[int], int, Callable[[], Tensor]]] = {}
     for stored in reader.tensors:
-        # The format has at most four dimensions, and rows of whole blocks: what had others says so itself.
-        original = reader.fields.get(f"comfy.gguf.orig_shape.{stored.name}")
-        own = [int(size) for size in reversed(stored.shape)]
-        shape = own if original is None else [int(original.parts[i][0]) for i in original.data]
+        shape = _gguf_shape(gguf, reader, stored, path)
         found[stored.name] = shape, int(stored.n_bytes), functools.partial(read, stored, shape)
     return found
+
+
+def _gguf_shape(gguf: Any, reader: Any, stored: Any, path: Path) -> list[int]:
+    """The shape of a tensor before it became GGUF. The format has at most four dimensions, and rows of whole blocks: what had
+    others says so itself.
+
+    Raises:
+        UserError: it says what cannot be.
+    """
+    own = [int(size) for size in reversed(stored.shape)]
+    name = f"comfy.gguf.orig_shape.{stored.name}"
+    if (said := reader.fields.get(name)) is None:
+        return own
+    kind = gguf.GGUFValueType
+    whole = (kind.UINT8, kind.INT8, kind.UINT16, kind.INT16, kind.UINT32, kind.INT32, kind.UINT64, kind.INT64)
+    of_array = said.types[1:] if said.types[0] == kind.ARRAY else said.types
+    numbers = all(of in whole for of in of_array)
+    shape = [int(said.parts[place][0]) for place in said.data] if numbers else []
+    if not numbers or any(size < 0 for size in shape) or math.prod(shape) != math.prod(own):
+        raise UserError(
+            f"the shape that {path} gives for {stored.name} does not fit it",
+            expected=f"whole numbers whose product is {math.prod(own):,}, as that of {own} is, in {name}",
+            got=str(shape) if numbers else " of ".join(of.name.lower() for of in said.types),
+            remedy="get the file again, or take the model in another form, as safetensors; who made the file can correct that "
+            "field, or leave it out where the tensor has its own shape",
+        )
+    return shape
 
 
 def damaged(path: Path, error: BaseException) -> UserError:

@@ -8,20 +8,21 @@ What is left as it is has a reason, by which whoever exported the model can tell
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from trtconvert.models.onnx.equations import LogitsAxes, LogitsFactors, Product, logits_of, output_of, product_of
 from trtconvert.models.onnx.sizes import Numbers
 from trtconvert.models.onnx.steps import Graph, Step
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of values, in one run."""
 
-_PRODUCTS = {"bhid,bhjd->bhij": True, "bid,bjd->bij": True, "bhij,bhjd->bhid": False, "bij,bjd->bid": False,
-             "bhid,bhdj->bhij": False, "bid,bdj->bij": False}  # fmt: skip
-"""Equations of Einsum, and whether the second factor is transposed. Letters are those of their first use."""
+_MOVES = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten")
+"""What only changes shapes: a factor before it may stand behind it."""
 
 _LEAST = -1e4
 """What masks put in the place of a logit is at most this: softmax makes 0 of it."""
@@ -69,7 +70,7 @@ def fuse_attention(graph: Graph, shapes: Shapes, known: Mapping[str, Numbers]) -
 class _Finder:
     def __init__(self, graph: Graph, shapes: Shapes, known: Mapping[str, Numbers]) -> None:
         self._made, self._read = graph.producers(), graph.readers()
-        self._shapes, self._known = shapes, known
+        self._shapes, self._known = dict(shapes), known
 
     def around(self, softmax: Step) -> tuple[Step, list[Step]]:
         """The last product of the attention around a softmax, and the steps that take its place.
@@ -79,14 +80,25 @@ class _Finder:
         """
         shape = self._shapes.get(softmax.outputs[0], ())
         axis = softmax.attributes.get("axis", -1 if softmax.opset >= 13 else 1)
-        if len(shape) < 3 or axis % len(shape) != len(shape) - 1:
+        if len(shape) < 3:
             raise _Unlike(f"its axis is {axis} of {len(shape)}, the last of three or more is needed")
-        product, values = self._after(softmax)
-        logits = _Logits(self, softmax)
-        return product, logits.steps(product, values)
+        place, last = axis % len(shape), len(shape) - 1
+        if place != last and (softmax.opset < 13 or not self._by_einsum(softmax)):
+            raise _Unlike(f"its axis is {axis} of {len(shape)}, the last of three or more is needed")
+        product, probabilities = self._after(softmax)
+        logits = _Logits(self, softmax, place)
+        return product, logits.steps(product, probabilities)
 
-    def _after(self, softmax: Step) -> tuple[Step, str]:
-        """The product that reads the probabilities, and the values in it."""
+    def _by_einsum(self, softmax: Step) -> bool:
+        """Whether logits come from an Einsum at once, or through what keeps the order of their axes."""
+        shape, value = self.shape(softmax.outputs[0]), softmax.inputs[0]
+        while (step := self.made(value)) is not None and step.op != "Einsum" and self.shape(value) == shape:
+            if not (value := next((name for name in step.inputs if self.shape(name) == shape), "")):
+                return False
+        return step is not None and step.op == "Einsum"
+
+    def _after(self, softmax: Step) -> tuple[Step, int]:
+        """The product that reads the probabilities, and which of its factors they are."""
         value = softmax.outputs[0]
         while True:
             readers = self._read[value]
@@ -99,29 +111,37 @@ class _Finder:
                 value = passing[0].outputs[0]
             else:
                 break
-        products = [step for step in readers if self._is_product(step, transposed=False) and step.inputs[0] == value]
+        products = [
+            step
+            for step in readers
+            if (step.op == "MatMul" and step.inputs[0] == value)
+            or (self.equation(step) and step.inputs.count(value) == 1)
+        ]
         if len(readers) > 1 and products:
             further = [step for step in readers if step not in products] or products[1:]
-            others = ", ".join(step.title or "the graph's output" for step in further)
+            others = ", ".join(_called(step) for step in further)
             raise _Unlike(f"its probabilities are also read by {others}")
         if not products:
-            raise _Unlike(
-                "no MatMul after it, but " + (", ".join(step.title or "the graph's output" for step in readers))
-            )
-        return products[0], products[0].inputs[1]
-
-    def _is_product(self, step: Step | None, *, transposed: bool | None = None) -> bool:
-        if step is None or step.op not in ("MatMul", "Einsum"):
-            return False
-        if step.op == "MatMul":
-            return transposed is not True
-        turned = _PRODUCTS.get(_renamed(str(step.attributes.get("equation", ""))))
-        return turned is not None and transposed in (None, turned)
+            raise _Unlike("no MatMul after it, but " + ", ".join(map(_called, readers)))
+        return products[0], products[0].inputs.index(value)
 
     # Read by _Logits ----------------------------------------------------------------------------------------------
 
     def made(self, value: str) -> Step | None:
         return self._made.get(value)
+
+    def learn(self, step: Step, shape: tuple[int, ...]) -> None:
+        """Take up a step that was made here, of one output."""
+        self._made[step.outputs[0]] = step
+        self._shapes[step.outputs[0]] = shape
+
+    def equation(self, step: Step) -> Product | None:
+        """What an Einsum multiplies; None of other steps, and of other equations."""
+        if step.op != "Einsum":
+            return None
+        equation = step.attributes.get("equation", "")
+        text = equation.decode() if isinstance(equation, bytes) else str(equation)
+        return product_of(text, [len(self.shape(name)) for name in step.inputs])
 
     def shape(self, value: str) -> tuple[int, ...]:
         return self._shapes.get(value, ())
@@ -134,15 +154,25 @@ class _Finder:
 
     def is_nothing(self, value: str) -> bool:
         """Whether a mask is zeros alone, as torch's baddbmm leaves one."""
-        step = self.made(value)
-        if self.is_number(value):
-            return self.number(value) == 0
-        if step is not None and step.op == "ConstantOfShape":
-            filled = step.attributes.get("value")
-            return filled is None or not np.any(filled)
-        if step is not None and step.op in ("Expand", "Cast", "Identity"):
-            return self.is_nothing(step.inputs[0])
-        return step is not None and step.op == "Mul" and any(self.is_nothing(name) for name in step.inputs)
+        left, seen = [value], set[str]()
+        while left:
+            value = left.pop()
+            step = self.made(value)
+            if value in seen:
+                continue
+            seen.add(value)
+            if self.is_number(value):
+                if self.number(value) == 0:
+                    return True
+            elif step is not None and step.op == "ConstantOfShape":
+                filled = step.attributes.get("value")
+                if filled is None or not np.any(filled):
+                    return True
+            elif step is not None and step.op in ("Expand", "Cast", "Identity"):
+                left.append(step.inputs[0])
+            elif step is not None and step.op == "Mul":  # of anything and zeros
+                left.extend(step.inputs)
+        return False
 
     def scaled(self, value: str) -> Iterator[tuple[str, str, bool]]:
         """What a value is a multiple of, the factor, and whether it divides."""
@@ -159,7 +189,7 @@ class _Finder:
         step, shape = self.made(value), self.shape(value)
         if step is None:
             return None
-        if step.op == "Transpose" and step.attributes.get("perm") == _swapped(len(shape)):
+        if step.op == "Transpose" and step.attributes.get("perm") == [*_swapped(len(shape))]:
             return step.inputs[0]
         # torch's exporter: three axes for the transpose, four around it
         turn = self.made(step.inputs[0]) if step.op == "Reshape" else None
@@ -171,7 +201,7 @@ class _Finder:
         return None
 
     def with_heads(self, value: str) -> str | None:
-        """Of a value [B·H, N, D], the one [B, H, N, D] that it was made of."""
+        """Of a value [B·H, …, …], the one [B, H, …, …] that it was made of."""
         step, shape = self.made(value), self.shape(value)
         if step is None or step.op != "Reshape":
             return None
@@ -179,34 +209,55 @@ class _Finder:
         fits = len(before) == 4 and len(shape) == 3 and (before[0] * before[1], *before[2:]) == shape
         return step.inputs[0] if fits else None
 
-    def is_product(self, step: Step | None) -> bool:
-        return self._is_product(step)
+    def heads_within(self, value: str) -> int:
+        """Into how many heads [B, H·D, N] was taken apart to make a value [B·H, D, N]; 1 where it was not."""
+        step, shape = self.made(value), self.shape(value)
+        before = self.shape(step.inputs[0]) if step is not None and step.op == "Reshape" else ()
+        if len(before) < 3 or len(shape) != 3 or shape[1] == 0 or before[1] % shape[1]:
+            return 1
+        heads = before[1] // shape[1]
+        return heads if before[0] * heads == shape[0] and math.prod(before[2:]) == shape[2] else 1
 
-    def is_transposed(self, step: Step) -> bool:
-        """Whether a product takes its second factor transposed."""
-        return step.op == "Einsum" and _PRODUCTS[_renamed(str(step.attributes["equation"]))]
+    def logits(self, step: Step | None, axis: int) -> LogitsFactors | None:
+        """How a step multiplies queries and keys; None where it does not.
+
+        Args:
+            axis: of the softmax, in the logits.
+        """
+        rank = len(self.shape(step.outputs[0])) if step is not None else 0
+        if step is None or not 0 <= axis < rank:
+            return None
+        if step.op == "MatMul":
+            axes = LogitsAxes(tuple(range(rank - 2)), rank - 2, rank - 1)
+            return LogitsFactors(axes, 0, _same(rank), (*range(rank - 2), rank - 1, rank - 2))
+        product = self.equation(step)
+        return None if product is None else logits_of(product, axis)
 
 
 class _Logits:
-    """How the logits before a softmax are made."""
+    """How the logits before a softmax are made.
 
-    def __init__(self, finder: _Finder, softmax: Step) -> None:
-        self._finder, self._softmax = finder, softmax
+    Args:
+        axis: of the softmax, counted from the first.
+    """
+
+    def __init__(self, finder: _Finder, softmax: Step, axis: int) -> None:
+        self._finder, self._softmax, self._axis = finder, softmax, axis
+        self._shape = finder.shape(softmax.outputs[0])
+        self._leading: dict[str, bool] = {}
+        """Values, and whether they are logits."""
         self._factors: list[tuple[str, bool]] = []
         """Of the logits, and whether each divides."""
         self._masks: list[tuple[str, str, int]] = []
         """Kind ("added", "kept", "dropped"), value, and how many of the factors it stands behind."""
         self._new: list[Step] = []
-        self._fill = 0.0
         value = softmax.inputs[0]
-        while True:
-            step = finder.made(value)
-            if step is None or finder.is_product(step):
-                break
+        while (factors := finder.logits(step := finder.made(value), axis)) is None:
+            if step is None:
+                raise _Unlike("no MatMul before it, but an input of the graph")
             value = self._before(step, value)
-        if step is None:
-            raise _Unlike("no MatMul before it, but an input of the graph")
-        self._product = step
+        assert step is not None
+        self._product, self._of = step, factors
 
     def _before(self, step: Step, value: str) -> str:
         """What a step does with logits is noted; where they come from."""
@@ -234,76 +285,130 @@ class _Logits:
                     self._masks.append((kind, condition, len(self._factors)))
                     return logits
             raise _Unlike(f"{step.title} before it puts no large negative number in the places that are masked")
-        raise _Unlike(f"no MatMul before it, but {step.title}")
+        raise _Unlike(f"no MatMul before it, but {_called(step)}")
 
     def _leads_to_product(self, value: str) -> bool:
         """Whether a value is logits: a product of their shape, behind steps that keep it."""
-        finder, shape = self._finder, self._finder.shape(self._softmax.outputs[0])
-        while (step := finder.made(value)) is not None and finder.shape(value) == shape:
-            if finder.is_product(step):
-                return True
-            scaled = next(finder.scaled(value), None)
-            if scaled is not None:
-                value = scaled[0]
-            elif step.op in ("Cast", "Identity"):
-                value = step.inputs[0]
-            elif step.op == "Add":
-                return any(self._leads_to_product(name) for name in step.inputs)
-            elif step.op == "Where":
-                return any(self._leads_to_product(name) for name in step.inputs[1:])
-            else:
-                return False
-        return False
+        found, way = self._leading, [value]
+        while way:
+            last = way[-1]
+            before = self._same_shape(last)
+            if unknown := [name for name in before if name not in found]:
+                way.extend(unknown)
+                continue
+            found[last] = any(found[name] for name in before) or self._is_logits(last)
+            way.pop()
+        return found[value]
 
-    def steps(self, last: Step, values: str) -> list[Step]:
-        finder, product = self._finder, self._product
-        q, k = product.inputs
-        for source, factor, divides in finder.scaled(q):
-            q = source
-            self._factors.append((factor, divides))
-        if finder.is_transposed(product):
-            for source, factor, divides in finder.scaled(k):
-                k = source
-                self._factors.append((factor, divides))
-        else:
-            k = self._keys(k)
-        output = last.outputs[0]
-        heads = [finder.with_heads(x) for x in (q, k, values)] if len(finder.shape(q)) == 3 else []
-        unflatten = bool(heads) and all(heads)
-        if unflatten:
-            q, k, values = (str(x) for x in heads)
-            output = f"{last.outputs[0]}:heads"
-        inputs = [q, k, values, self._mask(finder.shape(q) if unflatten else ()), *(name for name, _ in self._factors)]
-        attention = Step(
-            "trtconvert::attention",
-            tuple(inputs),
-            (output,),
-            {"divided": [divides for _, divides in self._factors]},
-            self._softmax.scope,
-            self._softmax.title,
-        )
-        joined = [Step("trtconvert::join_heads", (output,), last.outputs, {}, "", last.title)] if unflatten else []
-        return [*self._new, attention, *joined]
-
-    def _keys(self, value: str) -> str:
-        """Keys of which a value is the transpose, perhaps scaled, before or after."""
+    def _is_logits(self, value: str) -> bool:
         finder = self._finder
-        for source, factor, divides in finder.scaled(value):
-            value = source
-            self._factors.append((factor, divides))
-        found = finder.transposed(value)
+        return finder.shape(value) == self._shape and finder.logits(finder.made(value), self._axis) is not None
+
+    def _same_shape(self, value: str) -> Sequence[str]:
+        """What a value is made of by a step that logits keep their shape through; nothing of a product."""
+        finder, step = self._finder, self._finder.made(value)
+        if step is None or finder.shape(value) != self._shape or finder.logits(step, self._axis) is not None:
+            return ()
+        for source, _, _ in finder.scaled(value):
+            return (source,)
+        if step.op in ("Cast", "Identity"):
+            return step.inputs[:1]
+        return step.inputs if step.op == "Add" else step.inputs[1:] if step.op == "Where" else ()
+
+    def steps(self, last: Step, probabilities: int) -> list[Step]:
+        """What takes the place of the last product, of which one factor is the probabilities."""
+        of, rank = self._of, len(self._of.axes.order)
+        values, (of_values, of_output) = last.inputs[1 - probabilities], self._output(last, probabilities)
+        q = self._unscaled(self._product.inputs[of.queries])
+        k, of_keys = self._keys(self._product.inputs[1 - of.queries])
+        operands, heads = [(q, of.of_queries), (k, of_keys), (values, of_values)], 0
+        if all(len(self._finder.shape(value)) == 3 for value, _ in operands):
+            heads, operands = self._with_heads(operands)
+        inputs = [self._in_order(value, order) for value, order in operands]
+        inputs += [self._mask(heads), *(name for name, _ in self._factors)]
+        turned = of_output != _same(rank)
+        names = [last.outputs[0], *([f"{last.outputs[0]}:order"] if turned else [])]
+        names += [f"{last.outputs[0]}:heads"] if heads else []
+        attributes = {"divided": [divides for _, divides in self._factors]}
+        title, scope = self._softmax.title, self._softmax.scope
+        steps = [*self._new, Step("trtconvert::attention", tuple(inputs), (names.pop(),), attributes, scope, title)]
+        if heads:
+            steps.append(Step("trtconvert::join_heads", steps[-1].outputs, (names.pop(),), {}, "", last.title))
+        if turned:
+            steps.append(Step("Transpose", steps[-1].outputs, (names.pop(),), {"perm": [*of_output]}, "", last.title))
+        return steps
+
+    def _output(self, last: Step, probabilities: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The orders of `output_of` for the last product.
+
+        Raises:
+            _Unlike: it is no product of probabilities and values.
+        """
+        axes, rank = self._of.axes, len(self._of.axes.order)
+        if last.op == "MatMul" and axes.order == _same(rank):
+            return _same(rank), _same(rank)
+        product = self._finder.equation(last)
+        found = None if product is None else output_of(product, probabilities, axes)
         if found is None:
-            return self._step("Transpose", [value], {"perm": _swapped(len(finder.shape(value)))})
-        for source, factor, divides in finder.scaled(found):
-            found = source
-            self._factors.append((factor, divides))
+            raise _Unlike(f"{_called(last)} after it is no product of its probabilities and of values")
         return found
 
-    def _mask(self, heads: tuple[int, ...]) -> str:
+    def _unscaled(self, value: str) -> str:
+        """What a value is a multiple of; the factors are noted. What only moves a multiple is made again, of what is none."""
+        finder, moves, name = self._finder, list[Step](), value
+        while (step := finder.made(name)) is not None:
+            found = next(finder.scaled(name), None)
+            if found is not None and finder.shape(found[0]) == finder.shape(name):
+                name, factor, divides = found
+                self._factors.append((factor, divides))
+                for move in reversed(moves):
+                    inputs = (name, *move.inputs[1:])
+                    name = self._step(move.op, inputs, move.attributes, finder.shape(move.outputs[0]), move.opset)
+                value, moves = name, []
+            elif step.op in _MOVES:
+                moves.append(step)
+                name = step.inputs[0]
+            else:
+                break
+        return value
+
+    def _keys(self, value: str) -> tuple[str, tuple[int, ...]]:
+        """Keys, perhaps of which a value is the transpose, and the order that makes [batch, …, tokens, channels] of them."""
+        value, order = self._unscaled(value), self._of.of_keys
+        if self._product.op == "MatMul":  # which takes keys that samples share, without an axis for them
+            order = _swapped(len(self._finder.shape(value)))
+        if order == _swapped(len(order)) and (found := self._finder.transposed(value)) is not None:
+            return self._unscaled(found), _same(len(order))
+        return value, order
+
+    def _with_heads(
+        self, operands: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
+        """How many heads lie among the samples, and the same operands with an axis of heads."""
+        finder, found = self._finder, list[tuple[int, str | None]]()
+        for value, order in operands:
+            whole = finder.with_heads(value) if order[0] == 0 else None
+            # Tokens that are taken apart are windows, which are samples of their own.
+            within = finder.heads_within(value) if order == (0, 2, 1) else 1
+            found.append((within if whole is None else finder.shape(whole)[1], whole))
+        heads = found[0][0] if len({count for count, _ in found}) == 1 else 1
+        apart: list[tuple[str, tuple[int, ...]]] = []
+        for (value, order), (_, whole) in zip(operands, found, strict=True):
+            if whole is None or heads != finder.shape(whole)[1]:
+                flat = self._in_order(value, order) if order[0] else value
+                order = _same(3) if order[0] else order
+                whole = self._step("trtconvert::split_heads", [flat], {"heads": heads})
+            apart.append((whole, (0, 1, *(place + 1 for place in order[1:]))))
+        return heads, apart
+
+    def _in_order(self, value: str, order: tuple[int, ...]) -> str:
+        return value if order == _same(len(order)) else self._step("Transpose", [value], {"perm": [*order]})
+
+    def _mask(self, heads: int) -> str:
         """One mask, of all; empty where there is none.
 
         Args:
-            heads: shape of the queries whose heads the logits have not, [B, H, N, D].
+            heads: how many there are that the logits have no axis for; 0 where they have one.
         """
         if not self._masks:
             return ""
@@ -320,24 +425,37 @@ class _Logits:
                 else:
                     added = self._step("trtconvert::as_added", [value], {"kept": kind == "kept"})
                 mask = added if not mask else self._step("Add", [mask, added], {})
-        return self._step("trtconvert::split_heads", [mask], {"heads": heads[1]}) if heads else mask
+        order = self._of.axes.order
+        if order != _same(len(order)):
+            if missing := len(order) - max(len(self._finder.shape(value)) for _, value, _ in self._masks):
+                mask = self._step("Unsqueeze", [mask], {"axes": [*range(missing)]})
+            mask = self._step("Transpose", [mask], {"perm": [*order]})
+        return self._step("trtconvert::split_heads", [mask], {"heads": heads}) if heads else mask
 
-    def _step(self, op: str, inputs: Sequence[str], attributes: Mapping[str, object]) -> str:
+    def _step(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        attributes: Mapping[str, object],
+        shape: tuple[int, ...] = (),
+        opset: int = 20,
+    ) -> str:
         name = f"{self._softmax.outputs[0]}:{op.rpartition(':')[2].lower()}{len(self._new)}"
-        self._new.append(Step(op, tuple(inputs), (name,), attributes, "", self._softmax.title))
+        self._new.append(Step(op, tuple(inputs), (name,), attributes, "", self._softmax.title, opset))
+        self._finder.learn(self._new[-1], shape)
         return name
 
 
-def _swapped(rank: int) -> list[int]:
-    return [*range(rank - 2), rank - 1, rank - 2]
+def _same(rank: int) -> tuple[int, ...]:
+    return tuple(range(rank))
 
 
-def _renamed(equation: str) -> str:
-    """An equation with the letters of `_PRODUCTS`."""
-    flat = equation.replace(" ", "")
-    for known in _PRODUCTS:
-        if len(known) == len(flat):
-            letters = dict(zip(flat, known, strict=True))
-            if "".join(letters[letter] for letter in flat) == known and len(set(letters.values())) == len(letters):
-                return known
-    return flat
+def _swapped(rank: int) -> tuple[int, ...]:
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
+def _called(step: Step) -> str:
+    """A step for messages, an Einsum with its equation."""
+    equation = step.attributes.get("equation", "")
+    text = equation.decode() if isinstance(equation, bytes) else str(equation)
+    return f"{step.title} ({text})" if step.op == "Einsum" else step.title or "the graph's output"

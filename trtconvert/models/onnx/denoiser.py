@@ -132,13 +132,24 @@ def folded(graph: Graph, stored: ir.DataType) -> dict[str, Value]:
             found = compute_step(step, types, [values[name] if name else None for name in step.inputs])
         outputs = list(found) if isinstance(found, (list, tuple)) else [found]
         values.update(zip(step.outputs, outputs, strict=False))
-    graph.steps = left
-    for step in left:
+    graph.steps = [_with_weights(step, values) for step in left]
+    for step in graph.steps:
         for name in step.inputs[1:] if step.op in ("Resize", "Upsample") else ():
             if isinstance(scales := values.get(name), Tensor):
                 values[name] = numbers(scales.tolist())
-    used = {name for step in left for name in step.inputs} | set(graph.outputs)
+    used = {name for step in graph.steps for name in step.inputs} | set(graph.outputs)
     return {name: value for name, value in values.items() if name in used}
+
+
+def _with_weights(step: Step, values: dict[str, Value]) -> Step:
+    """A step whose weights of one number are tensors too, which are of the module's type wherever it is; takes them up."""
+    inputs = list(step.inputs)
+    for place in _WEIGHTS.get(step.op, ()):
+        number = values.get(step.input(place))
+        if isinstance(number, np.ndarray) and all(isinstance(x, float) for x in number.flat):
+            inputs[place] = f"{inputs[place]}:weight"
+            values[inputs[place]] = torch.tensor([*number.flat], dtype=torch.float32).reshape(number.shape)
+    return step if inputs == list(step.inputs) else replace(step, inputs=tuple(inputs))
 
 
 def with_branches_taken(
@@ -205,7 +216,7 @@ def observed(
     Raises:
         UserError: the graph cannot be run so.
     """
-    with shapes_alone() as mode, torch.no_grad():
+    with shapes_alone() as mode, torch.inference_mode():
         values: dict[str, Value] = dict(constants)
         values |= {name: mode.from_tensor(x) for name, x in inputs.items()}
         shapes = {name: tuple(x.shape) for name, x in values.items()}
@@ -220,6 +231,13 @@ def observed(
             raise
         except Exception as error:  # whatever torch raises for shapes that do not fit
             place = (getattr(error, "__notes__", None) or ["in the graph"])[0]
+            if isinstance(error, (AttributeError, TypeError, KeyError, AssertionError)):
+                raise UserError(
+                    "a step of the graph cannot be converted",
+                    expected="operators with inputs of the kinds that denoisers have",
+                    got=f"{first_line(error)}, {place}",
+                    remedy="export the model in another way, or convert the torch model that it came from; and please report it",
+                ) from error
             raise UserError(
                 "the graph cannot be run with these sizes",
                 expected="sizes that it takes: " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
@@ -375,7 +393,7 @@ def _weight_names(graph: Graph, values: Mapping[str, Value]) -> dict[str, str]:
             read.setdefault(name, (step, place))
     names: dict[str, str] = {}
     for name in values:
-        plain = name.removesuffix(".T").removesuffix(":channels")
+        plain = name.removesuffix(".T").removesuffix(":channels").removesuffix(":weight")
         if "." in plain and re.fullmatch(r"[\w.\-]+", plain):
             names[name] = plain.strip(".")
         elif name in read:

@@ -9,19 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtconvert.models.onnx.call import Call, Table, Value, as_weight, together
+from trtconvert.models.onnx.call import Call, Table, Value, together
 from trtconvert.models.onnx.sizes import listed
 
 
 def _each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def computed(call: Call, *values: Value) -> Tensor:
-        operands = together(call, *values)
-        if not isinstance(operands[0], Tensor):  # of functions that want one first
-            like = next(x for x in operands if isinstance(x, Tensor))
-            operands[0] = torch.full((), operands[0], dtype=_type_beside(operands[0], like), device=like.device)
-        return function(*operands)
+        first, *others = together(call, *values)
+        return function(_first_as_tensor(first, *others), *others)
 
     return computed
+
+
+def _first_as_tensor(first: Any, *others: Any) -> Tensor:
+    """An operand of functions that want a tensor first, of the type that a number has beside the others."""
+    if isinstance(first, Tensor):
+        return first
+    like = next(x for x in others if isinstance(x, Tensor))
+    return torch.full((), first, dtype=_type_beside(first, like), device=like.device)
 
 
 def _type_beside(number: Any, like: Tensor) -> torch.dtype:
@@ -32,6 +37,15 @@ def _type_beside(number: Any, like: Tensor) -> torch.dtype:
 def _operator(function: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
     """Of Python's operators, which take numbers on either side."""
     return lambda call, a, b: function(*together(call, a, b))
+
+
+def _of_tensor(function: Callable[[Call, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Of functions that take no number."""
+
+    def computed(call: Call, x: Tensor) -> Tensor:
+        return function(call, x)
+
+    return computed
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -54,7 +68,7 @@ def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
 def _divided(call: Call, a: Value, b: Value) -> Tensor:
     x, y = together(call, a, b)
     whole = all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (x, y))
-    return torch.div(x, y, rounding_mode="trunc") if whole else x / y
+    return torch.div(_first_as_tensor(x, y), y, rounding_mode="trunc") if whole else x / y
 
 
 def _power(call: Call, x: Value, exponent: Value) -> Tensor:
@@ -68,7 +82,7 @@ def _power(call: Call, x: Value, exponent: Value) -> Tensor:
 
 def _modulo(call: Call, a: Value, b: Value) -> Tensor:
     x, y = together(call, a, b)
-    return torch.fmod(x, y) if call.get("fmod", 0) else torch.remainder(x, y)
+    return torch.fmod(_first_as_tensor(x, y), y) if call.get("fmod", 0) else torch.remainder(x, y)
 
 
 def _where(call: Call, condition: Value, a: Value, b: Value) -> Tensor:
@@ -104,6 +118,10 @@ def _biased_gelu(call: Call, x: Tensor, bias: Value | None = None) -> Tensor:
     return F.gelu(given, approximate="tanh" if call.step.op.endswith("FastGelu") else "none")
 
 
+def _sloped(call: Call, x: Tensor, slope: Value) -> Tensor:
+    return torch.where(x < 0, x * call.tensor(slope).to(x.dtype), x)
+
+
 def _rounded_shift(call: Call, x: Tensor) -> Tensor:
     return torch.clamp(x * call.get("alpha", 0.2) + call.get("beta", 0.5), 0, 1)
 
@@ -123,7 +141,7 @@ ELEMENTWISE: Table = {
     "Cosh": _unary(torch.cosh),
     "Div": _divided,
     "Dropout": lambda call, x, *_: x,
-    "Elu": lambda call, x: F.elu(x, call.get("alpha", 1.0)),
+    "Elu": _of_tensor(lambda call, x: F.elu(x, call.get("alpha", 1.0))),
     "Equal": _each(torch.eq),
     "Erf": _unary(torch.erf),
     "Exp": _unary(torch.exp),
@@ -136,7 +154,7 @@ ELEMENTWISE: Table = {
     "Identity": lambda call, x: x,
     "IsInf": _unary(torch.isinf),
     "IsNaN": _unary(torch.isnan),
-    "LeakyRelu": lambda call, x: F.leaky_relu(x, call.get("alpha", 0.01)),
+    "LeakyRelu": _of_tensor(lambda call, x: F.leaky_relu(x, call.get("alpha", 0.01))),
     "Less": _each(torch.lt),
     "LessOrEqual": _each(torch.le),
     "Log": _unary(torch.log),
@@ -149,7 +167,7 @@ ELEMENTWISE: Table = {
     "Neg": _unary(torch.neg),
     "Not": _unary(torch.logical_not),
     "Or": _each(torch.logical_or),
-    "PRelu": lambda call, x, slope: torch.where(x < 0, x * as_weight(x, call, slope), x),
+    "PRelu": _sloped,
     "Pow": _power,
     "Reciprocal": _unary(torch.reciprocal),
     "Relu": _unary(torch.relu),
@@ -164,7 +182,7 @@ ELEMENTWISE: Table = {
     "Sqrt": _unary(torch.sqrt),
     "Sub": _operator(lambda a, b: a - b),
     "Sum": _folded(torch.add),
-    "Swish": lambda call, x: x * torch.sigmoid(x * call.get("alpha", 1.0)),
+    "Swish": _of_tensor(lambda call, x: x * torch.sigmoid(x * call.get("alpha", 1.0))),
     "Tan": _unary(torch.tan),
     "Tanh": _unary(torch.tanh),
     "Where": _where,
@@ -172,5 +190,5 @@ ELEMENTWISE: Table = {
     "com.microsoft::BiasGelu": _biased_gelu,
     "com.microsoft::FastGelu": _biased_gelu,
     "com.microsoft::Gelu": _biased_gelu,
-    "com.microsoft::QuickGelu": lambda call, x: x * torch.sigmoid(x * call.get("alpha", 1.702)),
+    "com.microsoft::QuickGelu": _of_tensor(lambda call, x: x * torch.sigmoid(x * call.get("alpha", 1.702))),
 }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import InlinePass
 
 from trtconvert.errors import UserError, first_line
 from trtconvert.files import open_regular
+from trtconvert.models.onnx.flaws import first_flaw
 
 OPSETS = range(11, 27)
 """Of ONNX's own operators, whose meanings are known here."""
@@ -35,11 +38,17 @@ def read_graph(path: Path) -> ir.Model:
     Raises:
         UserError: no ONNX model, or a damaged one, or weights that are missing or lie elsewhere, or an opset that is not known.
     """
-    model = _read(path)
-    for tensor in external_tensors(model):
-        _refuse_unfit_place(path, tensor)
+    model = load(path)
     if model.functions:
-        InlinePass()(model)
+        try:
+            InlinePass()(model)
+        except (ir.passes.PassError, ir.passes.InvariantError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the functions in {path} cannot be put into the places of their calls",
+                expected="calls with the inputs, outputs and attributes that the functions have",
+                got=first_line(_origin(error)),
+                remedy="export the model with torch.onnx.export; onnx.checker.check_model tells more",
+            ) from error
     opset = model.graph.opset_imports.get("", model.opset_imports.get("", 0))
     if opset not in OPSETS:
         raise UserError(
@@ -65,10 +74,29 @@ def refuse_loops(path: Path, model: ir.Model) -> None:
         )
 
 
+def load(path: Path) -> ir.Model:
+    """A model as it is in the file.
+
+    Raises:
+        UserError: see `read_graph`.
+    """
+    model = _read(path)
+    for holder, tensor in _external(model):
+        tensor.base_dir = path.parent
+        _refuse_unfit_place(path, tensor)
+        if (moved := _where_it_lies(tensor)) is not tensor:
+            if isinstance(holder, ir.Value):
+                holder.const_value = moved
+            else:
+                node, name = holder
+                node.attributes[name] = ir.AttrTensor(name, moved)
+    return model
+
+
 def _read(path: Path) -> ir.Model:
     try:
         open_regular(path).close()
-        model = ir.load(path)
+        stored = onnx.load(path, load_external_data=False)
     except OSError as error:
         raise UserError(
             f"cannot read the model {path}",
@@ -77,12 +105,13 @@ def _read(path: Path) -> ir.Model:
             remedy="correct model.source in the recipe",
         ) from error
     except (DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:  # of bytes that are no graph
-        raise UserError(
-            f"{path} is no ONNX model, or damaged",
-            expected="a whole ONNX file",
-            got=f"{first_line(error)} ({path.stat().st_size} bytes)",
-            remedy=_AGAIN,
-        ) from error
+        raise _no_model(path, error) from error
+    if (flaw := first_flaw(stored)) is not None:
+        raise UserError(f"{path} {flaw.what}", expected=flaw.expected, got=flaw.got, remedy=flaw.remedy)
+    try:
+        model = ir.serde.deserialize_model(stored)
+    except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_model(path, _origin(error)) from error
     if not model.graph.outputs or not len(model.graph):
         raise UserError(
             f"{path} is no ONNX model, or damaged",
@@ -93,22 +122,45 @@ def _read(path: Path) -> ir.Model:
     return model
 
 
+def _no_model(path: Path, error: BaseException) -> UserError:
+    return UserError(
+        f"{path} is no ONNX model, or damaged",
+        expected="a whole ONNX file",
+        got=f"{first_line(error)} ({path.stat().st_size} bytes)",
+        remedy=_AGAIN,
+    )
+
+
+def _origin(error: BaseException) -> BaseException:
+    """What an error came from: libraries wrap it in others, which repeat the graph."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
     """Weights that lie in other files, of all graphs and of constants in nodes."""
+    for _, tensor in _external(model):
+        yield tensor
+
+
+def _external(model: ir.Model) -> Iterator[tuple[ir.Value | tuple[ir.Node, str], ir.ExternalTensor]]:
+    """The same with what has them: a value, or a node under a name."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
-        for value in graph.initializers.values():
+        for value in [*graph.initializers.values()]:
             if isinstance(value.const_value, ir.ExternalTensor):
-                yield value.const_value
+                yield value, value.const_value
         for node in graph:
-            for attribute in node.attributes.values():
+            for name, attribute in [*node.attributes.items()]:
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                    yield attribute.value
+                    yield (node, name), attribute.value
 
 
 def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
     """
     Raises:
-        UserError: weights lie outside of the model's folder, or are not there, or fewer than the graph says.
+        UserError: weights lie outside of the model's folder, or are not there, or fewer than the graph says, or have names
+            elsewhere.
     """
     folder, location = path.parent, os.path.normpath(tensor.location)
     file = folder / location
@@ -123,7 +175,8 @@ def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
             remedy="save the model with its weights in one folder: onnx.save(model, path, save_as_external_data=True)",
         )
     end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
-    size = file.stat().st_size if file.is_file() else None
+    found = file.stat() if file.is_file() else None
+    size = None if found is None else found.st_size
     if size is None or size < end:
         raise UserError(
             f"{path}: the weights beside it are not whole",
@@ -131,6 +184,30 @@ def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
             got="no such file" if size is None else f"{size:,} bytes",
             remedy=f"put {file.name} beside {path.name} as it was exported, or download it again",
         )
+    if found is not None and found.st_nlink > 1:
+        quoted, copy = shlex.quote(str(file)), shlex.quote(f"{file}.copy")
+        raise UserError(
+            f"{path}: the weights beside it have other names on this disk (hard links)",
+            expected=f"{file.name} with one name: what another program writes under another would change the model",
+            got=f"{found.st_nlink} names",
+            remedy=f"make it a copy of its own: cp {quoted} {copy} && mv -f {copy} {quoted}",
+        )
+
+
+def _where_it_lies(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
+    """A weight, read where links lead to that `_refuse_unfit_place` has looked at: the library follows none out of the folder."""
+    if os.path.realpath(tensor.path) == os.path.join(os.path.realpath(tensor.base_dir), tensor.location):
+        return tensor
+    return ir.ExternalTensor(
+        os.path.realpath(tensor.path),
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        metadata_props=dict(tensor.metadata_props),
+    )
 
 
 def external_files(path: Path) -> list[Path]:

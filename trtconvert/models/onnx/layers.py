@@ -13,6 +13,9 @@ from trtconvert.models.onnx.attention import Shapes
 from trtconvert.models.onnx.call import Value
 from trtconvert.models.onnx.steps import Graph, Step
 
+_DEPTH = 8
+"""Products within each other that are looked at as one. A GELU has four; of more, each may double what is to be looked at."""
+
 
 def fuse_linear(graph: Graph, constants: dict[str, Value]) -> None:
     """Make `trtconvert::linear` steps of products with constant matrices and the biases that are added, in place.
@@ -68,17 +71,17 @@ def fuse_gelus(graph: Graph, values: Mapping[str, Value]) -> None:
         value = values.get(name)
         return float(value.ravel()[0]) if isinstance(value, np.ndarray) and value.size == 1 else None
 
-    def factors(name: str) -> tuple[float, list[str]]:
+    def factors(name: str, depth: int = _DEPTH) -> tuple[float, list[str]]:
         """Of a product its number, and what else is multiplied."""
         step, known = made.get(name), number(name)
         if known is not None:
             return known, []
-        if step is not None and step.op == "Div" and (divisor := number(step.inputs[1])):
-            among, others = factors(step.inputs[0])
+        if step is not None and depth and step.op == "Div" and (divisor := number(step.inputs[1])):
+            among, others = factors(step.inputs[0], depth - 1)
             return among / divisor, others
-        if step is None or step.op != "Mul":
+        if step is None or step.op != "Mul" or not depth:
             return 1.0, [name]
-        (a, of_a), (b, of_b) = (factors(x) for x in step.inputs)
+        (a, of_a), (b, of_b) = (factors(x, depth - 1) for x in step.inputs)
         return a * b, [*of_a, *of_b]
 
     def argument(step: Step) -> str:

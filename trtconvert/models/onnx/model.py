@@ -23,7 +23,7 @@ from trtconvert.files import temporary_folder
 from trtconvert.models.onnx.attention import Left
 from trtconvert.models.onnx.call import Types
 from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
-from trtconvert.models.onnx.files import read_graph, refuse_loops, stored_type
+from trtconvert.models.onnx.files import load, read_graph, refuse_loops, stored_type
 from trtconvert.models.onnx.inputs import Inputs, read_inputs
 from trtconvert.models.onnx.operators import OPERATORS
 from trtconvert.models.onnx.sampling import GraphSampler, noise_of, read_conditions
@@ -246,7 +246,7 @@ def _check_sizes(path: Path, model: DiffusionModel) -> None:
     """
     for place in (0, 2):
         sizes = {name: size[place] for name, size in model.dims.items()}
-        with shapes_alone(), torch.no_grad():
+        with shapes_alone(), torch.inference_mode():
             empty = {
                 spec.name: torch.empty(shape_of(spec.shape, sizes), dtype=getattr(torch, spec.dtype))
                 for spec in model.inputs
@@ -308,7 +308,7 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
             got=first_line(error),
             remedy="correct model.options.sizes, or export the model again; onnx.checker.check_model tells more",
         ) from error
-    with torch.no_grad():
+    with torch.inference_mode():
         got = denoiser(**example).double()
     exact = torch.from_numpy(np.asarray(expected, dtype=np.float64))[:, : got.shape[1]]
     error = float((got - exact).norm() / exact.norm().clamp_min(1e-30)) if got.shape == exact.shape else float("inf")
@@ -329,7 +329,7 @@ def _array(x: Tensor, is_truth: bool) -> np.ndarray:
 def _as_runtime_takes_it(path: Path) -> Iterator[Path]:
     """A file itself, or a temporary copy that ONNX Runtime computes on a CPU: in FP32, and with masks of Attention that have a
     row for each query, which it does not broadcast."""
-    model = ir.load(path)
+    model = load(path)
     masked = [node for node in model.graph if node.op_type == "Attention" and not node.domain and len(node.inputs) > 3]
     for node in masked:
         q, mask = node.inputs[0], node.inputs[3]

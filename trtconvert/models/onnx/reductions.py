@@ -36,7 +36,10 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _extreme(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda call, x: function(x, call.get("axis", 0), keepdim=bool(call.get("keepdims", 1)))
+    def computed(call: Call, x: Tensor) -> Tensor:
+        return function(x, call.get("axis", 0), keepdim=bool(call.get("keepdims", 1)))
+
+    return computed
 
 
 def _cumulated(call: Call, x: Value, axis: Value) -> Tensor:
@@ -121,6 +124,10 @@ def _batch_norm(call: Call, x: Tensor, weight: Value, bias: Value, mean: Value, 
     )
 
 
+def _pooled(call: Call, x: Tensor) -> Tensor:
+    return x.mean(list(range(2, x.dim())), keepdim=True)
+
+
 def _length_norm(call: Call, x: Tensor) -> Tensor:
     return F.normalize(x, call.get("p", 2), call.get("axis", -1))
 
@@ -130,7 +137,7 @@ REDUCTIONS: Table = {
     "ArgMin": _extreme(torch.argmin),
     "BatchNormalization": _batch_norm,
     "CumSum": _cumulated,
-    "GlobalAveragePool": lambda call, x: x.mean(list(range(2, x.dim())), keepdim=True),
+    "GlobalAveragePool": _pooled,
     "GroupNormalization": _group_norm,
     "InstanceNormalization": _instance_norm,
     "LayerNormalization": _layer_norm,

@@ -1,0 +1,88 @@
+"""Denoiser calls that engines are compared with, and the gate on their predictions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from support import REPOSITORY
+
+from trtconvert.errors import GateError
+from trtconvert.evaluate.recorded_calls import CallRecorder, RecordedCalls, relative_error
+from trtconvert.evaluate.verify import check_predictions
+from trtconvert.models.digits import digits_model
+from trtconvert.recipe import VerifySection
+
+BINS = 4
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    model = digits_model(REPOSITORY / "recipes/digits-dit.safetensors")
+    recorder = CallRecorder(model, BINS, rows=3)
+    model.sample(recorder.around(model.denoiser), range(4), steps=8, solver="ddim")
+    return model, recorder.calls(lambda: None)
+
+
+def test_a_call_of_every_bin_is_kept(recorded):
+    model, calls = recorded
+    assert list(calls.inputs) == list(range(BINS))
+    for index, inputs in calls.inputs.items():
+        assert {len(x) for x in inputs.values()} == {3}
+        assert calls.expected[index].shape == inputs[model.inputs[0].name].shape
+    assert calls.type_errors == [None] * BINS
+
+
+def test_the_model_itself_has_no_error_and_another_has_its_own(recorded):
+    model, calls = recorded
+    assert all(error is not None and error < 1e-5 for error in calls.errors(model.denoiser))
+    errors = calls.errors(lambda **named: 1.25 * model.denoiser(**named))
+    assert all(error == pytest.approx(0.25, rel=1e-3) for error in errors)
+
+
+def test_calls_come_back_from_a_file_where_what_is_the_same_stands_once(recorded, tmp_path):
+    model, calls = recorded
+    calls.save(tmp_path / "calls.safetensors")
+    loaded = RecordedCalls.load(tmp_path / "calls.safetensors")
+    assert loaded.type_errors == calls.type_errors and list(loaded.inputs) == list(calls.inputs)
+    for index, inputs in calls.inputs.items():
+        assert all(torch.equal(loaded.inputs[index][name], x) for name, x in inputs.items())
+        assert torch.equal(loaded.expected[index], calls.expected[index])
+    with safe_open(tmp_path / "calls.safetensors", "pt") as file:
+        (label,) = {spec.name for spec in model.inputs[2:]}
+        assert sum(name.endswith(f"/{label}") for name in list(file.keys())) == 1
+
+
+def test_a_model_in_float32_is_what_the_type_is_held_to(recorded):
+    model, _ = recorded
+
+    class Half(torch.nn.Module):
+        def forward(self, *inputs, **named):
+            return model.denoiser(*inputs, **named) * 1.01
+
+    recorder = CallRecorder(model, BINS, rows=2)
+    model.sample(recorder.around(Half()), range(2), steps=8, solver="ddim")
+    calls = recorder.calls(lambda: model.denoiser)
+    assert all(error == pytest.approx(0.01, rel=0.05) for error in calls.type_errors)
+    assert all(error is not None and error < 1e-5 for error in calls.errors(model.denoiser))
+
+
+def test_a_prediction_within_the_limit_passes():
+    check_predictions("engine.plan", [0.01, None, 0.029], VerifySection(), [0.001, None, 0.002])
+    check_predictions("engine.plan", [None, None], VerifySection(), [])
+    check_predictions("engine.plan", [1.0], VerifySection(max_prediction_error=None), [])
+
+
+@pytest.mark.parametrize(("errors", "index"), [([0.01, 0.04], 1), ([math.nan, 0.01], 0), ([0.01, math.inf], 1)])
+def test_a_prediction_beyond_the_limit_is_told_with_its_bin_and_what_the_type_loses(errors, index):
+    with pytest.raises(GateError) as caught:
+        check_predictions("engine.plan", errors, VerifySection(), [0.002, 0.004])
+    assert f"timestep bin {index}" in caught.value.problem
+    assert caught.value.expected == "<= 0.03"
+    assert f"16-bit type makes {[0.002, 0.004][index]:g}" in caught.value.got
+
+
+def test_relative_error():
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == pytest.approx(4 / 3)

@@ -1,0 +1,123 @@
+"""Equations of Einsum, of two factors: which axes of queries, keys, values and logits they are, in whatever order and by whatever
+letters.
+
+    logits:  (batch, query, channel), (batch, key, channel) → (batch, query, key)
+    output:  (batch, query, key),     (batch, key, channel) → (batch, query, channel)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_EQUATION = re.compile(r"([a-zA-Z.]*),([a-zA-Z.]*)->([a-zA-Z.]*)")
+_UNNAMED = 0x100
+"""Axes that an equation leaves to three dots are called by letters from there on, the last axis first."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Axes of two factors and of their product, a letter for each."""
+
+    factors: tuple[str, str]
+    result: str
+
+
+@dataclass(frozen=True)
+class LogitsAxes:
+    """Places of axes in logits: of samples and heads, of queries, and of keys, over which their softmax is taken."""
+
+    batch: tuple[int, ...]
+    query: int
+    key: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The places as [batch, …, query, key]."""
+        return (*self.batch, self.query, self.key)
+
+
+@dataclass(frozen=True)
+class LogitsFactors:
+    """Which factor holds the queries, and the orders that make [batch, …, tokens, channels] of queries and of keys."""
+
+    axes: LogitsAxes
+    queries: int
+    of_queries: tuple[int, ...]
+    of_keys: tuple[int, ...]
+
+
+def product_of(equation: str, ranks: Sequence[int]) -> Product | None:
+    """What an equation says; None where it has not two factors, takes a diagonal, or does not fit numbers of axes.
+
+    Nor of one that names no result: it sums what both factors have, samples and heads too.
+    """
+    match = _EQUATION.fullmatch(re.sub(r"\s", "", equation))
+    if match is None or len(ranks) != 2:
+        return None
+    factors = [_named(match[place], rank) for place, rank in zip((1, 2), ranks, strict=True)]
+    if None in factors:
+        return None
+    left, right = (str(factor) for factor in factors)
+    dots = max((_unnamed(left), _unnamed(right)), key=len)
+    result = match[3].replace("...", dots)
+    whole = all(len(set(axes)) == len(axes) for axes in (left, right, result))
+    return Product((left, right), result) if whole and "." not in result else None
+
+
+def _named(axes: str, rank: int) -> str | None:
+    """The axes of a factor with letters for those that dots stand for; None where it has another number of them."""
+    before, dots, after = axes.partition("...")
+    missing = rank - len(before) - len(after)
+    if "." in before + after or missing < 0 or (missing and not dots):
+        return None
+    return before + "".join(chr(_UNNAMED + place) for place in reversed(range(missing))) + after
+
+
+def _unnamed(axes: str) -> str:
+    return "".join(letter for letter in axes if ord(letter) >= _UNNAMED)
+
+
+def logits_of(product: Product, axis: int) -> LogitsFactors | None:
+    """The product of queries and keys that an equation is; None where it is none.
+
+    Args:
+        axis: of the result, over which the softmax is taken.
+    """
+    key = product.result[axis]
+    if (key in product.factors[0]) == (key in product.factors[1]):
+        return None
+    queries = int(key in product.factors[0])
+    q, k, result = product.factors[queries], product.factors[1 - queries], product.result
+    batch = [letter for letter in result if letter in q and letter in k]
+    of_query = [letter for letter in result if letter in q and letter not in k]
+    channel = [letter for letter in q if letter in k and letter not in result]
+    if len(of_query) != 1 or len(channel) != 1 or not batch or {*q} != {*batch, *of_query, *channel}:
+        return None
+    if {*k} != {*batch, key, *channel} or {*result} != {*batch, *of_query, key}:
+        return None
+    axes = LogitsAxes(tuple(map(result.index, batch)), result.index(of_query[0]), axis)
+    return LogitsFactors(axes, queries, _order(q, [*batch, *of_query, *channel]), _order(k, [*batch, key, *channel]))
+
+
+def output_of(product: Product, probabilities: int, axes: LogitsAxes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The order that makes [batch, …, keys, channels] of the values, and that which makes the result of
+    [batch, …, queries, channels]; None where an equation is no product of probabilities and values.
+
+    Args:
+        probabilities: which factor they are; axes: of the logits that they were made of.
+    """
+    p, v, result = product.factors[probabilities], product.factors[1 - probabilities], product.result
+    if len(p) != len(axes.order):
+        return None
+    batch, query, key = [p[place] for place in axes.batch], p[axes.query], p[axes.key]
+    channel = [letter for letter in v if letter not in p]
+    if len(channel) != 1 or {*v} != {*batch, key, *channel} or {*result} != {*batch, query, *channel}:
+        return None
+    made = [*batch, query, *channel]
+    return _order(v, [*batch, key, *channel]), tuple(made.index(letter) for letter in result)
+
+
+def _order(axes: str, wanted: Sequence[str]) -> tuple[int, ...]:
+    return tuple(map(axes.index, wanted))

@@ -1,0 +1,215 @@
+"""What is wrong with an ONNX file as it lies on the disk: what no library that reads it would say in words for its user."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+
+_KNOWN = frozenset(int(kind) for kind in ir.DataType)
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)  # of bytes in a file
+_FIELDS = {
+    ir.DataType.FLOAT: "float_data",
+    ir.DataType.COMPLEX64: "float_data",
+    ir.DataType.DOUBLE: "double_data",
+    ir.DataType.COMPLEX128: "double_data",
+    ir.DataType.INT64: "int64_data",
+    ir.DataType.UINT32: "uint64_data",
+    ir.DataType.UINT64: "uint64_data",
+    ir.DataType.STRING: "string_data",
+}
+"""Where numbers of a type are that are not raw; all others are in int32_data."""
+
+_COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
+
+_AGAIN = "export or download the model again, whole"
+_NEWER = "pip install --upgrade onnx onnx-ir, where a newer ONNX has this type; else export or download the model again"
+
+Function = tuple[str, str, str]
+"""Domain, name and overload."""
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What a user is told."""
+
+    what: str
+    expected: str
+    got: str
+    remedy: str
+
+
+def first_flaw(model: onnx.ModelProto) -> Flaw | None:
+    """The first flaw of a model. Takes time in proportion to its size."""
+    return next(_flaws(model), None)
+
+
+def _flaws(model: onnx.ModelProto) -> Iterator[Flaw]:
+    yield from _of_graph(model.graph)
+    calls: dict[Function, list[Function]] = {}
+    for function in model.functions:
+        called: list[Function] = []
+        calls[function.domain, function.name, function.overload] = called
+        yield from _of_names(function.input, (), function.node)
+        for node in function.node:
+            yield from _of_node(node, called)
+    if cycle := _cycle(calls):
+        yield Flaw(
+            "has a function that calls itself",
+            expected="functions that end, as a graph that repeats nothing has them",
+            got=" calls ".join(f"{domain}::{name}" if domain else name for domain, name, _ in cycle),
+            remedy="export the model with torch.onnx.export, which writes no such functions; or take the call out",
+        )
+
+
+def _of_graph(graph: onnx.GraphProto, called: list[Function] | None = None) -> Iterator[Flaw]:
+    """Flaws of a graph and of those in its nodes. called: takes up the functions that nodes may call."""
+    for tensor in graph.initializer:
+        yield from _of_tensor(tensor, f"the weight '{tensor.name}'")
+    yield from _of_names((value.name for value in graph.input), (x.name for x in graph.initializer), graph.node)
+    for what, values in (("input", graph.input), ("output", graph.output), ("value", graph.value_info)):
+        for value in values:
+            if value.type.HasField("tensor_type") and (kind := value.type.tensor_type.elem_type) not in _KNOWN:
+                yield _unknown_type(f"the {what} '{value.name}'", kind)
+    for node in graph.node:
+        yield from _of_node(node, called)
+
+
+def _of_node(node: onnx.NodeProto, called: list[Function] | None) -> Iterator[Flaw]:
+    if called is not None:
+        called.append((node.domain, node.op_type, node.overload))
+    for attribute in node.attribute:
+        if not attribute.type and not attribute.ref_attr_name:
+            yield Flaw(
+                f"has an attribute without a type, '{attribute.name}' of {_shown(node)}",
+                expected="a type of each attribute, as ONNX has them since version 2 of its files",
+                got="none",
+                remedy=_AGAIN,
+            )
+        if attribute.HasField("t"):
+            yield from _of_tensor(attribute.t, f"the constant '{attribute.name}' of {_shown(node)}")
+        for tensor in attribute.tensors:
+            yield from _of_tensor(tensor, f"a constant of '{attribute.name}' of {_shown(node)}")
+        if attribute.HasField("g"):
+            yield from _of_graph(attribute.g, called)
+        for graph in attribute.graphs:
+            yield from _of_graph(graph, called)
+
+
+def _of_names(inputs: Iterable[str], weights: Iterable[str], nodes: Sequence[onnx.NodeProto]) -> Iterator[Flaw]:
+    """Two values of one name: nobody could say which of them is read."""
+    made: dict[str, str] = {}
+    for name in inputs:
+        if name in made:
+            yield _same_name(name, "an input", "another input")
+        made[name] = "an input"
+    made |= {name: made.get(name, "a weight") for name in weights}  # of an input it is the default
+    for node in nodes:
+        for name in node.output:
+            if name and name in made:
+                yield _same_name(name, made[name], _shown(node))
+            made[name] = _shown(node)
+
+
+def _same_name(name: str, first: str, second: str) -> Flaw:
+    return Flaw(
+        f"has two values called '{name}'",
+        expected="a name of its own for each input, weight and output of a node",
+        got=f"{first} and {second}",
+        remedy="export the model again; or give the second one another name with onnx, also where it is read",
+    )
+
+
+def _of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
+    kind = tensor.data_type
+    if kind not in _KNOWN or kind == ir.DataType.UNDEFINED:
+        yield _unknown_type(what, kind)
+        return
+    if any(size < 0 for size in tensor.dims):
+        yield Flaw(f"is damaged at {what}", "sizes from 0", str(list(tensor.dims)), _AGAIN)
+    elif tensor.data_location == onnx.TensorProto.EXTERNAL:
+        yield from _of_place(tensor, what)
+    else:
+        yield from _of_numbers(tensor, what)
+
+
+def _of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
+    """Where a tensor lies in another file."""
+    said = {entry.key: entry.value for entry in tensor.external_data}
+    remedy = (
+        "export or download the model again, with the files beside it; or save it anew from where it is whole: "
+        "onnx.save(model, path, save_as_external_data=True)"
+    )
+    if not said.get("location") or "\0" in said["location"]:
+        got = repr(said["location"]) if said.get("location") else "no location"
+        yield Flaw(f"does not say in which file {what} lies", "the name of a file beside it", got, remedy)
+    for name in ("offset", "length"):
+        if name in said and not _NUMBER.fullmatch(said[name]):
+            yield Flaw(
+                f"does not say where {what} lies in {said.get('location')}",
+                expected=f"{name}: a whole number of bytes from 0, of at most 18 digits",
+                got=repr(said[name][:80]),
+                remedy=remedy,
+            )
+
+
+def _of_numbers(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
+    """Fewer or more numbers than the shape says."""
+    kind, count = ir.DataType(tensor.data_type), math.prod(tensor.dims)
+    if tensor.HasField("raw_data"):
+        if kind == ir.DataType.STRING:
+            yield Flaw(f"is damaged at {what}", "texts in string_data", "raw bytes", _AGAIN)
+            return
+        unit, expected, got = "bytes", -(-count * kind.bitwidth // 8), len(tensor.raw_data)
+    elif kind.bitwidth < 8 and kind != ir.DataType.STRING:  # several in one number
+        return
+    else:
+        unit, expected = "numbers", count * (2 if kind in _COMPLEX else 1)
+        got = len(getattr(tensor, _FIELDS.get(kind, "int32_data")))
+    if expected != got:
+        yield Flaw(
+            f"is damaged at {what}",
+            expected=f"{expected:,} {unit}, as {list(tensor.dims)} in {kind.name} takes",
+            got=f"{got:,}",
+            remedy=_AGAIN,
+        )
+
+
+def _unknown_type(what: str, kind: int) -> Flaw:
+    return Flaw(
+        f"gives {what} a type that is not known",
+        expected="a type of ONNX, as 1 (FLOAT), 10 (FLOAT16), 16 (BFLOAT16) or 7 (INT64)",
+        got=str(kind) if kind else "0 (UNDEFINED)",
+        remedy=_NEWER if kind > 0 else _AGAIN,
+    )
+
+
+def _cycle(calls: Mapping[Function, Iterable[Function]]) -> list[Function]:
+    """Functions that call each other in a circle, the first again at the end; none where there is no circle."""
+    done = set[Function]()
+    for start in calls:
+        way: dict[Function, Iterator[Function]] = {}  # in order
+        following: Function | None = start
+        while following is not None or way:
+            if following is None:
+                last, left = next(reversed(way.items()))
+                following = next((other for other in left if other in calls and other not in done), None)
+                if following is None:
+                    done.add(last)
+                    del way[last]
+                continue
+            if following in way:
+                circle = list(way)
+                return [*circle[circle.index(following) :], following]
+            if following not in done:
+                way[following] = iter(calls[following])
+            following = None
+    return []
+
+
+def _shown(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} {node.name or next(iter(node.output), '')}".rstrip()
