@@ -60,11 +60,12 @@ def test_an_unchanged_build_loads_no_library_and_gives_the_same_bundle(digits_bu
 @pytest.mark.parametrize(
     ("section", "fields", "made"),
     [
-        ("verify", {"seed": 5}, {"verify"}),
+        ("verify", {"seed": 5}, {"reference", "verify"}),
+        ("verify", {"min_psnr": 1.0}, set()),
         ("output", {"grid": 1}, {"verify"}),
         ("engine", {"shapes": {"batch": [1, 1, 2]}}, {"export", "verify"}),
     ],
-    ids=["verify", "output", "engine"],
+    ids=["verify", "gate", "output", "engine"],
 )
 def test_a_changed_section_redoes_what_depends_on_it(tiny_build, tmp_path, section, fields, made):
     cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")

@@ -137,8 +137,8 @@ def _verified(
     component = manifest.components[name]
     if VERIFY not in manifest.files or component.guidance is not None:
         return engines
+    from trtconvert.evaluate.gates import check_predictions
     from trtconvert.evaluate.recorded_calls import RecordedCalls
-    from trtconvert.evaluate.verify import check_predictions
     from trtconvert.runtime import engine_component
     from trtconvert.runtime.batches import AnyBatch
 

@@ -614,18 +614,19 @@ def check_gates(
     Raises:
         GateError: a gate is missed.
     """
-    from trtconvert.evaluate import verify
+    from trtconvert.evaluate import gates
 
     quality, modes = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()), _plan(plan)
-    convs = {layer.name for layer in _layers(calibration) if layer.kind == "conv"}
-    verify.check_gates(quality, modes.sites, recipe.verify, modes.layers, modes.scalings, modes.sparse.keys(), convs)
+    layers = json.loads((calibration.folder / LAYERS).read_text())  # as they stand there: without torch
+    convs = {layer["name"] for layer in layers if layer["kind"] == "conv"}
+    gates.check_gates(quality, modes.sites, recipe.verify, modes.layers, modes.scalings, modes.sparse.keys(), convs)
     if not (verified.folder / ERROR).is_file():
         return quality, engines
     errors = json.loads((verified.folder / ERROR).read_text())
     measured = []
     for record, stage in engines:
         if record.backend == "tensorrt" and errors:
-            verify.check_predictions(Path(record.file).name, errors, recipe.verify, quality.type_error)
+            gates.check_predictions(Path(record.file).name, errors, recipe.verify, quality.type_error)
             record = record.model_copy(update={"prediction_error": errors})
         measured.append((record, stage))
     return quality, measured
@@ -672,7 +673,7 @@ def _verify_export(
         from safetensors.torch import load_file
 
         from trtconvert.calib.data import batches_of
-        from trtconvert.evaluate import verify
+        from trtconvert.evaluate import gates, verify
         from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.float32 import in_float32
         from trtconvert.export.trace import in_type
@@ -708,7 +709,7 @@ def _verify_export(
             )
             error = verify.relative_error(verify.in_steps(denoiser, steps), exact)
             modes = _plan(plan)
-            if dtype == torch.float16 and error > verify.error_limit(
+            if dtype == torch.float16 and error > gates.error_limit(
                 section, modes.sites.values(), modes.layers.values()
             ):
                 # What two ways round to FP16 may fall on different sides of INT8's edges: what both compute in FP32 does not.

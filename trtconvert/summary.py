@@ -116,7 +116,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     drawn = f"{quality.samples} samples, {quality.sampler} {quality.steps} steps"
     _row(
         table,
-        "PSNR against full precision",
+        "PSNR of the samples",
         f"{quality.psnr:.1f} dB over {drawn}; worst {quality.psnr_worst:.1f} dB, seed {quality.psnr_worst_seed}",
     )
     _row(table, "worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")

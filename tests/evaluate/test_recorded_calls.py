@@ -10,8 +10,8 @@ from safetensors import safe_open
 from support import REPOSITORY
 
 from trtconvert.errors import GateError
+from trtconvert.evaluate.gates import check_predictions
 from trtconvert.evaluate.recorded_calls import CallRecorder, RecordedCalls, relative_error
-from trtconvert.evaluate.verify import check_predictions
 from trtconvert.models.digits import digits_model
 from trtconvert.recipe import VerifySection
 

@@ -12,7 +12,8 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.errors import GateError
-from trtconvert.evaluate.verify import check_gates, draw, error_limit, output_sqnr, psnr, relative_error
+from trtconvert.evaluate.gates import check_gates, error_limit
+from trtconvert.evaluate.verify import draw, output_sqnr, psnr, relative_error
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
 from trtconvert.linear.sites import LayerFinder, select_layers

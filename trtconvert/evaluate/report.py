@@ -24,10 +24,10 @@ from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
+from trtconvert.evaluate.gates import error_limit
 from trtconvert.evaluate.pages import template
 from trtconvert.evaluate.parts import LeftGroup, dense_groups, layer_counts, left_by_plan, left_groups, weight_bytes
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
-from trtconvert.evaluate.verify import error_limit
 from trtconvert.files import whole_file
 from trtconvert.linear.reference import LEVELS
 
@@ -123,7 +123,7 @@ def picture_of(folder: Path, manifest: Manifest) -> str:
 
 
 def gates(manifest: Manifest) -> list[Gate]:
-    """The gates that the build passed, as `verify.check_gates` compares them."""
+    """The gates that the build passed, as `gates.check_gates` compares them."""
     quality, section = manifest.quality, manifest.recipe.verify
     db, site, index = quality.worst_site()
     max_error = error_limit(

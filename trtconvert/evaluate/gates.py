@@ -1,0 +1,115 @@
+"""The gates of a build, as figures and limits alone: free of torch, so that a build that the cache answers does without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from trtconvert.attention.modes import Mode
+from trtconvert.bundle import QualityRecord
+from trtconvert.errors import GateError
+from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
+from trtconvert.recipe import VerifySection
+
+
+def error_limit(
+    section: VerifySection, modes: Iterable[Collection[int]], layers: Iterable[Collection[int]] = ()
+) -> float:
+    """What `QualityRecord.error` may be.
+
+    Args:
+        modes: of each site, by timestep bin; layers: of each layer.
+    """
+    if section.max_error is not None:
+        return section.max_error
+    coarse = any(Mode.FP8 in row for row in modes) or any(set(row) & {*INT8_PRODUCTS} for row in layers)
+    return 0.03 if coarse else 0.01
+
+
+def check_gates(
+    quality: QualityRecord,
+    modes: Mapping[str, list[int]],
+    section: VerifySection,
+    layers: Mapping[str, list[int]] | None = None,
+    scalings: Mapping[str, str] | None = None,
+    masks: Collection[str] = (),
+    convs: Collection[str] = (),
+) -> None:
+    """
+    Args:
+        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site; masks: the sites with block masks;
+            convs: the layers that are convolutions.
+    Raises:
+        GateError: a gate is missed; names the worst site and timestep bin.
+    """
+    layers = layers or {}
+    db, site, index = quality.worst_site()
+    worst = (
+        f"the worst site is {site} in timestep bin {index}, mode {Mode(modes[site][index]).name.lower()}, {db:.1f} dB"
+    )
+    remedy = f"exclude {site}, or give bin {index} a more careful mode in attention.modes"
+    if (scalings or {}).get(site) == "calibrated":
+        remedy += ", or use attention.scaling: dynamic"
+    if site in masks:
+        remedy += ", or let less be left out: a smaller attention.sparse (auto: plan.sparse_candidates), or off"
+    if (of_layer := quality.worst_layer()) is not None:
+        layer_db, layer, layer_bin = of_layer
+        mode = LayerMode(layers[layer][layer_bin]).name.lower()
+        worst += f"; the worst layer is {layer} in timestep bin {layer_bin}, mode {mode}, {layer_db:.1f} dB"
+        # Convolutions are static where layers.modes is dynamic.
+        others = "leave convolutions out (layers.kinds: [linear]), or set layers.modes to off"
+        if layer not in convs:
+            others = "set layers.modes to dynamic or off"
+        remedy += f"; of layers, exclude {layer} in layers.exclude, or {others}"
+        db = min((db, layer_db), key=lambda found: (not math.isnan(found), found))
+    checks = (
+        ("PSNR of the samples, dB", quality.psnr, ">=", section.min_psnr),
+        ("signal to quantisation noise of the worst site or layer, dB", db, ">=", section.min_site_sqnr),
+        (
+            "error of the exported denoiser against the torch reference",
+            quality.error,
+            "<=",
+            error_limit(section, modes.values(), layers.values()),
+        ),
+        (
+            "difference between the function and the native lowering",
+            quality.lowering_difference,
+            "<=",
+            quality.lowering_limit,
+        ),
+    )
+    for what, got, relation, limit in checks:
+        if got is None or limit is None:  # not measured, as where an engine was
+            continue
+        # Written so that NaN fails.
+        if not (got >= limit if relation == ">=" else got <= limit):
+            raise GateError(
+                f"gate missed: {what}", expected=f"{relation} {limit:.4g}", got=f"{got:.4g}; {worst}", remedy=remedy
+            )
+
+
+def check_predictions(
+    name: str, errors: Sequence[float | None], section: VerifySection, type_errors: Sequence[float | None]
+) -> None:
+    """
+    Args:
+        name: of the engine; errors: [T] relative L2 error of its predictions; type_errors: of the model's own type.
+    Raises:
+        GateError: it is above `verify.max_prediction_error` in a timestep bin.
+    """
+    limit = section.max_prediction_error
+    seen = {index: error for index, error in enumerate(errors) if error is not None}
+    if limit is None or not seen:
+        return
+    index, error = max(seen.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+    if not error <= limit:  # written so that NaN fails
+        own = type_errors[index] if index < len(type_errors) else None
+        of_type = "" if own is None else f"; the model's own 16-bit type makes {own:.3g} there"
+        raise GateError(
+            f"gate missed: error of the prediction of {name} in timestep bin {index}",
+            expected=f"<= {limit:g}",
+            got=f"{error:.3g}{of_type}",
+            remedy="raise plan.min_psnr, so that the search chooses more careful modes; or, where modes are stated, give bin "
+            f"{index} a more careful one in attention.modes, or set layers.modes to dynamic; or raise "
+            "verify.max_prediction_error",
+        )
