@@ -23,7 +23,7 @@ from trtconvert.bundle import (
 from trtconvert.errors import UserError
 from trtconvert.export import storage
 
-FILES = ("calibration.safetensors", "denoiser.onnx", "samples.png")
+FILES = ("calibration.safetensors", "denoiser.onnx", "samples.png", "verify.safetensors")
 
 
 @pytest.fixture
