@@ -138,8 +138,8 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     _refuse_missing_packages(recipe)
     for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):
         report.notice(
-            f"{file.name} has parts for {', '.join(missing)} too, which are left out; an entry of loras with that target "
-            "takes them",
+            f"{file.name} has parts for {', '.join(missing)} too, which are left out; those of a text encoder are merged "
+            "by an entry of loras with that target",
         )
 
     def take_along(new: Path) -> None:
