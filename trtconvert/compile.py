@@ -145,14 +145,14 @@ def _verified(
     calls, measured = RecordedCalls.load(folder / VERIFY), []
     with report.stage(f"verify {name}"):
         for record, stage in engines:
-            denoiser = engine_component(stage.folder / ENGINE, record, component)
-            try:
-                errors = calls.errors(AnyBatch(denoiser))
-            except UserError as error:  # --set gave the engine other sizes than the calls have
-                report.notice(f"the engine is not verified, as it does not take the recorded calls: {error.problem}")
-                errors = []
-            finally:
-                denoiser.close()
+            with contextlib.closing(engine_component(stage.folder / ENGINE, record, component)) as denoiser:
+                try:
+                    errors = calls.errors(AnyBatch(denoiser))
+                except UserError as error:  # --set gave the engine other sizes than the calls have
+                    report.notice(
+                        f"the engine is not verified, as it does not take the recorded calls: {error.problem}"
+                    )
+                    errors = []
             check_predictions(Path(record.file).name, errors, manifest.recipe.verify, calls.type_errors)
             measured.append((record.model_copy(update={"prediction_error": errors}), stage))
     return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -285,6 +286,21 @@ class _WholeTimesteps:
 
         whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # what samplers look at
         return self.sampler(whole, seeds, **named)
+
+
+def copied_with(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy of a module with other parameters and buffers. They are made one by one: there is no second copy of the old ones.
+
+    Args:
+        change: (name, tensor) to the tensor of the copy; one that several modules have is changed once.
+    """
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    changed: dict[int, Tensor] = {}
+    for name, x in named:
+        if id(x) not in changed:
+            there = change(name, x.detach())
+            changed[id(x)] = nn.Parameter(there, x.requires_grad) if isinstance(x, nn.Parameter) else there
+    return copy.deepcopy(module, changed)
 
 
 def require_one_size(

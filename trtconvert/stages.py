@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -528,11 +529,8 @@ def verify_stage(
     }
 
     def make(folder: Path, bar: Bar) -> None:
-        from safetensors.torch import load_file
-
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
-        from trtconvert.evaluate.grid import save_comparison
         from trtconvert.evaluate.recorded_calls import RecordedCalls
         from trtconvert.models.denoiser import intercepted
         from trtconvert.runtime import engine_component
@@ -543,37 +541,29 @@ def verify_stage(
         prediction_error: list[float | None] = []
         if runs:
             record, built = runs[0]
-            denoiser = engine_component(built.folder / ENGINE, record, component)
-            if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
-                prediction_error = calls.errors(AnyBatch(denoiser))
-            int8 = verify.draw(model(), AnyBatch(denoiser), section, bar.step)
-            denoiser.close()
+            with closing(engine_component(built.folder / ENGINE, record, component)) as denoiser:
+                if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
+                    prediction_error = calls.errors(AnyBatch(denoiser))
+                int8 = verify.draw(model(), AnyBatch(denoiser), section, bar.step)
         else:
             source = full_precision()
-            sites, layers, _ = _in_torch(recipe, source, calibration, plan)
+            sites, layers = _in_torch(recipe, source, calibration, plan)
             in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
             int8 = verify.draw(source, in_int8, section, bar.step)
         bar.step()
-        full = load_file(reference.folder / FULL)["images"]
         of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
-        per_sample = verify.psnr(int8, full)
-        quality = QualityRecord(
-            samples=section.samples,
-            steps=section.steps,
-            sampler=section.sampler,
-            psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
-            psnr_worst=float(per_sample.min()),
-            psnr_worst_seed=section.seed + int(per_sample.argmin()),
+        _leave_figures(
+            folder,
+            recipe,
+            reference,
+            int8,
             site_sqnr=of_sites,
             layer_sqnr=of_layers,
             measured="tensorrt" if runs else "torch",
             computed=place.reason,
             type_error=calls.type_errors,
         )
-        (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
         (folder / ERROR).write_text(json.dumps(prediction_error))
-        shown = min(recipe.output.grid, section.samples)
-        save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
 
     return _run("verify", reads, make, cache, report)
 
@@ -596,7 +586,7 @@ def errors_stage(
         from trtconvert.evaluate import verify
 
         source = full_precision()
-        sites, layers, _ = _in_torch(recipe, source, calibration, plan)
+        sites, layers = _in_torch(recipe, source, calibration, plan)
         bar.total(len(batches_of(min(section.samples, verify.SITE_SAMPLES), verify.BATCH)))
         found = verify.output_sqnr(
             source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
@@ -632,10 +622,8 @@ def check_gates(
     return quality, measured
 
 
-def _in_torch(
-    recipe: Recipe, source: DiffusionModel, calibration: Stage, plan: Stage
-) -> tuple[Int8Sites, Int8Layers, dict[str, Tensor]]:
-    """INT8 sites and layers of a plan on the device of a model, and the block masks among them."""
+def _in_torch(recipe: Recipe, source: DiffusionModel, calibration: Stage, plan: Stage) -> tuple[Int8Sites, Int8Layers]:
+    """INT8 sites and layers of a plan on the device of a model."""
     from trtconvert.quant.forward import Int8Layers, Int8Sites
 
     masks, scalings = _masks(calibration, plan), _plan(plan).scalings
@@ -646,7 +634,7 @@ def _in_torch(
     of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
     layers = Int8Layers(tables, source.timestep_max, of_changes, source.timesteps_fall)
     device = next(source.denoiser.parameters()).device
-    return sites.to(device), layers.to(device), masks
+    return sites.to(device), layers.to(device)
 
 
 def _verify_export(
@@ -670,11 +658,9 @@ def _verify_export(
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
-        from safetensors.torch import load_file
 
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import gates, verify
-        from trtconvert.evaluate.grid import save_comparison
         from trtconvert.export.float32 import in_float32
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
@@ -684,7 +670,7 @@ def _verify_export(
 
         source, component, dtype = model(), component_of(exported), getattr(torch, recipe.model.dtype)
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
-        sites, layers, _ = _in_torch(recipe, source, calibration, plan)
+        sites, layers = _in_torch(recipe, source, calibration, plan)
         tables = layers.tables
         batches = len(batches_of(section.samples, verify.BATCH))
         bar.total(batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
@@ -730,27 +716,48 @@ def _verify_export(
         of_sites, of_layers = verify.output_sqnr(
             source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
         )
-        full = load_file(reference.folder / FULL)["images"]
         int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
-        per_sample = verify.psnr(int8, full)
-        quality = QualityRecord(
-            samples=section.samples,
-            steps=section.steps,
-            sampler=section.sampler,
-            psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
-            psnr_worst=float(per_sample.min()),
-            psnr_worst_seed=section.seed + int(per_sample.argmin()),
+        _leave_figures(
+            folder,
+            recipe,
+            reference,
+            int8,
             site_sqnr=of_sites,
             layer_sqnr=of_layers,
             error=error,
             lowering_difference=difference,
             lowering_limit=limit,
         )
-        (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
-        shown = min(recipe.output.grid, section.samples)
-        save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
 
     return _run("verify", reads, make, cache, report)
+
+
+def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor, **measured: Any) -> None:
+    """Write the figures of a build, and its samples beside those in full precision.
+
+    Args:
+        reference: see `reference_stage`; int8: [N, C, H, W] samples in [0, 1] of the same seeds.
+        measured: further fields of `QualityRecord`.
+    """
+    from safetensors.torch import load_file
+
+    from trtconvert.evaluate import verify
+    from trtconvert.evaluate.grid import save_comparison
+
+    section, full = recipe.verify, load_file(reference.folder / FULL)["images"]
+    per_sample = verify.psnr(int8, full)
+    quality = QualityRecord(
+        samples=section.samples,
+        steps=section.steps,
+        sampler=section.sampler,
+        psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
+        psnr_worst=float(per_sample.min()),
+        psnr_worst_seed=section.seed + int(per_sample.argmin()),
+        **measured,
+    )
+    (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
+    shown = min(recipe.output.grid, section.samples)
+    save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
 
 
 def _check_onnx(path: Path, dtype: str) -> None:

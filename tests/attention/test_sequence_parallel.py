@@ -53,7 +53,7 @@ def work(rank: int, place: str) -> None:
         results["group of one"] = SequenceParallelAttention(Int8Attention(H, D), "ring", dist.new_subgroups(1)[0])(
             q, k, v, 500
         )
-        # What one process refuses by itself does not keep the others waiting.
+        # A process that refuses its own arguments does not keep the others waiting.
         for step, name in ((5 + 5000 * rank, "a timestep of one"), (5, "none")):
             try:
                 results[name] = made(q, k, v, step)

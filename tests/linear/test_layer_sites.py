@@ -345,7 +345,7 @@ def test_kinds_that_leave_no_layer_are_refused():
     )
     with pytest.raises(UserError, match="conv: its 3 input channels"):
         select_layers(layers_of(patches, random(2, 3, 4, 4)), ["*"], [], 2, kinds=("conv",))
-    # What is named is taken whatever it is; what is excluded is not for its kind; and the default is no demand.
+    # A named layer is taken whatever its kind. An excluded layer is no fault of layers.kinds. The default kinds demand nothing.
     assert names(select_layers(ended(), ["*", "middle"], [], 2, kinds=("conv",))[0]) == ("middle",)
     assert select_layers(ended(), ["*"], ["*"], 2, kinds=("conv",))[0] == []
     convs = Called(lambda self, x: self.b(self.a(x)), a=nn.Conv2d(16, 16, 1), b=nn.Conv2d(16, 16, 1))

@@ -69,13 +69,12 @@ class Probes:
 
     Args:
         model: whose denoiser is differentiable in its activations.
-        every: candidates, each with the row that it belongs to.
+        candidates: to measure.
         draws: projections that are wanted of each call, over its samples together.
     """
 
-    def __init__(self, model: DiffusionModel, every: Sequence[tuple[int, Candidate]], draws: float) -> None:
-        self._model, self._draws = model, draws
-        self._candidates = [candidate for _, candidate in every]
+    def __init__(self, model: DiffusionModel, candidates: Sequence[Candidate], draws: float) -> None:
+        self._model, self._candidates, self._draws = model, candidates, draws
         self._of_name: dict[str, list[int]] = {}
         for number, candidate in enumerate(self._candidates):
             for name in candidate.names:
@@ -139,7 +138,7 @@ class Probes:
             output = call.exact()
             if not numbers:
                 return output
-            # Made once, in the forward pass, where a candidate's caches go on from call to call.
+            # A candidate whose caches go on from call to call computes once, in the forward pass.
             kept = {}
             with torch.no_grad():
                 for number in numbers:

@@ -115,9 +115,11 @@ def measure_sensitivity(
     exact = intercepted(model, lambda call: call.exact())
     bins_of = _bins_of_calls(model, bins)
     visits = torch.zeros(bins, dtype=torch.float64)
-    measure = _one_at_a_time(model, every)
-    if method == "probes" or (method == "auto" and len(every) > MOST_EXACT):
-        measure = Probes(model, every, draws=DRAWS * bins / steps).errors
+    candidates = [candidate for _, candidate in every]
+    by_probes = method == "probes" or (method == "auto" and len(every) > MOST_EXACT)
+    measure = (
+        Probes(model, candidates, draws=DRAWS * bins / steps).errors if by_probes else _one_at_a_time(model, candidates)
+    )
 
     def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
         """The exact output; on the way, the errors of all single choices."""
@@ -150,9 +152,9 @@ Measure = Callable[[Denoiser, Mapping[str, Tensor]], tuple[Tensor, list[Tensor]]
 """(exact denoiser, inputs by name) to its output, and of each candidate the mean squared error of every sample, [B]."""
 
 
-def _one_at_a_time(model: DiffusionModel, every: Sequence[tuple[int, Candidate]]) -> Measure:
+def _one_at_a_time(model: DiffusionModel, candidates: Sequence[Candidate]) -> Measure:
     """Runs the whole model with one candidate after the other."""
-    alone = [intercepted(model, *candidate.handlers()) for _, candidate in every]
+    alone = [intercepted(model, *candidate.handlers()) for candidate in candidates]
 
     def measure(exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         output = exact(**given)

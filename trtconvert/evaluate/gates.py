@@ -88,6 +88,20 @@ def check_gates(
             )
 
 
+def worst_prediction(
+    errors: Sequence[float | None], type_errors: Sequence[float | None]
+) -> tuple[int, float, float | None] | None:
+    """Timestep bin, error and the type's own error where the prediction is worst; NaN is worse than any. None without errors.
+
+    Args: see `check_predictions`.
+    """
+    seen = {index: error for index, error in enumerate(errors) if error is not None}
+    if not seen:
+        return None
+    index, error = max(seen.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+    return index, error, type_errors[index] if index < len(type_errors) else None
+
+
 def check_predictions(
     name: str, errors: Sequence[float | None], section: VerifySection, type_errors: Sequence[float | None]
 ) -> None:
@@ -97,13 +111,11 @@ def check_predictions(
     Raises:
         GateError: it is above `verify.max_prediction_error` in a timestep bin.
     """
-    limit = section.max_prediction_error
-    seen = {index: error for index, error in enumerate(errors) if error is not None}
-    if limit is None or not seen:
+    limit, worst = section.max_prediction_error, worst_prediction(errors, type_errors)
+    if limit is None or worst is None:
         return
-    index, error = max(seen.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+    index, error, own = worst
     if not error <= limit:  # written so that NaN fails
-        own = type_errors[index] if index < len(type_errors) else None
         of_type = "" if own is None else f"; the model's own 16-bit type makes {own:.3g} there"
         raise GateError(
             f"gate missed: error of the prediction of {name} in timestep bin {index}",

@@ -24,7 +24,7 @@ from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
 from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
-from trtconvert.evaluate.gates import error_limit
+from trtconvert.evaluate.gates import error_limit, worst_prediction
 from trtconvert.evaluate.pages import template
 from trtconvert.evaluate.parts import LeftGroup, dense_groups, layer_counts, left_by_plan, left_groups, weight_bytes
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
@@ -181,17 +181,16 @@ def _of_predictions(manifest: Manifest) -> Iterator[Gate]:
     """Gates of engines that ran on the GPU that built them."""
     limit = manifest.recipe.verify.max_prediction_error
     for engine in (engine for component in manifest.components.values() for engine in component.engines):
-        seen = {index: error for index, error in enumerate(engine.prediction_error) if error is not None}
-        if not seen:
+        worst = worst_prediction(engine.prediction_error, manifest.quality.type_error)
+        if worst is None:
             continue
-        index = max(seen, key=seen.__getitem__)
-        own = manifest.quality.type_error[index] if index < len(manifest.quality.type_error) else None
+        index, error, own = worst
         of_type = "" if own is None else f" (its 16-bit type: {own:.4f})"
         yield Gate(
             f"Prediction of the engine on {engine.gpu or engine.target} against full precision, worst timestep bin {index}",
             "no limit" if limit is None else f"at most {limit:g}",
-            f"{seen[index]:.4f}{of_type}",
-            limit is None or seen[index] <= limit,
+            f"{error:.4f}{of_type}",
+            limit is None or error <= limit,
         )
 
 

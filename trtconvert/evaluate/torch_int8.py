@@ -1,5 +1,4 @@
-"""A bundle's INT8 attention and layers inside the torch model it was made from: attention by the kernels on a GPU and by the
-specification on a CPU, layers by the specification."""
+"""A bundle's INT8 attention and layers inside the torch model that the bundle was made from, see `trtconvert.quant.forward`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import sys
 import warnings
@@ -23,7 +22,7 @@ from trtconvert.attention.modes import Mode, Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.sites import Handler, SiteCall, attention_hooks
 from trtconvert.bundle import NEXT
-from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, resized
+from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, copied_with, resized
 from trtconvert.errors import UserError, first_line
 from trtconvert.export.changes import ChangeEmitter, caches_of
 from trtconvert.export.lowering import fold_transposes, lower_to_function
@@ -196,13 +195,8 @@ def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if dtype == torch.float32 or all(x.dtype == dtype for x in weights):
         return module
 
-    def cast(x: Tensor) -> Tensor:
-        there = x.detach().to(dtype)
-        return nn.Parameter(there, x.requires_grad) if isinstance(x, nn.Parameter) else there
-
-    # Copied with weights that are cast already: there is no second copy in full precision on the way. And Module.to would take
-    # complex numbers along, to real ones.
-    return copy.deepcopy(module, {id(x): cast(x) for x in weights})
+    # Not Module.to, which would take complex numbers along, to real ones.
+    return copied_with(module, lambda _, x: x.to(dtype) if x.is_floating_point() else x.clone())
 
 
 def _exported(

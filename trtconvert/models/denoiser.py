@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.attention.sites import Handler, attention_hooks
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
@@ -89,18 +89,10 @@ def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
         return model
     device = torch.device("cuda", torch.cuda.current_device())
 
-    return replace(model, denoiser=model.denoiser.to(device), sample=_MovingSampler(model.sample, device))
+    def sample(denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
+        return model.sample(_Moved(denoiser, device), seeds, **options)
 
-
-@dataclass(frozen=True)
-class _MovingSampler:
-    """A sampler whose denoisers lie on a device."""
-
-    sampler: Sampler
-    device: torch.device
-
-    def __call__(self, denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
-        return self.sampler(_Moved(denoiser, self.device), seeds, **options)
+    return replace(model, denoiser=model.denoiser.to(device), sample=sample)
 
 
 def intercepted(

@@ -113,8 +113,8 @@ def _weight_bytes(weights: Path | None) -> int:
 def placed(model: DiffusionModel, place: Place) -> DiffusionModel:
     """A model whose denoiser computes at a place. On a GPU it is a copy; inputs are cast to its type, outputs are FP32.
 
-    What the model asks to keep in FP32 (diffusers' `_keep_in_fp32_modules`) stays so. The sampler takes the device of the
-    denoiser, with the pipeline's other models.
+    Modules that diffusers keeps in FP32 (`_keep_in_fp32_modules`) stay in FP32. The sampler and the pipeline's other models
+    compute on the denoiser's device.
     """
     if not place.on_gpu:
         return model
@@ -132,11 +132,10 @@ def placed(model: DiffusionModel, place: Place) -> DiffusionModel:
 
 
 def _copied(module: nn.Module, device: Any, dtype: Any) -> nn.Module:
-    """A copy on a device, in a type. Weights are cast one by one: no second copy in full precision is made on the way."""
-    import copy
-
+    """A copy on a device, in a type."""
     import torch
-    from torch import nn
+
+    from trtconvert.diffusion_model import copied_with
 
     kept = {
         name
@@ -147,14 +146,9 @@ def _copied(module: nn.Module, device: Any, dtype: Any) -> nn.Module:
 
     def there(name: str, x: Tensor) -> Tensor:
         stays = not x.is_floating_point() or bool(kept & {*name.split(".")})
-        moved = x.detach().to(device) if stays else x.detach().to(device, dtype)
-        return nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) else moved
+        return x.to(device, copy=True) if stays else x.to(device, dtype, copy=True)
 
-    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    memo: dict[int, Any] = {}
-    for name, x in tensors:
-        memo.setdefault(id(x), there(name, x))
-    return copy.deepcopy(module, memo)
+    return copied_with(module, there).requires_grad_(False)
 
 
 def _casting(names: Sequence[str], floating: set[str], dtype: Any) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Int8Sites:
             # The kernels take no FP32; engines in FP32 give the plugin FP16 as well.
             typed = q.dtype if q.dtype in KERNEL_TYPES else torch.float16
             q, k, v = (x.to(typed) for x in (q, k, v))
-            tables, compute = _on(q.device, tables), attention_kernel.attention
+            tables, compute = tables.to(q.device), attention_kernel.attention
         output = compute(
             q,
             k,
@@ -146,9 +146,3 @@ class Int8Layers:
     def handler(self) -> LayerHandler:
         """Runs INT8 layers where they are converted and the model's own elsewhere."""
         return lambda call: self.output(call) if call.name in self.tables else call.exact()
-
-
-def _on(device: torch.device, tables: AttentionTables) -> AttentionTables:
-    """Tables on a device: the same object where they lie there."""
-    there = tables.modes.device == device and all(getattr(tables, f.name).device == device for f in fields(tables))
-    return tables if there else tables.to(device)

@@ -98,7 +98,7 @@ class Drawer:
         asked = [None if told[name] else getattr(shape, name) for name in told]
         if self._own is not None:  # before it is drawn once more
             _require_size(asked, self._own, shape)
-        # What it does not offer to draw it is not asked for: pipelines would try.
+        # Sizes outside the offer are not passed on: a pipeline would try to draw them.
         plain = dataclasses.replace(shape, **{name: None for name in told if not told[name]})
         images = self._draw(self._denoiser, plain, orders)
         if not all(told.values()):

@@ -4,7 +4,7 @@
     q = round(w / s)             −127 … 127
     ŵ = q · s
 
-Scales follow the weights down to FP32's smallest number. Of zeros any scale will do.
+Scales follow the weights down to FP32's smallest number. A block of zeros has an arbitrary scale.
 
 Blocks as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3) and Jetfire (arXiv 2403.12422, section 4), with INT8 in place of
 FP8. Scales of channels are those of INT8 layers in engines, `trtconvert.linear.reference.quantise_weight`, from 2⁻²⁰ on: smaller

@@ -153,7 +153,7 @@ class LoraFile:
         """What the file adds to the weights of a component.
 
         Args:
-            target: the component. What the file has for others is left out, another denoiser of the pipeline among them.
+            target: the component. Parts for other components, and for another denoiser of the pipeline, are left out.
             weights: its floating-point weights and biases and their shapes, by the names of the state dict.
             title: of the component's model, for messages.
         Raises:

@@ -316,7 +316,7 @@ class _Logits:
         return step.inputs if step.op == "Add" else step.inputs[1:] if step.op == "Where" else ()
 
     def steps(self, last: Step, probabilities: int) -> list[Step]:
-        """What takes the place of the last product, of which one factor is the probabilities."""
+        """Steps that replace the last product. `probabilities` is the number of its factor that holds the probabilities."""
         of, rank = self._of, len(self._of.axes.order)
         values, (of_values, of_output) = last.inputs[1 - probabilities], self._output(last, probabilities)
         q = self._unscaled(self._product.inputs[of.queries])
@@ -354,7 +354,7 @@ class _Logits:
         return found
 
     def _unscaled(self, value: str) -> str:
-        """What a value is a multiple of; the factors are noted. What only moves a multiple is made again, of what is none."""
+        """The value without its factors, which are noted. Steps that only move a scaled value are made again on the unscaled."""
         finder, moves, name = self._finder, list[Step](), value
         while (step := finder.made(name)) is not None:
             found = next(finder.scaled(name), None)

@@ -102,8 +102,8 @@ def logits_of(product: Product, axis: int) -> LogitsFactors | None:
 
 
 def output_of(product: Product, probabilities: int, axes: LogitsAxes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The order that makes [batch, …, keys, channels] of the values, and that which makes the result of
-    [batch, …, queries, channels]; None where an equation is no product of probabilities and values.
+    """Two permutations: of the values to [batch, …, keys, channels], and of [batch, …, queries, channels] to the result.
+    None where the equation does not multiply probabilities by values.
 
     Args:
         probabilities: which factor they are; axes: of the logits that they were made of.
