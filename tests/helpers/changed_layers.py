@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import torch
-from layered_graphs import Int8Model, int8_model
+from layered_graphs import Int8Model, as_written, int8_model
 from torch import Tensor
 
 from trtconvert.bundle import NEXT
@@ -64,7 +64,7 @@ class InOnnxRuntime:
 
     @cached_property
     def session(self) -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(self._proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        return as_written(self._proto)
 
     def __call__(self, **inputs: Tensor) -> Tensor:
         found = self.session.run(None, self._feeds(inputs))
