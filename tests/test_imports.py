@@ -23,7 +23,7 @@ LAYERS: tuple[set[str], ...] = (
     {"export"},
     {"diffusion_model"},
     {"quant"},
-    {"attention", "linear", "weights"},
+    {"attention", "linear", "weights", "reuse"},
     {
         "bundle",
         "cache",

@@ -14,6 +14,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.reuse.schedule import reuse_of
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -285,6 +286,7 @@ class _WholeTimesteps:
             return denoiser(*inputs, **by_name)
 
         whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # what samplers look at
+        whole.reuse = reuse_of(denoiser)  # type: ignore[attr-defined]
         return self.sampler(whole, seeds, **named)
 
 

@@ -41,6 +41,7 @@ from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import DenoiserInType, on_device
 from trtconvert.models.identity import identity
 from trtconvert.progress import Reporter
+from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.batches import AnyBatch
 
 SHARD = 256
@@ -391,7 +392,7 @@ class _FiniteWatch:
     """A denoiser that remembers for which samples of its batch it ever gave a NaN or Inf."""
 
     def __init__(self, denoiser: Denoiser, samples: int) -> None:
-        self._denoiser, self.guidance = denoiser, guidance_of(denoiser)
+        self._denoiser, self.guidance, self.reuse = denoiser, guidance_of(denoiser), reuse_of(denoiser)
         self.device = getattr(denoiser, "device", None)
         self.finite = torch.ones(samples, dtype=torch.bool)
 

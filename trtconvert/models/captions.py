@@ -19,6 +19,7 @@ from trtconvert.errors import UserError
 from trtconvert.guidance import FusedGuidance, guidance_of
 from trtconvert.models.pipelines import PROMPTS, PipelineCaller
 from trtconvert.models.probes import first_inputs
+from trtconvert.reuse.schedule import Scheduler, reuse_of
 
 _ONE, _OTHER = PROMPTS[0], PROMPTS[5]
 """Captions that differ in every word."""
@@ -120,6 +121,10 @@ class _Conditioned:
     @property
     def guidance(self) -> FusedGuidance | None:
         return guidance_of(self.denoiser)
+
+    @property
+    def reuse(self) -> Scheduler | None:
+        return reuse_of(self.denoiser)
 
     def __call__(self, **named: Tensor) -> Tensor:
         name, x = next(iter(self.conditions.items()))

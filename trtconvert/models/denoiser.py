@@ -16,6 +16,7 @@ from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
 from trtconvert.models.own_sampler import SamplerError
+from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.trajectory import begin
 
 
@@ -51,7 +52,7 @@ class _Moved:
     """A denoiser on another device than its sampler, which may work there as well."""
 
     def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
-        self._denoiser, self.device = denoiser, device
+        self._denoiser, self.device, self.reuse = denoiser, device, reuse_of(denoiser)
 
     def reset_cache(self) -> None:
         begin(self._denoiser)

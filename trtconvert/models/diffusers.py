@@ -42,6 +42,7 @@ from trtconvert.models.probes import first_inputs, first_timesteps
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
+from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.arguments import parameters_of, put_together
 from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
 from trtconvert.runtime.signature import shape_of
@@ -307,6 +308,7 @@ class PipelineSampler:
             UserError: see `PipelineCaller`.
         """
         dropped_in = DiffusersDenoiser(denoiser, self.record, self.timestep_input, dtype=torch.float32, device=device)
+        dropped_in.follow(self.caller.pipe.scheduler)
         with torch.no_grad(), self.caller.denoising_with(dropped_in):
             drawn = self.caller(seeds, self.caller.taken_steps(steps), self.sizes, captions)
         return as_images(drawn.cpu(), decoded=self.caller.decodes)
@@ -323,6 +325,10 @@ class _Counted:
     @property
     def guidance(self) -> FusedGuidance | None:
         return guidance_of(self.denoiser)
+
+    @property
+    def reuse(self) -> Scheduler | None:
+        return reuse_of(self.denoiser)
 
     def __call__(self, **named: Tensor) -> Tensor:
         (self.part_of or self).calls += 1

@@ -17,6 +17,7 @@ from torch import Tensor
 from trtconvert.attention.schedules import SIGMA_MAX, SIGMA_MIN, NoiseSchedule, karras_sigmas
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.runtime.reuse import follow
 from trtconvert.runtime.trajectory import begin
 
 Denoiser = Callable[..., Tensor]
@@ -213,6 +214,8 @@ def sample(
         return out
 
     sigmas = torch.cat([solver_sigmas(schedule, solver, steps), torch.zeros(1, dtype=torch.float64)])
+    if solver != "heun":  # whose second call of a step is no step of the trajectory
+        denoiser = follow(denoiser, schedule.timestep(sigmas[:-1]).float())
     # The marginal at the first level of images of unit variance, as for x_T ~ N(0, I) in DDPM.
     x = noise.double() * (1 + sigmas[0] ** 2).sqrt()
     x = solve_ode(denoised, x, sigmas, second_order=solver == "heun")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.trajectory import Apart, apart, begin
 
@@ -23,7 +24,7 @@ class AnyBatch:
 
     def __init__(self, component: Component | Apart) -> None:
         self._component, self.device = component, component.device
-        self.guidance = guidance_of(component)
+        self.guidance, self.reuse = guidance_of(component), reuse_of(component)
         self._parts: dict[int, Component | Apart] = {}
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
 from trtconvert.runtime.halves import Halves, Prediction
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.loras import Loras
+from trtconvert.runtime.reuse import PipelineSteps
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import apart, begin
 from trtconvert.runtime.unused import UnusedResult
@@ -205,6 +207,15 @@ class DiffusersDenoiser(_DropIn):
         finally:
             self._called.context = before
 
+    def follow(self, scheduler: Any) -> None:
+        """Leave out the steps that the bundle's schedule leaves out, where it has one. `LoadedBundle.pipeline` and
+        `trtconvert.optimize` do this by themselves.
+
+        Args:
+            scheduler: of the pipeline that this model is in, which knows its timesteps.
+        """
+        self._called.follow(scheduler)
+
     def reset_cache(self) -> None:
         """All samples begin anew in the next call, where layers quantise changes. They do so by themselves at the first step of
         an image, which has more noise than the last step of the one before."""
@@ -245,7 +256,14 @@ class _Denoising:
         self._of_samples = frozenset(of_samples) - {timestep_input}
         self._output = _output_class(record)
         guidance = guidance_of(denoiser)
-        self._halves = None if guidance is None else Halves(denoiser, timestep_input, guidance, record.model)
+        self._halves = (
+            None
+            if guidance is None
+            else Halves(
+                denoiser, timestep_input, guidance, record.model, lambda **named: self._prediction(denoiser, named)
+            )
+        )
+        self._steps: PipelineSteps | None = None
         self.parameters = _Parameters(record)
         self.context: str | None = None
         self._contexts: dict[str, Callable[..., Tensor]] = {}
@@ -254,6 +272,16 @@ class _Denoising:
         """See `DiffusersDenoiser`."""
         for called in (self._denoiser, *self._contexts.values()):
             begin(called)
+
+    def follow(self, scheduler: Any) -> None:
+        """See `DiffusersDenoiser`."""
+        if (reuse := reuse_of(self._denoiser)) is not None:
+            self._steps = PipelineSteps(scheduler, reuse, self._record.model)
+
+    def _prediction(self, denoiser: Callable[..., Tensor], named: Mapping[str, Tensor]) -> Tensor:
+        if self._steps is None:
+            return denoiser(**named)
+        return self._steps.prediction(self.context, denoiser, named)
 
     def _in_context(self) -> Callable[..., Tensor]:
         """The denoiser with the caches of the context that a pipeline calls it in."""
@@ -293,10 +321,12 @@ class _Denoising:
         for name in self._of_samples & named.keys():  # which torch's operators would repeat
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
+        if self._steps is not None:
+            self._steps.see(passed, named[self._timestep])
         if self._halves is not None:
             output = self._halves.prediction(_as_engines_take(named), sample, passed)
         else:
-            output = self._in_context()(**_as_engines_take(named)).to(sample)
+            output = self._prediction(self._in_context(), _as_engines_take(named)).to(sample)
         return self._output(sample=output) if return_dict else (output,)
 
 

@@ -33,9 +33,18 @@ class Halves:
     Args:
         denoiser: takes named tensors; timestep: which of them is the timestep; guidance: of it.
         model: what the pipeline's own is called, for messages.
+        of_steps: the denoiser, which may leave out steps of its trajectory; without, the one that computes.
     """
 
-    def __init__(self, denoiser: Callable[..., Tensor], timestep: str, guidance: FusedGuidance, model: str) -> None:
+    def __init__(
+        self,
+        denoiser: Callable[..., Tensor],
+        timestep: str,
+        guidance: FusedGuidance,
+        model: str,
+        of_steps: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self._of_steps = of_steps or denoiser
         self._denoiser, self.timestep, self._guidance, self._model = denoiser, timestep, guidance, model
         # Of any number of rows: a call without guidance may have more than the engine takes samples.
         self._any = AnyBatch(denoiser) if hasattr(denoiser, "signature") else denoiser  # type: ignore[arg-type]
@@ -63,7 +72,7 @@ class Halves:
 
     def run(self, negative: _Rows, conditional: _Rows, scale: Tensor) -> Tensor:
         """The sum of guidance."""
-        return self._called(self._denoiser, negative, conditional, scale)
+        return self._called(self._of_steps, negative, conditional, scale)
 
     def run_alone(self, rows: _Rows) -> Tensor:
         """The prediction of rows as they are."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trtconvert.errors import UserError
+from trtconvert.reuse.schedule import reuse_of
 from trtconvert.weights.finite import is_finite
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Apart:
     def __init__(self, component: Component) -> None:
         self._component, self._trajectory = component, Trajectory()
         self.signature, self.device = component.signature, component.device
+        self.reuse = reuse_of(component)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         """See the component."""

@@ -18,6 +18,7 @@ from trtconvert.diffusion_model import Denoiser, InputSpec, resized
 from trtconvert.errors import UserError, did_you_mean, first_line
 from trtconvert.models.diffusers import as_images
 from trtconvert.models.samplers import PREDICTIONS, SOLVERS, initial_noise, solve_ode, solver_sigmas
+from trtconvert.runtime.reuse import follow
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import begin
 
@@ -307,6 +308,8 @@ class GraphSampler:
     def _drawn(self, denoiser: Denoiser, seeds: Sequence[int], steps: int, solver: str) -> Tensor:
         begin(denoiser)
         levels, others = self.noise.levels(solver, steps), self.conditions.of(seeds)
+        if solver != "heun":  # whose second call of a step is no step of the trajectory
+            denoiser = follow(denoiser, self.noise.timestep(levels[:-1]).float())
 
         def denoised(x: Tensor, sigma: Tensor) -> Tensor:
             timestep = self.noise.timestep(sigma).float().expand(len(x)).contiguous()

@@ -1,0 +1,257 @@
+"""Which steps a model may leave out: its trajectories are measured, and schedules are tried on samples under the plan's budget.
+
+The trajectories are drawn in full precision with all steps. How errors grow by noise level is measured by leaving steps out in
+one part of the trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives are
+sampled, with the arithmetic that the plan gives the model, and the one whose worst sample is nearest to full precision stands
+for them. The fewest computed steps that keep the budget are found by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from trtconvert.calib.budget import Budget, figures, keeps_budget
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.errors import UserError
+from trtconvert.guidance import guidance_of
+from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of
+from trtconvert.reuse.trajectories import Trajectories
+from trtconvert.runtime.reuse import Reusable
+
+PARTS = 8
+"""Of a trajectory, in which the growth of errors is measured one by one."""
+
+OBJECTIVES: tuple[Objective, ...] = ("mean", "worst")
+
+LEAST_GAIN, MOST_GAIN = 0.1, 30.0
+"""Between which the growth of errors is believed."""
+
+NOISE_LIKE = 0.9
+"""Correlation of the first prediction with the denoiser's input from which on it is taken for the noise itself."""
+
+Done = Callable[[], None]
+"""Called after each drawing of all samples."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule that was sampled.
+
+    Attributes:
+        reuse: what the runtime makes schedules of; None where all steps are computed.
+        schedule: of the calibrated number of steps.
+        figures: of the samples, of the budget.
+        worst: mean squared error of the worst sample.
+    """
+
+    reuse: Reuse | None
+    schedule: Schedule
+    figures: dict[str, float]
+    worst: float
+
+
+@torch.no_grad()
+def measure_trajectories(
+    model: DiffusionModel, seeds: Sequence[int], steps: int, done: Done
+) -> dict[str, Trajectories]:
+    """What the model's trajectories are like, by two measures of how errors grow: over all samples, and of the worst of them.
+
+    Args:
+        seeds: of the samples; steps: all of which are computed.
+        done: called `PARTS + 1` times.
+    Raises:
+        UserError: the sampler does not say its timesteps, see `trtconvert.runtime.follow`, or its steps are all computed.
+    """
+    watch = _Watch(model)
+    full = _drawn(model, watch, seeds, steps)
+    found = watch.trajectories()
+    done()
+    expected = tuple(found.timesteps.tolist())
+    gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
+    for part in torch.arange(1, len(expected)).tensor_split(PARTS):
+        # Of three steps one is computed, here alone.
+        computed = [True] * len(expected)
+        for place, step in enumerate(part.tolist()):
+            computed[step] = place % 3 == 2
+        if not all(computed):
+            stated = _Stated(model, expected, tuple(computed))
+            moved = _drawn(model, Reusable(model.denoiser, stated), seeds, steps)
+            if not stated.asked:
+                raise UserError(
+                    f"no step of {model.name} can be left out",
+                    expected="a sampler that tells its denoiser the timesteps of a trajectory, before it calls it once a step",
+                    got="one that does not; or a scheduler that adds noise, or calls its model twice a step",
+                    remedy="call trtconvert.runtime.follow(denoiser, timesteps) in the sampler, take another scheduler, or "
+                    "remove steps.computed from the recipe",
+                )
+            squared = (moved - full).double().square().flatten(1).mean(1)
+            modelled = error_of(found, found.timesteps, tuple(computed))
+            for objective, of in (("mean", Tensor.mean), ("worst", Tensor.amax)):
+                ratio = float(of(squared)) / max(float(of(modelled)), 1e-30)
+                gains[objective][part] = min(max(ratio**0.5, LEAST_GAIN), MOST_GAIN)  # type: ignore[index]
+        done()
+    return {objective: replace(found, gain=gain) for objective, gain in gains.items()}
+
+
+def search_reuse(
+    model: DiffusionModel,
+    denoiser: Denoiser,
+    measured: Mapping[str, Trajectories],
+    full: Tensor,
+    seeds: Sequence[int],
+    steps: int,
+    budget: Budget,
+    share: float | None,
+    done: Done,
+) -> list[Found]:
+    """Sample schedules. The last one is the one that was looked for.
+
+    Args:
+        denoiser: computes as the plan has it.
+        measured: see `measure_trajectories`; full: samples of the same seeds and steps in full precision.
+        share: of the steps that may be computed; None for the fewest that keep the budget.
+        done: called for each sampling.
+    Returns:
+        All computed first; then what was tried; where none keeps the budget the last one computes all.
+    """
+    timesteps = next(iter(measured.values())).timesteps
+    place = [spec.name for spec in model.inputs].index(model.timestep_input)
+
+    def sampled(reuse: Reuse | None, schedule: Schedule) -> Found:
+        samples = _drawn(model, denoiser if reuse is None else Reusable(denoiser, reuse), seeds, steps)
+        done()
+        squared = (samples - full).double().square().flatten(1).mean(1)
+        return Found(reuse, schedule, figures(budget, samples, full), float(squared.max()))
+
+    def best_of(count: int) -> Found | None:
+        """Of as many computed steps."""
+        tried = dict[tuple[bool, ...], Found]()
+        for gain, objective in product(measured, OBJECTIVES):
+            schedule = schedules[gain, objective].get(count)
+            if schedule is not None and schedule.computed not in tried:
+                # What is modelled has no more digits than this.
+                reuse = Reuse(measured[gain], objective, schedule.error * (1 + 1e-9), model.timestep_input, place)
+                tried[schedule.computed] = sampled(reuse, schedule)
+        return min(tried.values(), key=lambda found: found.worst, default=None)
+
+    schedules = {
+        (gain, objective): best_schedules(measured[gain], timesteps, objective)
+        for gain, objective in product(measured, OBJECTIVES)
+    }
+    counts = sorted({count for by_count in schedules.values() for count in by_count})
+    every = sampled(None, all_computed(len(timesteps)))
+    tried = [every]
+    if share is not None:
+        count = min((n for n in counts if n <= max(1, share * len(timesteps))), key=lambda n: -n, default=counts[0])
+        return [every, best_of(count) or every]
+    low, high, chosen = 0, len(counts) - 1, every  # that of all steps is the last one
+    while low < high:
+        middle = (low + high) // 2
+        found = best_of(counts[middle])
+        if found is None or not keeps_budget(budget, found.figures):
+            low = middle + 1
+        else:
+            high, chosen = middle, found
+        tried += [] if found is None else [found]
+    return [*tried, chosen]
+
+
+def _drawn(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int], steps: int) -> Tensor:
+    return model.sample(denoiser, seeds, steps=steps, solver="ddim")
+
+
+class _Stated:
+    """A `Scheduler` of steps that are stated, for one list of timesteps.
+
+    Attributes:
+        asked: whether a sampler told those timesteps.
+    """
+
+    def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], computed: tuple[bool, ...]) -> None:
+        self._timesteps, self._computed = torch.tensor(timesteps, dtype=torch.float64), computed
+        self.timestep_input = model.timestep_input
+        self.timestep_place = [spec.name for spec in model.inputs].index(model.timestep_input)
+        self.asked = False
+
+    def schedule(self, timesteps: Sequence[float]) -> Schedule:
+        """See `Reuse`."""
+        same = len(timesteps) == len(self._computed) and torch.allclose(
+            torch.tensor(timesteps), self._timesteps.float(), rtol=1e-3
+        )
+        self.asked |= same
+        return Schedule(self._computed, 0.0) if same else all_computed(len(timesteps))
+
+
+class _Watch:
+    """The model's denoiser, whose predictions are looked at along each trajectory."""
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self._model = model
+        self.guidance = guidance_of(model.denoiser)
+        self._calls: list[tuple[float, Tensor]] = []
+        self._products: list[Tensor] = []
+        self._timesteps: tuple[float, ...] = ()
+        self._likeness: list[float] = []
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        given = self._model.named(inputs, named)
+        prediction = self._model.denoiser(*inputs, **named)
+        time = float(given[self._model.timestep_input].flatten()[0])
+        if self._calls and self._goes_back(time):
+            self._end()
+        if not self._calls:
+            noised = next(x for name, x in given.items() if name != self._model.timestep_input)
+            if noised.shape == prediction.shape:
+                self._likeness.append(_correlation(noised, prediction))
+        # The same timestep once more is another call of the step: of other conditions.
+        if self._calls and self._calls[-1][0] == time:
+            before = self._calls.pop()[1]
+            self._calls.append((time, torch.cat([before, prediction.float().cpu()])))
+        else:
+            self._calls.append((time, prediction.float().cpu()))
+        return prediction
+
+    def _goes_back(self, time: float) -> bool:
+        last = self._calls[-1][0]
+        return time > last if self._model.timesteps_fall else time < last
+
+    def _end(self) -> None:
+        """A trajectory has ended."""
+        timesteps = tuple(time for time, _ in self._calls)
+        if self._timesteps and timesteps != self._timesteps:
+            raise UserError(
+                f"trajectories of {self._model.name} go through different timesteps",
+                expected="the same for all samples",
+                got=f"{len(self._timesteps)} and {len(timesteps)} of them",
+                remedy="remove steps.computed from the recipe",
+            )
+        self._timesteps = timesteps
+        rows = min(len(prediction) for _, prediction in self._calls)  # guidance may end on the way
+        kept = torch.stack([prediction[:rows].flatten(1) for _, prediction in self._calls], 1).double()
+        self._products.append(kept @ kept.transpose(1, 2) / kept.shape[2])
+        self._calls = []
+
+    def trajectories(self) -> Trajectories:
+        """All that were seen."""
+        if self._calls:
+            self._end()
+        timesteps = torch.tensor(self._timesteps, dtype=torch.float64)
+        levels = self._model.sigmas.double().clamp_min(1e-6).log()
+        place = timesteps.clamp(0, len(levels) - 1)
+        low = place.floor().long()
+        high = (low + 1).clamp_max(len(levels) - 1)
+        sigmas = torch.lerp(levels[low], levels[high], place - low).exp()
+        likeness = sum(self._likeness) / len(self._likeness) if self._likeness else 0.0
+        return Trajectories(
+            timesteps, torch.cat(self._products), sigmas, torch.ones_like(timesteps), likeness > NOISE_LIKE
+        )
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    x, y = x.double().flatten(), y.double().flatten()
+    return float((x @ y) / (x.norm() * y.norm()).clamp_min(1e-12))

@@ -1,0 +1,1 @@
+"""Steps of a trajectory that need not be computed: what a schedule is made of, and how it is made."""

@@ -1,0 +1,250 @@
+"""Denoisers that leave steps out: their predictions are extrapolated from the last two that were computed.
+
+A trajectory is an object, made by `follow` for the timesteps of its calls. Which of them are computed is decided on the host
+before the first one, so that nothing waits for a device. What is left out costs one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtconvert.errors import warn
+from trtconvert.guidance import guidance_of
+from trtconvert.reuse.schedule import Scheduler, extrapolation, reuse_of
+from trtconvert.runtime.trajectory import apart, begin
+
+SAME = 1e-3
+"""Relative to the range of timesteps: how far two that are the same may be apart, in the types that pipelines pass them in."""
+
+
+class Reusable:
+    """A denoiser that may leave steps out, for samplers that `follow` their trajectories. Called by itself it computes.
+
+    Args:
+        denoiser: computes all steps.
+    """
+
+    def __init__(self, denoiser: Callable[..., Tensor], reuse: Scheduler) -> None:
+        self._denoiser, self.reuse = denoiser, reuse
+        self.guidance = guidance_of(denoiser)
+        if (device := getattr(denoiser, "device", None)) is not None:
+            self.device = device
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        return self._denoiser(*inputs, **named)
+
+    def reset_cache(self) -> None:
+        """See `Component.reset_cache`."""
+        begin(self._denoiser)
+
+    def apart(self) -> Reusable:
+        """See `Component.apart`."""
+        return Reusable(apart(self._denoiser), self.reuse)
+
+
+def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) -> Callable[..., Any]:
+    """A denoiser for the calls of one trajectory, which leaves out the steps that its bundle's schedule leaves out.
+
+    Args:
+        denoiser: of a bundle, `bundle["denoiser"]`. One that computes all steps is given back as it is.
+        timesteps: of all calls in their order, one call a step. A tensor on a GPU is read, which waits for it.
+    Returns:
+        What is called as the denoiser is. A call with other shapes than the last, or beyond the timesteps, is computed, and so
+        are all calls after one whose timestep, given on the CPU, is not the next one.
+    """
+    reuse = reuse_of(denoiser)
+    if reuse is None:
+        return denoiser
+    times = [float(t) for t in (timesteps.tolist() if isinstance(timesteps, Tensor) else timesteps)]
+    return Following(denoiser, reuse, times)
+
+
+class Following:
+    """One trajectory of a denoiser, see `follow`.
+
+    Attributes:
+        calls, computed: how many were made, and how many of them the denoiser computed.
+    """
+
+    def __init__(self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float]) -> None:
+        self._denoiser, self._reuse, self._timesteps = denoiser, reuse, timesteps
+        self._schedule = reuse.schedule(timesteps)
+        self._kept: list[_Kept] = []
+        self._told = True
+        self.guidance = guidance_of(denoiser)
+        if (device := getattr(denoiser, "device", None)) is not None:
+            self.device = device
+        self.calls = self.computed = 0
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        """See the denoiser."""
+        return self.at(self.calls, inputs, named)
+
+    def at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
+        """The prediction of a step of the schedule, which may lie some steps behind the call before."""
+        self.calls = step + 1
+        shapes = [(name, tuple(x.shape)) for name, x in (*enumerate(inputs), *named.items())]
+        if not self._goes_on(step, inputs, named, shapes):
+            self._kept.clear()
+        elif not self._schedule.computed[step] and len(self._kept) == min(2, sum(self._schedule.computed[:step])):
+            if len(self._kept) == 1:
+                return self._kept[0].prediction.clone()
+            before, last = self._kept
+            beyond = extrapolation(self._timesteps, (before.step, last.step), step)
+            return torch.lerp(before.prediction, last.prediction, 1 + beyond)
+        prediction = self._denoiser(*inputs, **named)
+        self.computed += 1
+        if self._told and isinstance(prediction, Tensor) and step < len(self._timesteps):
+            self._kept = [*self._kept[-1:], _Kept(step, shapes, prediction)]
+        return prediction
+
+    def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
+        """Whether what is kept serves this call."""
+        self._told = self._told and step < len(self._timesteps) and self._is_at(step, inputs, named)
+        return self._told and bool(self._kept) and all(kept.serves(shapes) for kept in self._kept)
+
+    def _is_at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> bool:
+        """Whether a call's timesteps, as far as the host knows them, are those of a step."""
+        timestep = named.get(self._reuse.timestep_input)
+        if timestep is None and len(inputs) > self._reuse.timestep_place:
+            timestep = inputs[self._reuse.timestep_place]
+        if timestep is None or timestep.device.type != "cpu" or not timestep.numel():
+            return True
+        room = SAME * max(map(abs, self._timesteps))
+        return bool(((timestep.double() - self._timesteps[step]).abs() <= room).all())
+
+
+class _Kept:
+    """A prediction that was computed.
+
+    Args:
+        step: of the schedule; shapes: of the call's inputs.
+    """
+
+    def __init__(self, step: int, shapes: list[Any], prediction: Tensor) -> None:
+        self.step, self.prediction, self._shapes = step, prediction, shapes
+        self._version = _version(prediction)
+
+    def serves(self, shapes: list[Any]) -> bool:
+        """Whether a call has the same shapes, and nobody has written into the prediction."""
+        return shapes == self._shapes and _version(self.prediction) == self._version
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+_FIRST_ORDER = frozenset(
+    (
+        "CogVideoXDDIM",
+        "DDIM",
+        "DDIMParallel",
+        "DEISMultistep",
+        "DPMSolverMultistep",
+        "EDMDPMSolverMultistep",
+        "EDMEuler",
+        "EulerDiscrete",
+        "FlowMatchEulerDiscrete",
+        "IPNDM",
+        "LMSDiscrete",
+        "PNDM",
+        "UniPCMultistep",
+    )
+)
+"""Schedulers of diffusers that call the model once a step and add no noise, without the word that all of them end with."""
+
+_ADD_NOISE = {"algorithm_type": "sde", "stochastic_sampling": True}
+"""Settings by which some of them do add noise."""
+
+
+class PipelineSteps:
+    """Where a diffusers pipeline is in its trajectory, as its scheduler tells the host.
+
+    Args:
+        scheduler: of the pipeline; reuse: of the denoiser; model: what it is called, for messages.
+    """
+
+    def __init__(self, scheduler: Any, reuse: Scheduler, model: str) -> None:
+        self._scheduler, self._reuse, self._model = scheduler, reuse, model
+        self._own: Any = None
+        self._times: list[float] = []
+        self._trajectories: dict[tuple[str | None, int], Following] = {}
+        self._calls: dict[str | None, int] = {}
+        self._start = self._step = 0
+        self._is_known = self._is_checked = False
+        self._why_not = _why_computed(scheduler)
+        self._told = False
+
+    def see(self, passed: Any, timestep: Tensor) -> None:
+        """A call of the model.
+
+        Args:
+            passed: its timestep, as the pipeline passes it; timestep: [B], as the denoiser is given it.
+        """
+        step = None if self._why_not else self._step_of(passed)
+        if step is not None and not self._is_checked:  # once for a pipeline: it waits for the device
+            self._is_checked = True
+            if abs(float(timestep.flatten()[0]) - self._times[step]) > SAME * max(map(abs, self._times)):
+                self._why_not, step = "it gives its model other timesteps than its scheduler has", None
+        self._is_known = step is not None
+        if step is None:
+            self._trajectories.clear()
+            if not self._told:
+                self._told = True
+                why = self._why_not or "its scheduler does not tell which step a call is of"
+                warn(
+                    f"all steps of the converted {self._model} are computed: {why}; remedy: take another scheduler, as "
+                    "DPMSolverMultistepScheduler, or load the bundle with all_steps=True"
+                )
+            return
+        if not self._trajectories or step < self._step:
+            self._trajectories.clear()
+            self._start = step
+        if step != self._step:
+            self._calls.clear()
+        self._step = step
+
+    def prediction(self, context: str | None, denoiser: Callable[..., Tensor], named: Mapping[str, Tensor]) -> Tensor:
+        """The prediction of the call that was seen last.
+
+        Args:
+            context: in which it is made; of several calls of a step in one context each is of a trajectory of its own.
+        """
+        if not self._is_known:
+            return denoiser(**named)
+        number = self._calls.get(context, 0)
+        self._calls[context] = number + 1
+        if (context, number) not in self._trajectories:
+            self._trajectories[context, number] = Following(denoiser, self._reuse, self._times[self._start :])
+        return self._trajectories[context, number].at(self._step - self._start, (), named)
+
+    def _step_of(self, passed: Any) -> int | None:
+        """The index of a call's timestep among the scheduler's."""
+        own = self._scheduler.timesteps
+        if own is not self._own:
+            self._own, self._times = own, [float(t) for t in own.tolist()]
+            self._trajectories.clear()
+        if isinstance(passed, Tensor) and passed.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+            step = (passed.storage_offset() - own.storage_offset()) // max(1, own.stride(0))
+        else:
+            step = getattr(self._scheduler, "step_index", None)
+            if step is None:
+                step = getattr(self._scheduler, "begin_index", None)
+        return step if step is not None and 0 <= step < len(self._times) else None
+
+
+def _why_computed(scheduler: Any) -> str:
+    """Why a scheduler's steps are all computed, in words; empty where some may be left out."""
+    name = type(scheduler).__name__
+    config = getattr(scheduler, "config", {})
+    if name.removesuffix("Scheduler") not in _FIRST_ORDER:
+        return f"{name} is not known to call the model once a step, and to add no noise"
+    for setting, value in _ADD_NOISE.items():
+        given = config.get(setting)
+        if given is value or (isinstance(value, str) and value in str(given)):
+            return f"{name} adds noise, by {setting}: {given}"
+    return ""
