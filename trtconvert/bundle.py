@@ -332,6 +332,27 @@ class GuidanceRecord(_Record):
         return frozenset({self.scale, *self.negative.values()})
 
 
+class ReuseRecord(_Record):
+    """Steps that a denoiser leaves out, see `trtconvert.reuse`.
+
+    Attributes:
+        file: of what was measured of its trajectories.
+        objective, limit: of the schedules that the runtime makes.
+        steps, computed: how many there were where it was searched, and how many of them are computed; samples: it was sampled on.
+        psnr, psnr_worst: dB of these samples against full precision with all steps; psnr_all: with all steps, in INT8 as well.
+    """
+
+    file: _Inside
+    objective: Literal["mean", "worst"]
+    limit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    steps: _Count
+    computed: _Count
+    samples: _Count
+    psnr: float
+    psnr_worst: float
+    psnr_all: float
+
+
 class ComponentRecord(_Record):
     """One model of the bundle.
 
@@ -350,6 +371,7 @@ class ComponentRecord(_Record):
         caches: what layers that quantise changes (MoDiff) keep from step to step: further inputs of the ONNX model and of the
             engines, and, with `NEXT` behind their names, further outputs of the same shapes. The runtime holds them.
         guidance: of a denoiser that applies it inside; its batch is that of samples then.
+        reuse: of a denoiser that leaves steps out.
     """
 
     onnx: _Inside
@@ -367,6 +389,7 @@ class ComponentRecord(_Record):
     diffusers: DiffusersRecord | None = None
     caches: list[TensorRecord] = Field(default_factory=list)
     guidance: GuidanceRecord | None = None
+    reuse: ReuseRecord | None = None
 
     @property
     def all_inputs(self) -> list[TensorRecord]:

@@ -65,6 +65,7 @@ def optimize(
     from trtconvert.pipeline import build
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
+    from trtconvert.runtime.diffusers import DiffusersDenoiser
 
     name = _denoiser_of(pipe)
     if device != "cpu" and not (state := tensorrt.status()).available:
@@ -83,7 +84,10 @@ def optimize(
             pipe.save_pretrained(place / "pipeline")
             (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
             build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
-    setattr(pipe, name, _loaded(bundle, device, report, cache).as_diffusers())
+    denoiser = _loaded(bundle, device, report, cache).as_diffusers()
+    setattr(pipe, name, denoiser)
+    if isinstance(denoiser, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
+        denoiser.follow(pipe.scheduler)
     return pipe
 
 

@@ -550,6 +550,23 @@ class VerifySection(_Section):
     )
 
 
+class StepsSection(_Section):
+    """Denoising steps that need not be computed: predictions are extrapolated from the last two that were."""
+
+    computed: Literal["all", "auto"] | Annotated[Number, Field(gt=0, le=1)] = Field(
+        default="all",
+        description="`all` computes every step. `auto` leaves out as many as the budget of the section plan allows. A number is "
+        "the share of the steps that may be computed, as 0.4. What is chosen at calibrated steps holds for other numbers of "
+        "steps and other schedulers by its modelled error: few steps leave none out.",
+    )
+    calibrated: Annotated[int, Field(ge=4, strict=True)] = Field(
+        default=50,
+        description="Denoising steps on which schedules are measured: as many as are usual for the model, or more.",
+    )
+    samples: Count = Field(default=8, description="Seeds of the samples that schedules are measured on.")
+    seed: Seed = Field(default=700, description="First seed; apart from those of the other sections.")
+
+
 class ComponentSection(_Section):
     """How one of the pipeline's other models is converted. Its attention stays in its own precision."""
 
@@ -582,6 +599,7 @@ class Recipe(_Section):
     layers: LayersSection = LayersSection()
     calibration: CalibrationSection = CalibrationSection()
     plan: PlanSection = PlanSection()
+    steps: StepsSection = StepsSection()
     components: dict[ComponentName, ComponentSection] = Field(
         default_factory=dict,
         description="With model.source diffusers: models of the pipeline to convert beside the denoiser, `text_encoder`, "
@@ -651,6 +669,8 @@ class Recipe(_Section):
              "auto or native with layers.modiff: 16-bit layers have no caches"),
             (engine.guidance == "fused", ("engine", "guidance"), engine.guidance,
              "separate with layers.modiff: caches have a row for each row of the denoiser, and both halves are two of them"),
+            (self.steps.computed != "all", ("steps", "computed"), self.steps.computed,
+             "all with layers.modiff, whose scales are of changes from one step to the next"),
         )  # fmt: skip
         for wrong, place, got, expected in problems:
             if wrong:

@@ -143,9 +143,9 @@ def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
 
 
 def _costs_of_gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> Tensor:
-    """[M, LONGEST, LONGEST] error of a gap: by its computed step, how far behind it the computed one before lies, and its length.
+    """[M, LONGEST, LONGEST] error of a gap: by its computed step, the way to it from the computed one before, and its length.
 
-    Lengths and distances are counted from 1. The first step has none before, and the costs of repeating it at every distance.
+    Both are counted in steps from 1. The first step has none before: whatever the way, its cost is that of repeating it.
     """
     steps = len(timesteps)
     window = 2 * LONGEST  # steps that a gap's error depends on
@@ -178,13 +178,15 @@ def _costs_of_gaps(found: Trajectories, timesteps: Tensor, objective: Objective)
             found_cost = squared.mean(1) if objective == "mean" else squared.amax(1)
             cost[:, distance - 1, length - 1] = found_cost.clamp_min(0)
         cost[~has & (index > 0), distance - 1] = math.inf
-    # A gap ends with the trajectory, and what was not calibrated is computed.
-    left_out = torch.nn.functional.pad(~known, (0, LONGEST), value=False)
-    for length in range(1, LONGEST + 1):
-        beyond_end = index + length > steps
-        unknown = torch.stack([left_out[index + k] for k in range(1, length)] or [torch.zeros(steps, dtype=torch.bool)])
-        cost[beyond_end | unknown.any(0), :, length - 1] = math.inf
-    return cost
+    # A gap ends with the trajectory. Extrapolations to and from what was not calibrated are not known: it is computed.
+    unknown = torch.nn.functional.pad(~known, (LONGEST, LONGEST), value=False)
+    for distance in range(1, LONGEST + 1):
+        left_out = unknown[LONGEST:][:steps] | unknown[LONGEST - distance :][:steps]
+        for length in range(2, LONGEST + 1):
+            left_out = left_out | unknown[LONGEST + length - 1 :][:steps]
+            cost[left_out, distance - 1, length - 1] = math.inf
+    beyond_end = index[:, None] + torch.arange(1, LONGEST + 1) > steps
+    return cost.masked_fill_(beyond_end[:, None], math.inf)
 
 
 class Scheduler(Protocol):

@@ -16,6 +16,7 @@ from trtconvert.errors import BackendUnavailable, UserError, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.devices import DataParallel, parse_devices
+from trtconvert.runtime.reuse import follow, load_reuse
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.watch import InputWatch
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
     from trtconvert.runtime.scratch import Scratch
 
-__all__ = ["LoadedBundle", "load"]
+__all__ = ["LoadedBundle", "follow", "load"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class LoadedBundle:
                 takes no such part.
             BackendUnavailable: the installed diffusers or transformers has no such pipeline.
         """
+        from trtconvert.runtime.diffusers import DiffusersDenoiser
         from trtconvert.runtime.pipeline import make_pipeline
 
         if not self.manifest.pipeline:
@@ -162,7 +164,11 @@ class LoadedBundle:
         if "vae" in names and "vae_decoder" not in self.components:
             del names["vae"]  # an encoder alone is no VAE
         own = {part: self.as_diffusers(name) for part, name in names.items() if part not in parts}
-        return make_pipeline(self.folder / self.manifest.pipeline, own | parts)
+        pipe = make_pipeline(self.folder / self.manifest.pipeline, own | parts)
+        for model in own.values():
+            if isinstance(model, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
+                model.follow(pipe.scheduler)
+        return pipe
 
     @property
     def device_memory(self) -> DeviceMemory:
@@ -188,6 +194,7 @@ def load(
     streams: int = 4,
     weight_budget: int | None = None,
     check: bool = False,
+    all_steps: bool = False,
 ) -> LoadedBundle:
     """Load a bundle.
 
@@ -204,6 +211,7 @@ def load(
         weight_budget: bytes of each engine's weights that stay on the GPU.
         check: look at what the denoiser is given, by the bundle or in a pipeline, and warn once of inputs that are far outside of
             what it was calibrated on, or of timesteps beyond its schedule. Costs a reduction over each input, and nothing waits.
+        all_steps: compute all denoising steps, also where the bundle was built to leave some out.
     Raises:
         UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range, or a device is
             there twice.
@@ -238,6 +246,10 @@ def load(
         lambda manifest: _loaded(folder, manifest, backend, places, graphs, streams, weight_budget),
         LoadedBundle.close,
     )
+    if not all_steps:
+        for name, component in loaded.manifest.components.items():
+            if component.reuse is not None:
+                loaded[name].reuse = load_reuse(folder, component)
     watches = list[InputWatch]()
     for name, component in loaded.manifest.components.items() if check else ():
         if component.is_denoiser:

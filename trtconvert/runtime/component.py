@@ -13,6 +13,7 @@ from trtconvert.errors import UserError
 from trtconvert.runtime.signature import Signature
 
 if TYPE_CHECKING:
+    from trtconvert.reuse.schedule import Reuse
     from trtconvert.runtime.loras import Loras
     from trtconvert.runtime.trajectory import Apart, Trajectory
 
@@ -23,10 +24,12 @@ class Component(Protocol):
     Attributes:
         signature: what it takes and gives.
         device: where it runs.
+        reuse: which steps it leaves out for who follows a trajectory, see `trtconvert.runtime.follow`; None for none.
     """
 
     signature: Signature
     device: torch.device
+    reuse: Reuse | None
 
     @property
     def weights_memory(self) -> int:

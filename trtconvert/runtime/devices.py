@@ -19,6 +19,7 @@ from trtconvert.runtime.signature import Ranges, Signature, rows_each
 from trtconvert.runtime.trajectory import Apart, Trajectory
 
 if TYPE_CHECKING:
+    from trtconvert.reuse.schedule import Reuse
     from trtconvert.runtime.loras import Loras
 
 
@@ -49,6 +50,8 @@ class DataParallel:
     Raises:
         UserError: the component takes a fixed number of samples, which cannot be shared out.
     """
+
+    reuse: Reuse | None = None
 
     def __init__(self, parts: Sequence[Component]) -> None:
         component = parts[0].signature.component

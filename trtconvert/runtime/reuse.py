@@ -7,14 +7,17 @@ before the first one, so that nothing waits for a device. What is left out costs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import warn
 from trtconvert.guidance import guidance_of
-from trtconvert.reuse.schedule import Scheduler, extrapolation, reuse_of
+from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
+from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.trajectory import apart, begin
 
 SAME = 1e-3
@@ -44,6 +47,21 @@ class Reusable:
     def apart(self) -> Reusable:
         """See `Component.apart`."""
         return Reusable(apart(self._denoiser), self.reuse)
+
+
+def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
+    """Which steps a bundle's denoiser leaves out.
+
+    Args:
+        folder: of the bundle, whose files were checked; component: the denoiser, which leaves steps out.
+    """
+    from safetensors.torch import load_file
+
+    record = component.reuse
+    assert record is not None
+    found = Trajectories.of_tensors(load_file(folder / record.file))
+    place = [spec.name for spec in component.inputs].index(component.timestep_input)
+    return Reuse(found, record.objective, record.limit, component.timestep_input, place)
 
 
 def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) -> Callable[..., Any]:
@@ -87,7 +105,7 @@ class Following:
     def at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         """The prediction of a step of the schedule, which may lie some steps behind the call before."""
         self.calls = step + 1
-        shapes = [(name, tuple(x.shape)) for name, x in (*enumerate(inputs), *named.items())]
+        shapes = [(name, tuple(x.shape)) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
         if not self._goes_on(step, inputs, named, shapes):
             self._kept.clear()
         elif not self._schedule.computed[step] and len(self._kept) == min(2, sum(self._schedule.computed[:step])):

@@ -20,6 +20,7 @@ from trtconvert.runtime.signature import Signature, dtype_of
 from trtconvert.runtime.trajectory import FORGOTTEN, Apart, Trajectory, require_finite, whose
 
 if TYPE_CHECKING:
+    from trtconvert.reuse.schedule import Reuse
     from trtconvert.runtime.loras import Loras
 
 
@@ -40,6 +41,8 @@ class OnnxRuntimeComponent:
 
     device = torch.device("cpu")
     weights_memory = graphs_memory = graphs_recorded = caches_memory = 0
+
+    reuse: Reuse | None = None
 
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord, unquantised_file
 from trtconvert.errors import BackendUnavailable, UserError, first_line
+from trtconvert.reuse.schedule import Reuse
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import Call, Lane, Plan, unready
 from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
@@ -115,6 +116,8 @@ class TensorRTComponent:
         BackendUnavailable: TensorRT refuses the engine here; the message carries what it logged.
         UserError: a weight budget for an engine that cannot stream its weights.
     """
+
+    reuse: Reuse | None = None
 
     def __init__(
         self,

@@ -1,0 +1,172 @@
+"""Schedules against the enumeration of all of them, and modelled errors against those of predictions."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from trtconvert.reuse.schedule import (
+    LONGEST,
+    Reuse,
+    all_computed,
+    best_schedules,
+    error_of,
+    extrapolation,
+    least_computed,
+)
+from trtconvert.reuse.trajectories import Trajectories
+
+STEPS, SAMPLES, ELEMENTS = 9, 3, 5
+
+
+def trajectories(predictions: Tensor, timesteps: Tensor, predicts_noise: bool = False) -> Trajectories:
+    """
+    Args:
+        predictions: [S, N, E].
+    """
+    sigmas = torch.linspace(2.0, -3.0, len(timesteps), dtype=torch.float64).exp()
+    products = predictions @ predictions.transpose(1, 2) / predictions.shape[2]
+    return Trajectories(timesteps, products, sigmas, torch.ones_like(timesteps), predicts_noise)
+
+
+@pytest.fixture
+def timesteps() -> Tensor:
+    return torch.tensor([990.0, 900, 800, 660, 500, 370, 250, 100, 10], dtype=torch.float64)
+
+
+@pytest.fixture
+def predictions(timesteps: Tensor) -> Tensor:
+    """That bend, each sample by itself."""
+    generator = torch.Generator().manual_seed(1)
+    rate = torch.rand(SAMPLES, 1, ELEMENTS, generator=generator, dtype=torch.float64)
+    return torch.sin(rate * timesteps[:, None] / 150) + rate
+
+
+def extrapolated(predictions: Tensor, timesteps: Tensor, computed: tuple[bool, ...]) -> Tensor:
+    """[S, N, E] what a sampler is given."""
+    given, last = [], list[int]()
+    for step, now in enumerate(computed):
+        if now:
+            last = [*last, step][-2:]
+            given.append(predictions[:, step])
+        elif len(last) == 1:
+            given.append(predictions[:, last[0]])
+        else:
+            a, b = last
+            slope = (predictions[:, b] - predictions[:, a]) / (timesteps[b] - timesteps[a])
+            given.append(predictions[:, b] + slope * (timesteps[step] - timesteps[b]))
+    return torch.stack(given, 1)
+
+
+@pytest.mark.parametrize("computed", ["110101101", "101001001", "111111111", "100000000", "110000001"])
+@pytest.mark.parametrize("predicts_noise", [False, True])
+def test_errors_are_those_of_what_is_extrapolated(timesteps, predictions, computed, predicts_noise):
+    found = trajectories(predictions, timesteps, predicts_noise)
+    steps = tuple(x == "1" for x in computed)
+    moved = (predictions - extrapolated(predictions, timesteps, steps)) * found.weights(timesteps)[:, None]
+    expected = moved.sum(1).square().mean(1)
+    torch.testing.assert_close(error_of(found, timesteps, steps), expected, rtol=1e-7, atol=1e-12)
+
+
+def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], objective: str) -> float:
+    """Gap by gap."""
+    total, places = 0.0, [i for i, now in enumerate(computed) if now]
+    for place, end in zip(places, [*places[1:], len(computed)], strict=True):
+        before = [i for i in places if i < place][-1:]
+        weights = found.weights(timesteps)
+        error = torch.zeros(len(computed), dtype=torch.float64)
+        for step in range(place + 1, end):
+            beyond = extrapolation(timesteps.tolist(), [*before, place], step)
+            error[step] += weights[step]
+            error[place] -= weights[step] * (1 + beyond)
+            if before:
+                error[before[0]] += weights[step] * beyond
+        squared = torch.einsum("i,sij,j->s", error, found.products, error)
+        total += float(squared.mean() if objective == "mean" else squared.max())
+    return total
+
+
+@pytest.mark.parametrize("objective", ["mean", "worst"])
+def test_no_schedule_is_better(timesteps, predictions, objective):
+    found = trajectories(predictions, timesteps)
+    schedules = best_schedules(found, timesteps, objective)
+    least: dict[int, float] = {}
+    for rest in product([False, True], repeat=STEPS - 1):
+        computed = (True, *rest)
+        gaps = "".join("1" if now else "0" for now in computed)
+        if "0" * LONGEST in gaps:
+            continue
+        cost = cost_of(found, timesteps, computed, objective)
+        least[sum(computed)] = min(cost, least.get(sum(computed), cost))
+    assert schedules.keys() == least.keys()
+    for count, schedule in schedules.items():
+        assert schedule.computed[0] and schedule.count == count
+        assert schedule.error == pytest.approx(least[count], rel=1e-9, abs=1e-15)
+        assert schedule.error == pytest.approx(
+            cost_of(found, timesteps, schedule.computed, objective), rel=1e-9, abs=1e-15
+        )
+
+
+def test_errors_fall_with_computed_steps_down_to_none(timesteps, predictions):
+    schedules = best_schedules(trajectories(predictions, timesteps), timesteps, "mean")
+    errors = [schedules[count].error for count in sorted(schedules)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] == 0 and len(set(errors)) == len(errors)
+
+
+def test_what_goes_in_a_line_is_computed_twice(timesteps):
+    line = torch.ones(1, 1, ELEMENTS, dtype=torch.float64) * (timesteps[:, None] / 1000)
+    schedule = least_computed(trajectories(line, timesteps), timesteps, "worst", 1e-12)
+    assert schedule.count == 2 and schedule.computed[:2] == (True, True)
+
+
+@pytest.mark.parametrize("count", [5, 9, 17, 40])
+def test_other_numbers_of_steps_are_priced_by_what_lies_between(count):
+    """Of cubic predictions the interpolation is exact."""
+    grid = torch.linspace(1000, 20, 15, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    factors = torch.randn(SAMPLES, 4, ELEMENTS, generator=generator, dtype=torch.float64)
+
+    def cubic(t: Tensor) -> Tensor:
+        powers = torch.stack([(t / 1000) ** k for k in range(4)], 1)
+        return torch.einsum("tk,ske->ste", powers, factors)
+
+    found = trajectories(cubic(grid), grid)
+    other = torch.linspace(995, 25, count, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.einsum("tn,sne->ste", found.interpolation(other), cubic(grid)), cubic(other), rtol=1e-9, atol=1e-9
+    )
+    steps = tuple(index % 3 == 0 for index in range(count))
+    moved = (cubic(other) - extrapolated(cubic(other), other, steps)) * found.weights(other)[:, None]
+    torch.testing.assert_close(error_of(found, other, steps), moved.sum(1).square().mean(1), rtol=1e-6, atol=1e-12)
+
+
+def test_timesteps_may_rise():
+    grid = torch.linspace(0, 1, 12, dtype=torch.float64)
+    predictions = torch.sin(grid * 3)[None, :, None].expand(2, -1, ELEMENTS)
+    reuse = Reuse(trajectories(predictions, grid), "mean", 1e-4)
+    schedule = reuse.schedule(grid.tolist())
+    assert 1 < schedule.count < len(grid)
+    assert reuse.schedule(grid.flip(0).tolist()) == all_computed(len(grid))
+
+
+def test_steps_outside_of_what_was_calibrated_are_computed(timesteps, predictions):
+    found = trajectories(predictions, timesteps)
+    wider = torch.cat([torch.tensor([1200.0, 1100.0]), timesteps])
+    for schedule in best_schedules(found, wider, "mean").values():
+        assert schedule.computed[:4] == (True,) * 4
+    assert least_computed(found, wider, "mean", 1e9).count < len(wider)
+
+
+@pytest.mark.parametrize("times", [[], [500.0], [500.0, 500.0, 400.0], [400.0, 500.0, 300.0], [900.0, 899.0]])
+def test_strange_lists_of_timesteps_are_computed(timesteps, predictions, times):
+    reuse = Reuse(trajectories(predictions, timesteps), "mean", 0.0)
+    assert reuse.schedule(times) == all_computed(len(times))
+
+
+def test_tensors_come_back(timesteps, predictions):
+    found = trajectories(predictions, timesteps, True)
+    again = Trajectories.of_tensors(found.tensors())
+    assert again.predicts_noise is True and torch.equal(again.products, found.products)

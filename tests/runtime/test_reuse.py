@@ -1,0 +1,309 @@
+"""Denoisers that leave steps out: what is computed, what is extrapolated, and when nothing is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import schedulers
+from torch import Tensor
+
+from trtconvert.models.digits import digits_model
+from trtconvert.reuse.schedule import Reuse, Schedule, all_computed
+from trtconvert.reuse.trajectories import Trajectories
+from trtconvert.runtime.batches import AnyBatch
+from trtconvert.runtime.reuse import Following, PipelineSteps, Reusable, follow
+from trtconvert.shipped import shipped_folder
+
+TIMES = (900.0, 800.0, 600.0, 300.0, 100.0)
+COMPUTED = (True, True, False, False, True)
+
+
+class Stated:
+    """A scheduler of one choice, repeated for any number of timesteps."""
+
+    timestep_input, timestep_place = "timestep", 1
+
+    def __init__(self, computed: tuple[bool, ...] = COMPUTED) -> None:
+        self.computed = computed
+        self.asked: list[tuple[float, ...]] = []
+
+    def schedule(self, timesteps):
+        self.asked.append(tuple(timesteps))
+        if len(timesteps) != len(self.computed):
+            return all_computed(len(timesteps))
+        return Schedule(self.computed, 0.0)
+
+
+class Line:
+    """A denoiser whose prediction is a line in the timestep, another for each sample and trajectory."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, x: Tensor, timestep: Tensor, slope: float = 1.0) -> Tensor:
+        self.seen.append(float(timestep[0]))
+        ramp = torch.arange(1.0, len(x) + 1).view(-1, 1)
+        return (ramp * timestep.view(-1, 1).float() * slope + 3).expand(x.shape).contiguous()
+
+
+def at(t: float, batch: int = 2) -> Tensor:
+    return torch.full((batch,), t)
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.zeros(2, 4)
+
+
+def followed(line: Line, times=TIMES, computed=COMPUTED) -> Following:
+    found = follow(Reusable(line, Stated(computed)), times)
+    assert isinstance(found, Following)
+    return found
+
+
+def test_what_goes_in_a_line_is_extrapolated_exactly(line, x):
+    denoiser = followed(line)
+    for t in TIMES:
+        torch.testing.assert_close(denoiser(x, at(t)), Line()(x, at(t)), rtol=1e-6, atol=1e-4)
+    assert line.seen == [900, 800, 100] and (denoiser.calls, denoiser.computed) == (5, 3)
+
+
+def test_one_prediction_is_repeated(line, x):
+    denoiser = followed(line, computed=(True, False, False, False, False))
+    found = [denoiser(x, at(t)) for t in TIMES]
+    assert line.seen == [900] and all(torch.equal(y, found[0]) for y in found)
+    found[1] += 1  # which is the caller's
+    assert not torch.equal(found[0], found[1])
+
+
+def test_who_computes_all_steps_is_given_back(line):
+    assert follow(line, TIMES) is line
+
+
+def test_two_trajectories_that_take_turns(x):
+    first, second = Line(), Line()
+    one, other = followed(first), followed(second)
+    for t in TIMES:
+        torch.testing.assert_close(one(x, at(t)), Line()(x, at(t)), rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(other(x, at(t), slope=-2.0), Line()(x, at(t), slope=-2.0), rtol=1e-6, atol=1e-4)
+
+
+def test_other_shapes_are_computed_until_there_are_two_predictions(line, x):
+    """As where guidance ends half way."""
+    denoiser = followed(line)
+    wide = torch.zeros(3, 4)
+    for t in TIMES[:2]:
+        denoiser(x, at(t))
+    for t in TIMES[2:]:
+        denoiser(wide, at(t, 3))
+    assert line.seen == list(TIMES)
+
+
+def test_another_timestep_than_the_next_ends_it(line, x):
+    denoiser = followed(line)
+    for t in (900.0, 800.0, 650.0, 300.0, 100.0):
+        denoiser(x, at(t))
+    assert line.seen == [900, 800, 650, 300, 100]
+
+
+def test_timesteps_that_were_rounded_are_the_same(line, x):
+    denoiser = followed(line, times=tuple(t + 0.3 for t in TIMES))
+    for t in TIMES:
+        denoiser(x, at(t))
+    assert line.seen == [900, 800, 100]
+
+
+def test_samples_at_different_steps_are_computed(line, x):
+    denoiser = followed(line)
+    for t in TIMES:
+        denoiser(x, torch.tensor([t, t - 50]))
+    assert len(line.seen) == len(TIMES)
+
+
+def test_calls_beyond_the_timesteps_are_computed(line, x):
+    denoiser = followed(line)
+    for t in (*TIMES, 90.0, 80.0):
+        denoiser(x, at(t))
+    assert line.seen == [900, 800, 100, 90, 80]
+
+
+def test_predictions_that_somebody_wrote_into_do_not_serve(line, x):
+    denoiser = followed(line)
+    for t in TIMES:
+        denoiser(x, at(t)).mul_(2)
+    assert line.seen == list(TIMES)
+
+
+def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
+    line = Line()
+
+    def fails(x: Tensor, timestep: Tensor) -> Tensor:
+        if float(timestep[0]) == 800 and len(line.seen) == 1:
+            line.seen.append(-1)
+            raise RuntimeError("out of memory")
+        return line(x, timestep)
+
+    denoiser = followed(fails)
+    denoiser(x, at(900))
+    with pytest.raises(RuntimeError):
+        denoiser(x, at(800))
+    for t in TIMES[1:]:  # the same step once more is another than the next
+        denoiser(x, at(t))
+    assert line.seen == [900, -1, 800, 600, 300, 100]
+
+
+def test_it_goes_through_what_draws_any_batch(line, x):
+    inner = Reusable(line, Stated())
+    inner.signature = None
+
+    class Whole(AnyBatch):
+        def __call__(self, *inputs, **named):
+            return self._component(*inputs, **named)
+
+    inner.device = torch.device("cpu")
+    denoiser = follow(Whole(inner), TIMES)
+    assert isinstance(denoiser, Following)
+
+
+# Our samplers -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("solver", "steps", "calls"), [("ddim", 5, 3), ("euler", 5, 3), ("heun", 5, 9)])
+def test_samplers_tell_their_timesteps_but_for_those_of_two_calls_a_step(solver, steps, calls):
+    model = digits_model(shipped_folder() / "digits-dit.safetensors")
+    counted = []
+
+    def denoiser(*inputs, **named):
+        counted.append(1)
+        return model.denoiser(*inputs, **named)
+
+    stated = Stated()
+    model.sample(Reusable(denoiser, stated), [1, 2], steps=steps, solver=solver)
+    assert len(counted) == calls and bool(stated.asked) == (solver != "heun")
+
+
+# Pipelines --------------------------------------------------------------------------------------------------------------------
+
+
+def run_pipeline(scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True):
+    """What a pipeline of diffusers does: one or several calls for each of the scheduler's timesteps."""
+    x = torch.zeros(2, 4)
+    for index, t in enumerate(scheduler.timesteps[start:]):
+        passed = t.expand(2) if view else (t.expand(2) / 1000).clone() * 1000
+        for call in range(calls):
+            name = context[call] if context else None
+            timestep = passed.float() * scaled
+            steps.see(passed, timestep)
+            steps.prediction(name, denoiser, {"x": x, "timestep": timestep, "slope": 1.0 + call})
+        if hasattr(scheduler, "_step_index"):
+            scheduler._step_index = start + index + 1
+
+
+class Named(Line):
+    def __call__(self, x, timestep, slope=1.0):
+        found = super().__call__(x, timestep, slope)
+        self.slopes = [*getattr(self, "slopes", []), slope]
+        return found
+
+
+def pipeline_steps(name: str, count: int = 5, **config):
+    scheduler = getattr(schedulers, name)(**config)
+    scheduler.set_timesteps(count)
+    if name == "FlowMatchEulerDiscreteScheduler":
+        scheduler.set_begin_index(0)  # as its pipelines do
+    return scheduler, PipelineSteps(scheduler, Stated(), "Model2D")
+
+
+FIRST_ORDER = [
+    "DDIMScheduler",
+    "EulerDiscreteScheduler",
+    "DPMSolverMultistepScheduler",
+    "UniPCMultistepScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+    "LMSDiscreteScheduler",
+    "DEISMultistepScheduler",
+]
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_schedulers_tell_where_a_call_lies(name, recwarn):
+    scheduler, steps = pipeline_steps(name)
+    line = Named()
+    run_pipeline(scheduler, steps, line)
+    times = [float(t) for t in scheduler.timesteps]
+    assert line.seen == pytest.approx([times[0], times[1], times[4]]) and not [
+        w for w in recwarn.list if "all steps" in str(w.message)
+    ]
+    scheduler.set_timesteps(5)  # another image
+    run_pipeline(scheduler, steps, line)
+    assert line.seen[3:] == pytest.approx(line.seen[:3])
+
+
+def test_timesteps_that_are_computed_with_need_the_schedulers_index():
+    scheduler, steps = pipeline_steps("FlowMatchEulerDiscreteScheduler")
+    line = Named()
+    run_pipeline(scheduler, steps, line, view=False)
+    assert len(line.seen) == 3
+    scheduler, steps = pipeline_steps("DDIMScheduler")  # which has none
+    with pytest.warns(RuntimeWarning, match="does not tell which step"):
+        run_pipeline(scheduler, steps, line := Named(), view=False)
+    assert len(line.seen) == 5
+
+
+@pytest.mark.parametrize("context", [None, ("cond", "uncond")])
+def test_two_calls_a_step_are_two_trajectories(context):
+    scheduler, steps = pipeline_steps("UniPCMultistepScheduler")
+    line = Named()
+    run_pipeline(scheduler, steps, line, calls=2, context=context)
+    assert line.slopes == [1.0, 2.0] * 3
+
+
+def test_an_image_that_starts_in_the_middle():
+    scheduler, steps = pipeline_steps("DDIMScheduler", 8)
+    steps._reuse = stated = Stated()
+    line = Named()
+    run_pipeline(scheduler, steps, line, start=3)
+    times = [float(t) for t in scheduler.timesteps[3:]]
+    assert stated.asked == [tuple(times)] and line.seen == pytest.approx([times[0], times[1], times[4]])
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "why"),
+    [
+        ("EulerAncestralDiscreteScheduler", {}, "not known to call the model once a step"),
+        ("DDPMScheduler", {}, "not known"),
+        ("HeunDiscreteScheduler", {}, "not known"),
+        ("LCMScheduler", {}, "not known"),
+        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, "adds noise, by algorithm_type"),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "adds noise, by stochastic_sampling"),
+    ],
+)
+def test_schedulers_that_add_noise_are_computed(name, config, why):
+    scheduler, steps = pipeline_steps(name, **config)
+    with pytest.warns(RuntimeWarning, match=why):
+        run_pipeline(scheduler, steps, line := Named())
+    assert len(line.seen) == len(scheduler.timesteps)
+
+
+def test_models_that_are_given_other_timesteps_are_computed():
+    scheduler, steps = pipeline_steps("DDIMScheduler")
+    with pytest.warns(RuntimeWarning, match="other timesteps than its scheduler has"):
+        run_pipeline(scheduler, steps, line := Named(), scaled=0.5)
+    assert len(line.seen) == 5
+
+
+def test_a_timestep_that_is_visited_twice_is_computed():
+    """By PNDM; a schedule of such timesteps leaves nothing out."""
+    scheduler = schedulers.PNDMScheduler(skip_prk_steps=True)
+    scheduler.set_timesteps(5)
+    times = torch.linspace(999, 0, 20, dtype=torch.float64)
+    products = torch.eye(20, dtype=torch.float64)[None]
+    found = Trajectories(times, products, torch.ones_like(times), torch.ones_like(times), False)
+    steps = PipelineSteps(scheduler, Reuse(found, "mean", 1e9), "Model2D")
+    run_pipeline(scheduler, steps, line := Named())
+    assert len(line.seen) == len(scheduler.timesteps)
