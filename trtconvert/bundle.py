@@ -338,7 +338,7 @@ class ReuseRecord(_Record):
     Attributes:
         file: of what was measured of its trajectories.
         objective, limit: of the schedules that the runtime makes.
-        steps, computed: how many there were where it was searched, and how many of them are computed; samples: it was sampled on.
+        steps, computed: how many there were where it was searched, and which of them are computed; samples: it was sampled on.
         psnr, psnr_worst: dB of these samples against full precision with all steps; psnr_all: with all steps, in INT8 as well.
     """
 
@@ -346,7 +346,7 @@ class ReuseRecord(_Record):
     objective: Literal["mean", "worst"]
     limit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     steps: _Count
-    computed: _Count
+    computed: list[Annotated[int, Field(ge=0)]]
     samples: _Count
     psnr: float
     psnr_worst: float

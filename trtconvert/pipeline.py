@@ -41,6 +41,7 @@ from trtconvert.stages import (
     ERROR,
     FRONTIER,
     QUALITY,
+    REUSE,
     SAMPLES,
     VERIFY,
     calibrate_stage,
@@ -52,6 +53,8 @@ from trtconvert.stages import (
     export_stage,
     plan_stage,
     reference_stage,
+    reuse_record,
+    reuse_stage,
     verify_stage,
 )
 from trtconvert.weights.lora_files import left_over
@@ -158,6 +161,13 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
         others = component_stages(recipe, weights, source.model, cache, report)
         calibration = calibrate_stage(recipe, weights, source.placed, place, cache, report, skip_bad)
         plan = plan_stage(recipe, calibration, source.placed, cache, report)
+        leaves_out = recipe.steps.computed != "all"
+        reuse = reuse_stage(recipe, calibration, plan, source.placed, cache, report) if leaves_out else None
+        if leaves_out and reuse_record(reuse) is None:
+            report.notice(
+                "all denoising steps are computed: with any of them left out the samples miss the budget of the section plan; "
+                "a lower plan.min_psnr, or a number as steps.computed, leaves some out"
+            )
         reference = reference_stage(recipe, weights, source.model, source.placed, place, cache, report)
         errors = errors_stage(recipe, calibration, plan, source.placed, cache, report) if place.on_gpu else None
         source.leave_gpu()  # which engines are built on and timed
@@ -171,6 +181,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             recipe,
             calibration,
             plan,
+            reuse,
             exported,
             reference,
             errors,
@@ -188,7 +199,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
             raise
         with report.stage("bundle"):
             stages = (calibration, plan, reference, verified)
-            manifest = _assemble(folder, recipe, weights, backend, reason, stages, quality, components, engines)
+            manifest = _assemble(folder, recipe, weights, backend, reason, stages, reuse, quality, components, engines)
     return Outcome(manifest, output)
 
 
@@ -245,6 +256,7 @@ def _assemble(
     backend: BackendStatus,
     reason: str,
     stages: tuple[Stage, Stage, Stage, Stage],
+    reuse: Stage | None,
     quality: QualityRecord,
     components: Mapping[str, Stage],
     engines: Mapping[str, list[tuple[EngineRecord, Stage]]],
@@ -267,6 +279,9 @@ def _assemble(
             (folder / engine.file).parent.mkdir(exist_ok=True)
             shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
+    if reuse is not None and (left_out := reuse_record(reuse)) is not None:
+        shutil.copyfile(reuse.folder / REUSE, folder / REUSE)
+        records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": left_out})
     shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
     shutil.copyfile(reference.folder / VERIFY, folder / VERIFY)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine

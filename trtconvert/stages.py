@@ -18,6 +18,7 @@ from trtconvert.bundle import (
     GuidanceRecord,
     LayerRecord,
     QualityRecord,
+    ReuseRecord,
     SiteRecord,
     TensorRecord,
     covering,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from trtconvert.models import DiffusionModel
     from trtconvert.models.placement import Place
     from trtconvert.quant.forward import Int8Layers, Int8Sites
+    from trtconvert.reuse.schedule import Reuse
 
 COMPONENT = "denoiser"
 CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
@@ -51,6 +53,7 @@ PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
 FULL, VERIFY = "full.safetensors", "verify.safetensors"
+REUSE, REUSE_RECORD = "reuse.safetensors", "reuse.json"
 
 
 def component_stages(
@@ -495,10 +498,74 @@ def reference_stage(
     return _run("reference", reads, make, cache, report)
 
 
+def reuse_stage(
+    recipe: Recipe,
+    calibration: Stage,
+    plan: Stage,
+    model: Callable[[], DiffusionModel],
+    cache: Cache,
+    report: Reporter,
+) -> Stage:
+    """Choose which denoising steps are computed. Leaves what was measured of trajectories, and the record of the choice; neither
+    where all steps are computed.
+
+    Args:
+        model: that computes where calibration did.
+    """
+    section = recipe.steps
+    reads: dict[str, Any] = {"calibration": calibration.key, "plan": plan.key, "steps": section.model_dump(mode="json")}
+    if section.computed == "auto":
+        reads["budget"] = search_reads(recipe.plan)
+
+    def make(folder: Path, bar: Bar) -> None:
+        from safetensors.torch import save_file
+
+        from trtconvert.calib import reuse
+        from trtconvert.evaluate.budget import load_budget
+        from trtconvert.models.denoiser import intercepted
+
+        source = model()
+        seeds = range(section.seed, section.seed + section.samples)
+        bar.total(reuse.drawings(section.calibrated, section.computed == "auto"))
+        measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar.step)
+        sites, layers = _in_torch(recipe, source, calibration, plan)
+        in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
+        share = None if isinstance(section.computed, str) else section.computed
+        tried = reuse.search_reuse(
+            source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar.step
+        )
+        every, chosen = tried[0], tried[-1]
+        if chosen.reuse is None:
+            return
+        save_file(chosen.reuse.found.tensors(), folder / REUSE)
+        record = ReuseRecord(
+            file=REUSE,
+            objective=chosen.reuse.objective,
+            limit=chosen.reuse.limit,
+            steps=len(chosen.schedule.computed),
+            computed=[step for step, now in enumerate(chosen.schedule.computed) if now],
+            samples=section.samples,
+            psnr=chosen.figures["psnr"],
+            psnr_worst=chosen.psnr_worst,
+            psnr_all=every.figures["psnr"],
+        )
+        (folder / REUSE_RECORD).write_text(record.model_dump_json(indent=1))
+
+    return _run("steps", reads, make, cache, report)
+
+
+def reuse_record(reuse: Stage | None) -> ReuseRecord | None:
+    """What a stage chose; None where all steps are computed."""
+    if reuse is None or not (reuse.folder / REUSE_RECORD).is_file():
+        return None
+    return ReuseRecord.model_validate_json((reuse.folder / REUSE_RECORD).read_text())
+
+
 def verify_stage(
     recipe: Recipe,
     calibration: Stage,
     plan: Stage,
+    reuse: Stage | None,
     exported: Stage,
     reference: Stage,
     errors: Stage | None,
@@ -513,11 +580,12 @@ def verify_stage(
     with the kernels in torch on a GPU. Leaves the figures and the sample grid; thresholds are not read.
 
     Args:
+        reuse: which steps are left out, where the recipe does not compute all.
         errors: of sites and layers, see `errors_stage`, where they were measured on a GPU.
         model, full_precision: see `reference_stage`.
     """
     if errors is None:
-        return _verify_export(recipe, calibration, plan, exported, reference, full_precision, cache, report)
+        return _verify_export(recipe, calibration, plan, reuse, exported, reference, full_precision, cache, report)
     runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
     section, component = recipe.verify, component_of(exported)
     reads = {
@@ -526,7 +594,7 @@ def verify_stage(
         "errors": errors.key,
         "engines": [stage.key for _, stage in runs],
         "grid": recipe.output.grid,
-    }
+    } | _steps_left_out(reuse)
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.data import batches_of
@@ -535,6 +603,7 @@ def verify_stage(
         from trtconvert.models.denoiser import intercepted
         from trtconvert.runtime import engine_component
         from trtconvert.runtime.batches import AnyBatch
+        from trtconvert.runtime.reuse import Reusable
 
         calls = RecordedCalls.load(reference.folder / VERIFY)
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
@@ -544,12 +613,16 @@ def verify_stage(
             with closing(engine_component(built.folder / ENGINE, record, component)) as denoiser:
                 if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
                     prediction_error = calls.errors(AnyBatch(denoiser))
+                denoiser.reuse = _reuse(reuse, component)
                 int8 = verify.draw(model(), AnyBatch(denoiser), section, bar.step)
         else:
             source = full_precision()
             sites, layers = _in_torch(recipe, source, calibration, plan)
             in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
-            int8 = verify.draw(source, in_int8, section, bar.step)
+            scheduler = _reuse(reuse, component)
+            int8 = verify.draw(
+                source, in_int8 if scheduler is None else Reusable(in_int8, scheduler), section, bar.step
+            )
         bar.step()
         of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
         _leave_figures(
@@ -637,10 +710,26 @@ def _in_torch(recipe: Recipe, source: DiffusionModel, calibration: Stage, plan: 
     return sites.to(device), layers.to(device)
 
 
+def _steps_left_out(reuse: Stage | None) -> dict[str, str]:
+    """What a stage's key reads of them."""
+    return {} if reuse is None else {"steps": reuse.key}
+
+
+def _reuse(stage: Stage | None, component: ComponentRecord) -> Reuse | None:
+    """Which steps the denoiser leaves out."""
+    from trtconvert.runtime.reuse import load_reuse
+
+    record = reuse_record(stage)
+    if stage is None or record is None:
+        return None
+    return load_reuse(stage.folder, component.model_copy(update={"reuse": record}))
+
+
 def _verify_export(
     recipe: Recipe,
     calibration: Stage,
     plan: Stage,
+    reuse: Stage | None,
     exported: Stage,
     reference: Stage,
     model: Callable[[], DiffusionModel],
@@ -654,7 +743,7 @@ def _verify_export(
         "reference": reference.key,
         "verify": section.model_dump(mode="json", exclude={"min_psnr", "max_prediction_error"}),
         "output": recipe.output.model_dump(mode="json"),
-    }
+    } | _steps_left_out(reuse)
 
     def make(folder: Path, bar: Bar) -> None:
         import torch
@@ -716,6 +805,7 @@ def _verify_export(
         of_sites, of_layers = verify.output_sqnr(
             source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
         )
+        denoiser.reuse = _reuse(reuse, component)
         int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
         _leave_figures(
             folder,

@@ -110,6 +110,11 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
                 _row(table, *line)
         for line in _layers(component):
             _row(table, *line)
+        if (reuse := component.reuse) is not None:
+            kept = f"{len(reuse.computed)} of {reuse.steps} computed: {', '.join(map(str, reuse.computed))}"
+            _row(table, "steps", kept)
+            lost = f"{reuse.psnr:.1f} dB over {reuse.samples} samples, {reuse.psnr_all:.1f} dB with all steps computed"
+            _row(table, "", f"{lost}; worst {reuse.psnr_worst:.1f} dB")
     _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))
     quality = manifest.quality
     db, site, index = quality.worst_site()

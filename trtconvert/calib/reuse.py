@@ -8,6 +8,7 @@ for them. The fewest computed steps that keep the budget are found by bisection.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -54,12 +55,23 @@ class Found:
     figures: dict[str, float]
     worst: float
 
+    @property
+    def psnr_worst(self) -> float:
+        """dB of the worst sample."""
+        return -10 * math.log10(max(self.worst, 1e-12))
+
+
+def drawings(steps: int, searched: bool) -> int:
+    """About how often all samples are drawn, of which so many steps are to be left out."""
+    return 2 + PARTS + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
+
 
 @torch.no_grad()
 def measure_trajectories(
     model: DiffusionModel, seeds: Sequence[int], steps: int, done: Done
-) -> dict[str, Trajectories]:
+) -> tuple[dict[str, Trajectories], Tensor]:
     """What the model's trajectories are like, by two measures of how errors grow: over all samples, and of the worst of them.
+    And the samples, all steps computed.
 
     Args:
         seeds: of the samples; steps: all of which are computed.
@@ -95,7 +107,7 @@ def measure_trajectories(
                 ratio = float(of(squared)) / max(float(of(modelled)), 1e-30)
                 gains[objective][part] = min(max(ratio**0.5, LEAST_GAIN), MOST_GAIN)  # type: ignore[index]
         done()
-    return {objective: replace(found, gain=gain) for objective, gain in gains.items()}
+    return {objective: replace(found, gain=gain) for objective, gain in gains.items()}, full
 
 
 def search_reuse(
