@@ -58,7 +58,7 @@ class SearchedLayers:
     """Layers in a search.
 
     Attributes:
-        groups: those about which it decides, with the layers that read one tensor and have one mode each bin.
+        groups: units about which it decides, each with its layers, which read one tensor.
         stated: decisions about the others.
         int8: all of them in INT8, with the scales of those that may quantise changes.
     """
