@@ -31,6 +31,7 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted, on_device
+from trtconvert.quant.decision import Choice, Decision
 from trtconvert.recipe import load_recipe
 
 SEED = 1000
@@ -79,7 +80,7 @@ def main() -> None:
             return model.sample(intercepted(model, attend), seeds, steps=given.steps, solver="ddim").cpu()
 
     exact, mode, cost = images({}), Mode[given.mode.upper()], KernelCost.load(recipe.plan.kernel_cost, masks=True)
-    modes = {site.name: torch.full((recipe.calibration.bins,), int(mode)) for site in sites}
+    plan = {site.name: Decision((Choice(mode),) * recipe.calibration.bins) for site in sites}
     shapes = {
         site.name: AttentionShape(1, site.heads, site.query_tokens, site.key_tokens, site.head_dim) for site in sites
     }
@@ -88,7 +89,8 @@ def main() -> None:
     for share in shares:
         masks = {name: blocks.mask([share] * recipe.calibration.bins) for name, blocks in made.blocks.items()}
         density = torch.stack([mask.double().mean((1, 2, 3)) for mask in masks.values()])  # [sites, bins]
-        chosen, _ = stated_blocks(share, recipe.plan, sites, modes, made.blocks, 1, made.provenance.observed)
+        found, _ = stated_blocks(share, recipe.plan, sites, plan, made.blocks, 1, made.provenance.observed)
+        chosen = {name for name, decision in found.items() if decision.shares}
         dense = sum(cost.seconds(shape, mode) for shape in shapes.values()) * recipe.calibration.bins
         saved = sum(
             cost.seconds(shapes[name], mode) * (1 - cost.masked_ratio(shapes[name], mode, float(of_bin)))

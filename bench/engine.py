@@ -71,7 +71,7 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.bundle import TensorRecord
 from trtconvert.calib.layer_observer import LayerObserver
-from trtconvert.calib.layer_plan import layer_modes
+from trtconvert.calib.layer_plan import stated_layers
 from trtconvert.calib.layer_scales import choose_scales, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
@@ -503,7 +503,8 @@ class Bench:
             )
             for source, layers in readers.items()
         }  # fmt: skip
-        modes = layer_modes(LayersSection(modes="static"), self.layers, len(MODES))
+        stated = stated_layers(LayersSection(modes="static"), self.layers, len(MODES))
+        modes = {name: decision.modes for name, decision in stated.items()}
         tables = layer_tables(self.model.denoiser, self.layers, scales, modes)
         self.converted = {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in self.layers}
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
-from trtconvert.calib.layer_plan import layer_modes
+from trtconvert.calib.layer_plan import stated_layers
 from trtconvert.calib.layer_scales import is_modulated, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
@@ -208,7 +208,9 @@ class Bench:
             return {}
         section = self.section.model_copy(update={"modiff": [variant.pattern] if variant.pattern else False})
         layers, scales = self.parts.layers, self.calibration.layers
-        tables = layer_tables(self.model.denoiser, layers, scales, layer_modes(self.section, layers, self.bins))
+        stated = stated_layers(self.section, layers, self.bins)
+        modes = {name: decision.modes for name, decision in stated.items()}
+        tables = layer_tables(self.model.denoiser, layers, scales, modes)
         return {
             layer.name: ConvertedLayer(
                 layer, tables[layer.name], scales[layer.source].change_scale if is_modulated(layer, section) else None

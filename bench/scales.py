@@ -25,7 +25,6 @@ from torch import Tensor
 
 from trtconvert.attention.modes import Mode
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
-from trtconvert.calib.candidates import INT8_MODES
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.verify import psnr, site_sqnr
 from trtconvert.models.denoiser import intercepted
@@ -36,6 +35,7 @@ from trtconvert.recipe import AttentionSection, CalibrationSection
 ROOT = Path(__file__).parents[1]
 FIRST_SEED = 100_000
 BATCH = 64
+INT8_MODES = [mode for mode in Mode if mode != Mode.FP16]
 
 
 @dataclass(frozen=True)

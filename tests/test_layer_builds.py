@@ -15,7 +15,7 @@ from tolerances import WHOLE_DENOISER
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest, unquantised_file
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.plan import make_plan
+from trtconvert.calib.fixed_plans import stated_attention
 from trtconvert.engine import tensorrt_rtx
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
@@ -79,8 +79,8 @@ def test_a_bundle_computes_its_layers_as_the_recipe_says(bundle_of):
     assert set(manifest.quality.layer_sqnr) == set(CHOSEN)
     assert all(db is not None and db > 20 for row in manifest.quality.layer_sqnr.values() for db in row)
     if modes == "dynamic":
-        plan = make_plan(AttentionSection(modes="sigma-rule"), ["denoiser"], build().sigmas, 2)
-        assert component.sites[0].modes == plan["denoiser"].tolist()
+        plan = stated_attention(AttentionSection(modes="sigma-rule"), {"denoiser": "dynamic"}, build().sigmas, 2)
+        assert component.sites[0].modes == plan["denoiser"].modes.tolist()
     # A node of each layer, with the body of its modes.
     names = {name: [LayerMode(mode).name.lower() for mode in sorted(set(row))] for name, row in MODES[modes].items()}
     of_conv = "_".join(names["conv"]) + "_timed_2d"

@@ -258,26 +258,23 @@ def plan_stage(
         else:
             from trtconvert.calib.block_plan import stated_blocks
             from trtconvert.calib.calibration import Calibration
-            from trtconvert.calib.layer_plan import layer_modes
-            from trtconvert.calib.plan import make_plan, site_scalings
+            from trtconvert.calib.fixed_plans import stated_attention
+            from trtconvert.calib.layer_plan import stated_layers
+            from trtconvert.calib.plan import site_scalings
+            from trtconvert.quant.decision import Plan
 
             source, sites = model(), [site for site in _sites(calibration) if not site.obstacle]
             bins = recipe.calibration.bins
             form = _as_exported(recipe, source)
             batch = _opt_rows(form, form.dims)
             scalings = site_scalings(attention, section, sites, batch)
-            plan = make_plan(attention, [site.name for site in sites], source.sigmas, bins)
-            modes = {site: row.tolist() for site, row in plan.items()}
-            layers = {
-                name: row.tolist()
-                for name, row in layer_modes(recipe.layers, _chosen_layers(calibration), bins).items()
-            }
-            sparse, dense = {}, {}
+            decisions, dense = stated_attention(attention, scalings, source.sigmas, bins), {}
             for share in recipe.sparse_shares:
                 found = Calibration.load(calibration.folder / CALIBRATION)
                 calls = found.provenance.observed
-                sparse, dense = stated_blocks(share, section, sites, plan, found.blocks, batch, calls)
-            made = _Plan(modes, layers, scalings, sparse, dense, [])
+                decisions, dense = stated_blocks(share, section, sites, decisions, found.blocks, batch, calls)
+            layers = stated_layers(recipe.layers, _chosen_layers(calibration), bins)
+            made = _Plan(**Plan(decisions, layers).record(), dense=dense)
         (folder / PLAN).write_text(json.dumps(asdict(made), indent=1))
 
     return _run("plan", reads, make, cache, report)

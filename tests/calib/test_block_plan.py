@@ -10,31 +10,31 @@ from dataclasses import replace
 import pytest
 import tiny_sparse
 import torch
+from decided import points_of
 from kernel_tables import table_without
 from support import Quiet, refusal, run, tiny_recipe
 
 from trtconvert.attention.blocks import BlockRows, SiteBlocks, pack
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, expand_blocks
-from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.attention.sites import Site
-from trtconvert.calib.block_plan import seconds_of_choices, sparse_rows, stated_blocks
-from trtconvert.calib.budget import Measure
+from trtconvert.calib.block_plan import attention_seconds, stated_blocks
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
+from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.frontier import PlanPoint
 from trtconvert.calib.identity import KERNEL_COST
-from trtconvert.calib.knapsack import fastest_plan
-from trtconvert.calib.plan import search_plan
-from trtconvert.calib.sensitivity import Sensitivity, choice_of, measure_sensitivity
+from trtconvert.calib.knapsack import fastest
+from trtconvert.calib.sensitivity import measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.decision import Choice, Decision
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, PlanSection
 
 BINS, SHARES = 2, (0.01, 0.1)
-LEVELS = len(SHARES) + 2
-CHOICES = LEVELS * len(Mode)
+LEVELS = (None, *SHARES, 0.0)
+"""What a mask may lose; no mask first, and a mask of all blocks last."""
 SHAPE = AttentionShape(1, 24, 16384, 16384, 128)
 
 
@@ -89,14 +89,16 @@ def test_it_is_refused_before_the_calibration(tmp_path, modes):
 
 def test_choices_are_priced_by_their_density():
     cost = KernelCost.load(masks=True)
-    seconds = cost.table([SHAPE])[0]
-    found = seconds_of_choices(cost, SHAPE, seconds, blocks_of((0.8, 0.4)), SHARES, BINS).view(BINS, LEVELS, len(Mode))
+    seconds = torch.tensor([cost.seconds(SHAPE, mode) for mode in Mode], dtype=torch.float64)
+    masked, dense = attention_units({"a": "dynamic", "b": "dynamic"}, Mode, ["a"], SHARES)
+    assert masked.choices == tuple(Choice(mode, share) for share in LEVELS for mode in Mode)
+    found = attention_seconds(cost, SHAPE, masked, blocks_of((0.8, 0.4)), BINS).view(BINS, len(LEVELS), len(Mode))
     assert torch.equal(found[:, 0], seconds.expand(BINS, -1))
     assert found[0, 2, 2] < found[0, 1, 2] < found[0, 3, 2]
     assert found[0, 2, 2] == pytest.approx(float(seconds[2]) * cost.masked_ratio(SHAPE, Mode.BALANCED, 0.4))
     assert found[1, 1:3].isinf().all()  # nothing to leave out
     assert (found[1, 3] > seconds).all()  # and all blocks by a mask take longer
-    assert seconds_of_choices(cost, SHAPE, seconds, None, SHARES, BINS)[:, len(Mode) :].isinf().all()
+    assert torch.equal(attention_seconds(cost, SHAPE, dense, None, BINS), seconds.expand(BINS, -1))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -104,14 +106,15 @@ def test_choices_are_priced_by_their_density():
 def test_no_plan_with_masks_is_faster(seed, limit):
     """Against all plans that there are: a site has a mask in all bins or in none."""
     generator = torch.Generator().manual_seed(seed)
-    cost, time = (torch.rand(2, BINS, CHOICES, generator=generator, dtype=torch.float64) for _ in range(2))
-    kept = [choice_of(mode, level) for mode in (Mode.FP16, Mode.BALANCED) for level in range(LEVELS)]
-    cost[..., [choice for choice in range(CHOICES) if choice not in kept]] = math.inf
-    cost[..., choice_of(Mode.FP16, 0)] = cost[..., choice_of(Mode.FP16, LEVELS - 1)] = 0
-    cost[1, :, len(Mode) :] = math.inf  # the second site has no levels
-    plan = fastest_plan(["a", "b"], cost, time, limit, masked=[0])
-    rows = [plan[site].long() for site in ("a", "b")]
-    assert len({bool(choice >= len(Mode)) for choice in rows[0].tolist()}) == 1
+    every = [Choice(mode, share) for share in LEVELS for mode in Mode]
+    dense = every[: len(Mode)]
+    cost, time = (torch.rand(2, BINS, len(every), generator=generator, dtype=torch.float64) for _ in range(2))
+    kept = [index for index, choice in enumerate(every) if choice.mode in (Mode.FP16, Mode.BALANCED)]
+    cost[..., [index for index in range(len(every)) if index not in kept]] = math.inf
+    cost[..., [choice.exact for choice in every]] = 0
+    cost[1, :, len(dense) :] = math.inf  # the second site has no masks
+    rows = fastest(cost, time, limit, [[choice.form for choice in choices] for choices in (every, dense)])
+    assert len({index >= len(dense) for index in rows[0].tolist()}) == 1
 
     def total(values, choices):
         return sum(float(values[s, t, choices[s][t]]) for s in range(2) for t in range(BINS))
@@ -120,7 +123,7 @@ def test_no_plan_with_masks_is_faster(seed, limit):
     feasible = [
         total(time, (first, second))
         for first in pairs
-        if len({choice >= len(Mode) for choice in first}) == 1
+        if len({index >= len(dense) for index in first}) == 1
         for second in pairs
         if total(cost, (first, second)) <= limit
     ]
@@ -131,33 +134,15 @@ def test_no_plan_with_masks_is_faster(seed, limit):
 def searched(min_psnr, density=(0.6, 0.2), steps=(0.5, 0.5), allowed=(Mode.FP16, Mode.BALANCED)):
     """A search over a site with masks and one without, at the times of the table."""
     cost = KernelCost.load(masks=True)
-    sites, blocks = ["a", "b"], {"a": blocks_of(density)}
-    seconds = torch.stack(
-        [seconds_of_choices(cost, SHAPE, cost.table([SHAPE])[0], blocks.get(site), SHARES, BINS) for site in sites]
-    )
-    error = torch.full((2, BINS, LEVELS, len(Mode)), math.nan, dtype=torch.float64)
-    of_modes = torch.tensor([0.0, 1e-6, 2e-6, 4e-6, 8e-6], dtype=torch.float64)
-    of_levels = torch.tensor([0.0, 1e-5, 1e-3, 0.0], dtype=torch.float64)
-    error[0] = of_levels[:, None] + of_modes
-    error[1, :, 0] = of_modes
-    sensitivity = Sensitivity(
-        sites, error.flatten(2), torch.ones(BINS, dtype=torch.float64), torch.tensor(steps, dtype=torch.float64), SHARES
-    )
-    sampled = []
-
-    def measure(plan):
-        sampled.append(plan)
-        error = sum(
-            float(sensitivity.error[row, index, int(plan[site][index])])
-            for row, site in enumerate(sites)
-            for index in range(BINS)
-            if steps[index]
-        )
-        return {"psnr": -10 * math.log10(max(error, 1e-15))}
-
-    budget = [Measure("psnr", lambda *_: 0.0, True, min_psnr)]
-    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), budget, measure, allowed)
-    return points, sampled
+    blocks = {"a": blocks_of(density)}
+    units = attention_units({"a": "dynamic", "b": "dynamic"}, allowed, blocks, SHARES)
+    seconds = [attention_seconds(cost, SHAPE, unit, blocks.get(unit.name), BINS) for unit in units]
+    error = torch.full((2, BINS, len(units[0].choices)), math.nan, dtype=torch.float64)
+    of_modes, of_levels = (0.0, 1e-6, 2e-6, 4e-6, 8e-6), dict(zip(LEVELS, (0.0, 1e-5, 1e-3, 0.0), strict=True))
+    for row, unit in enumerate(units):
+        for column, choice in enumerate(unit.choices):
+            error[row, :, column] = of_modes[choice.mode] + of_levels[choice.mask_share]
+    return points_of(units, error, seconds, steps, min_psnr)
 
 
 def fastest_kept(points) -> PlanPoint:
@@ -187,25 +172,26 @@ def test_bins_without_steps_keep_all_blocks_in_full_precision():
     points, sampled = searched(25.0, steps=(1.0, 0.0))
     assert fastest_kept(points).sparse == {"a": [0.1, 0.0]}
     for plan in sampled:
-        assert all(int(row[1]) in (choice_of(0, 0), choice_of(0, LEVELS - 1)) for row in plan.values())
+        assert all(made.choices[1].exact for made in plan.attention.values())
 
 
 def test_a_stated_share_is_taken_where_it_gains_time():
     sites = [Site(name, 24, 24, 128, 0.1, False, 16384, 16384) for name in ("few", "many", "none")]
-    modes = {site.name: torch.tensor([Mode.PRECISION, Mode.FP16]) for site in sites}
+    dense_plan = {site.name: Decision((Choice(Mode.PRECISION), Choice(Mode.FP16)), "dynamic") for site in sites}
     blocks = {"few": blocks_of((0.4,)), "many": blocks_of((1.0,))}
-    chosen, dense = stated_blocks(0.01, PlanSection(), sites, modes, blocks, 1, [3, 3])
-    assert chosen == {"few": [0.01, 0.0]}
+    found, dense = stated_blocks(0.01, PlanSection(), sites, dense_plan, blocks, 1, [3, 3])
+    masked = Decision((Choice(Mode.PRECISION, 0.01), Choice(Mode.FP16, 0.0)), "dynamic")
+    assert found == dense_plan | {"few": masked} and masked.shares == [0.01, 0.0]
     assert dense == {"many": "100% of its blocks are needed, too many to gain time"}
 
 
-@pytest.mark.parametrize(("calls", "taken"), [([1, 9], False), ([5, 1], True), ([1, 0], True), ([0, 1], False)])
-def test_a_stated_share_is_judged_by_the_steps_that_the_calibration_saw(calls, taken):
+@pytest.mark.parametrize(("calls", "gains"), [([1, 9], False), ([5, 1], True), ([1, 0], True), ([0, 1], False)])
+def test_a_stated_share_is_judged_by_the_steps_that_the_calibration_saw(calls, gains):
     """In the first bin a mask gains a little; in the last one it only costs. One of two denoisers has no step there."""
     site = Site("a", 24, 24, 128, 0.1, False, 16384, 16384)
-    modes = {"a": torch.tensor([Mode.PRECISION, Mode.PRECISION])}
-    chosen, dense = stated_blocks(0.01, PlanSection(), [site], modes, {"a": blocks_of((0.8,))}, 1, calls)
-    assert bool(chosen) == taken != bool(dense)
+    plan = {"a": Decision((Choice(Mode.PRECISION),) * BINS)}
+    found, dense = stated_blocks(0.01, PlanSection(), [site], plan, {"a": blocks_of((0.8,))}, 1, calls)
+    assert bool(found["a"].shares) == gains != bool(dense)
 
 
 def test_a_mode_that_was_not_measured_is_judged_by_another(tmp_path):
@@ -213,9 +199,10 @@ def test_a_mode_that_was_not_measured_is_judged_by_another(tmp_path):
     table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
     rows = [row for row in table["rows"] if row["mode"] != Mode.FP8]
     (tmp_path / "old.json").write_text(json.dumps(table | {"rows": rows}))
-    site, modes = Site("a", 24, 24, 128, 0.1, False, 16384, 16384), {"a": torch.tensor([Mode.FP8, Mode.FP8])}
+    site, plan = Site("a", 24, 24, 128, 0.1, False, 16384, 16384), {"a": Decision((Choice(Mode.FP8),) * BINS)}
     section = PlanSection(kernel_cost=tmp_path / "old.json")
-    assert stated_blocks(0.01, section, [site], modes, {"a": blocks_of((0.2,))}, 1, [1, 1])[0] == {"a": [0.01, 0.0]}
+    found, _ = stated_blocks(0.01, section, [site], plan, {"a": blocks_of((0.2,))}, 1, [1, 1])
+    assert found["a"].shares == [0.01, 0.0]
 
 
 @pytest.fixture(scope="module")
@@ -234,16 +221,20 @@ def test_sensitivities_of_masks_are_the_errors_that_they_make(local, calibration
     modes = torch.full((BINS,), int(Mode.FP16), dtype=torch.int32)
     tables = {site: AttentionTables(**named, modes=modes) for site, named in calibration.tables.items()}
     sites = Int8Sites(tables, 1000.0, "dynamic", True)
+    units = attention_units(dict.fromkeys(tables, "dynamic"), [Mode.FP16, Mode.BALANCED], calibration.blocks, SHARES)
     found = measure_sensitivity(
-        local, sites, BINS, modes=[Mode.BALANCED], blocks=calibration.blocks, shares=SHARES, seeds=range(7, 8),
-        steps=BINS, done=lambda: None,
-    )  # fmt: skip
-    name = found.sites[0]
-    error = found.error.view(2, BINS, LEVELS, len(Mode))
-    assert torch.equal(error[:, :, 3, : Mode.BALANCED + 1], error[:, :, 0, : Mode.BALANCED + 1]) or error.isnan().any()
-    assert torch.equal(error[:, :, 3, Mode.BALANCED], error[:, :, 0, Mode.BALANCED])
-    torch.testing.assert_close(error[:, :, 1, 2], error[:, :, 0, 2] + error[:, :, 1, 0])
-    assert (error[:, 0, 2, 0] > error[:, 0, 1, 0]).all() and (error[:, 0, 1, 0] > 0).all()
+        local, units, sites, BINS, blocks=calibration.blocks, seeds=range(7, 8), steps=BINS, done=lambda: None
+    )
+    name = units[0].name
+
+    def error(mode, share=None):
+        """[sites, T]"""
+        return found.error[..., units[0].choices.index(Choice(mode, share))]
+
+    assert all(torch.equal(error(mode, 0.0), error(mode)) for mode in (Mode.FP16, Mode.BALANCED))
+    low, high = (error(Mode.FP16, share) for share in SHARES)
+    torch.testing.assert_close(error(Mode.BALANCED, SHARES[0]), error(Mode.BALANCED) + low)
+    assert (high[:, 0] > low[:, 0]).all() and (low[:, 0] > 0).all()
 
     # The error of one mask alone, by another way: the specification in mode FP16.
     masked = replace(sites, masks={name: calibration.blocks[name].level(SHARES[1])})
@@ -258,14 +249,14 @@ def test_sensitivities_of_masks_are_the_errors_that_they_make(local, calibration
 
     with torch.no_grad():
         local.sample(watched, range(7, 8), steps=BINS, solver="ddim")
-    assert float(torch.stack(squares).mean()) == pytest.approx(float(error[0, 0, 2, 0]), rel=1e-3)
+    assert float(torch.stack(squares).mean()) == pytest.approx(float(high[0, 0]), rel=1e-3)
 
 
 def test_masks_follow_the_plan(local, calibration):
     """What sites compute with a plan's masks is exact attention to their blocks."""
-    shares = sparse_rows({"denoiser": torch.tensor([choice_of(Mode.FP16, 2), choice_of(Mode.FP16, 3)])}, SHARES)
-    assert shares == {"denoiser": [0.1, 0.0]}
-    mask = calibration.blocks["denoiser"].mask(shares["denoiser"])
+    shares = Decision((Choice(Mode.FP16, 0.1), Choice(Mode.FP16, 0.0))).shares
+    assert shares == [0.1, 0.0]
+    mask = calibration.blocks["denoiser"].mask(shares)
     tables = AttentionTables(**calibration.tables["denoiser"], modes=torch.zeros(BINS, dtype=torch.int32))
     sites = Int8Sites({"denoiser": tables}, 1000.0, "calibrated", True, masks={"denoiser": mask})
     seen = []

@@ -15,7 +15,9 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.calibrate import sites_to_convert, taken
 from trtconvert.calib.calibration import Calibration, scales
+from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.coverage import CoverageObserver
+from trtconvert.calib.fixed_plans import stated_attention
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.histogram import (
     CHANNEL_BITS,
@@ -26,9 +28,8 @@ from trtconvert.calib.histogram import (
     HistogramObserver,
     SiteHistograms,
 )
-from trtconvert.calib.knapsack import fastest_plan
+from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.observer import observe
-from trtconvert.calib.plan import make_plan
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
@@ -438,13 +439,16 @@ def test_no_calls_at_all_are_an_error(digits):
 
 
 def test_plans_follow_the_recipe(digits):
-    sites, sigmas = ["a", "b"], digits.sigmas
-    by_noise = make_plan(AttentionSection(modes="sigma-rule"), sites, sigmas, 10)["a"].tolist()
+    def modes_of(stated, bins):
+        plan = stated_attention(AttentionSection(modes=stated), {"a": "dynamic", "b": "dynamic"}, digits.sigmas, bins)
+        assert plan["a"] == plan["b"]
+        return plan["a"].modes.tolist()
+
+    by_noise = modes_of("sigma-rule", 10)
     assert by_noise == sorted(by_noise) and by_noise[0] == Mode.PRECISION and by_noise[-1] == Mode.AGGRESSIVE
-    assert make_plan(AttentionSection(modes="fp16"), sites, sigmas, 3)["b"].tolist() == [Mode.FP16] * 3
-    listed = make_plan(AttentionSection(modes=["precision", "aggressive"]), sites, sigmas, 2)
-    assert listed["a"].tolist() == [Mode.PRECISION, Mode.AGGRESSIVE]
-    assert make_plan(AttentionSection(modes="fp8"), sites, sigmas, 3)["b"].tolist() == [Mode.FP8] * 3
+    assert modes_of("fp16", 3) == [Mode.FP16] * 3
+    assert modes_of(["precision", "aggressive"], 2) == [Mode.PRECISION, Mode.AGGRESSIVE]
+    assert modes_of("fp8", 3) == [Mode.FP8] * 3
 
 
 def test_what_was_not_measured_stays_in_full_precision():
@@ -456,10 +460,14 @@ def test_what_was_not_measured_stays_in_full_precision():
     error[..., Mode.FP8] = math.nan
     gain = torch.tensor([0.0, math.inf, 1.0, 1.0], dtype=torch.float64)
     steps = torch.tensor([0.0, 0.4, 0.3, 0.3], dtype=torch.float64)
-    cost = Sensitivity(["a"], error, gain, steps).cost()
+    cost = Sensitivity(attention_units({"a": "dynamic"}, Mode), error, gain, steps).cost()
     time = torch.tensor([4.0, 3.0, 2.0, 1.0, math.inf], dtype=torch.float64).expand(1, 4, len(Mode))
-    plan = fastest_plan(["a"], cost, time, 1e-3)["a"].tolist()
-    assert plan == [Mode.FP16, Mode.FP16, Mode.BALANCED, Mode.AGGRESSIVE]
+    assert fastest(cost, time, 1e-3, [[""] * len(Mode)])[0].tolist() == [
+        Mode.FP16,
+        Mode.FP16,
+        Mode.BALANCED,
+        Mode.AGGRESSIVE,
+    ]
 
 
 def test_a_plan_whose_samples_are_nan_can_be_read_back(tmp_path):

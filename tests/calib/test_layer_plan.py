@@ -7,41 +7,42 @@ import math
 
 import pytest
 import torch
+from decided import BY_CHANGES, EXACT, STATIC, layer_unit, points_of
 from support import refusal, reused, run, tiny_recipe
 from tiny_layers import CHOSEN, WITH_CONV, build
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
-from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
-from trtconvert.calib.budget import Measure, limits
-from trtconvert.calib.candidates import LAYERS_OF, MODULATED
+from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
-from trtconvert.calib.knapsack import fastest_plan
-from trtconvert.calib.layer_plan import layer_modes
+from trtconvert.calib.knapsack import fastest
+from trtconvert.calib.layer_plan import stated_layers
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
-from trtconvert.calib.plan import search_plan
-from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
+from trtconvert.calib.sensitivity import measure_sensitivity
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.decision import Choice
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import LayersSection
 
 BINS = 2
-NAMES = ["site", LAYERS_OF + "q", LAYERS_OF + "skip"]
-STATIC = int(LayerMode.STATIC)
+SITE = attention_units({"site": "dynamic"}, Mode)
+OF_LAYER = [EXACT, *map(Choice, (LayerMode.WEIGHT_ONLY, LayerMode.DYNAMIC)), STATIC, BY_CHANGES]
+FORMS = [[choice.form for choice in choices] for choices in (SITE[0].choices, OF_LAYER)]
+"""Of a site and a layer, which have five choices each."""
 
 
 # The knapsack ---------------------------------------------------------------------------------------------------------
 
 
-def random_choices(seed, names):
+def random_choices(seed):
     generator = torch.Generator().manual_seed(seed)
-    cost = torch.rand(len(names), BINS, len(Mode), generator=generator, dtype=torch.float64)
+    cost = torch.rand(2, BINS, len(OF_LAYER), generator=generator, dtype=torch.float64)
     cost[..., 0] = 0
-    time = 1 + torch.rand(len(names), BINS, len(Mode), generator=generator, dtype=torch.float64)
+    time = 1 + torch.rand(2, BINS, len(OF_LAYER), generator=generator, dtype=torch.float64)
     return cost, time
 
 
@@ -50,35 +51,35 @@ def random_choices(seed, names):
 def test_no_plan_within_the_limit_is_faster_among_those_whose_layers_are_int8_or_have_caches_in_all_bins_or_in_none(
     seed, limit
 ):
-    names = NAMES[:2]
-    cost, time = random_choices(seed, names)
-    plan = fastest_plan(names, cost, time, limit, whole=[1])
-    chosen = torch.stack([plan[name] for name in names]).long()[..., None]
-    assert cost.gather(-1, chosen).sum() <= limit * (1 + 1e-6)
-    assert len(set((plan[NAMES[1]] == 0).tolist())) == len(set((plan[NAMES[1]] == MODULATED).tolist())) == 1
+    cost, time = random_choices(seed)
+    chosen = fastest(cost, time, limit, FORMS)
+    assert cost.gather(-1, chosen[..., None]).sum() <= limit * (1 + 1e-6)
+    whole = [OF_LAYER.index(choice) for choice in (EXACT, BY_CHANGES)]
+    assert all(len(set((chosen[1] == index).tolist())) == 1 for index in whole)
     feasible = [
-        sum(time[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS))
-        for modes in itertools.product(range(len(Mode)), repeat=2 * BINS)
-        if sum(cost[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS)) <= limit
-        and all(len({modes[BINS + t] == mode for t in range(BINS)}) == 1 for mode in (0, MODULATED))
+        sum(time[s, t, indexes[s * BINS + t]] for s in range(2) for t in range(BINS))
+        for indexes in itertools.product(range(len(OF_LAYER)), repeat=2 * BINS)
+        if sum(cost[s, t, indexes[s * BINS + t]] for s in range(2) for t in range(BINS)) <= limit
+        and all(len({indexes[BINS + t] == index for t in range(BINS)}) == 1 for index in whole)
     ]
-    assert float(time.gather(-1, chosen).sum()) == pytest.approx(float(min(feasible)), rel=1e-6)
+    assert float(time.gather(-1, chosen[..., None]).sum()) == pytest.approx(float(min(feasible)), rel=1e-6)
 
 
 def test_a_layer_may_change_between_int8_modes():
     """Its weights are the same in all of them."""
-    cost = torch.zeros(1, BINS, len(Mode), dtype=torch.float64)
-    cost[0, 0, STATIC] = 5
+    cost = torch.zeros(1, BINS, len(OF_LAYER), dtype=torch.float64)
+    cost[0, 0, OF_LAYER.index(STATIC)] = 5
     cost[..., 1:3], cost[..., 4] = 0.1, math.inf
-    time = torch.tensor([4.0, 3.5, 3.0, 1.0, math.inf], dtype=torch.float64).expand(1, BINS, len(Mode))
-    assert fastest_plan(["a"], cost, time, 1.0, whole=[0])["a"].tolist() == [LayerMode.DYNAMIC, LayerMode.STATIC]
+    time = torch.tensor([4.0, 3.5, 3.0, 1.0, math.inf], dtype=torch.float64).expand(1, BINS, -1)
+    chosen = [OF_LAYER[index] for index in fastest(cost, time, 1.0, FORMS[1:])[0]]
+    assert chosen == [Choice(LayerMode.DYNAMIC), STATIC]
 
 
 def test_a_layer_that_one_bin_cannot_bear_is_int8_in_none():
-    cost = torch.zeros(1, BINS, len(Mode), dtype=torch.float64)
+    cost = torch.zeros(1, BINS, len(OF_LAYER), dtype=torch.float64)
     cost[0, 1, 1:] = math.inf
-    time = torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0], dtype=torch.float64).expand(1, BINS, len(Mode))
-    assert not fastest_plan(["a"], cost, time, 1.0, whole=[0])["a"].any()
+    time = torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0], dtype=torch.float64).expand(1, BINS, -1)
+    assert not fastest(cost, time, 1.0, FORMS[1:]).any()
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -94,21 +95,11 @@ def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS):
     error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
     error[..., 0] = 0
     error[0, :, 1:4] = torch.tensor([1e-5, 3e-5, 1e-4], dtype=torch.float64)
-    error[1:, :, STATIC] = layer_error
-    seen = torch.tensor(steps, dtype=torch.float64)
-    error[:, seen == 0] *= 0  # of NaN it stays NaN
-    inf = math.inf
-    seconds = torch.tensor([[4, 3, 2, 1, inf], *[[4, inf, inf, layer_seconds, inf]] * 2], dtype=torch.float64)
-    sensitivity = Sensitivity(NAMES, error, torch.ones(BINS, dtype=torch.float64), seen)
-    measures = [Measure("psnr", lambda *_: 0.0, True, psnr)]
-
-    def measure(plan):
-        chosen = torch.stack([plan[name] for name in NAMES]).long()[..., None]
-        total = float(error.nan_to_num().gather(-1, chosen).sum())
-        return {"psnr": 150.0 if total == 0 else -10 * math.log10(total)}
-
-    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), measures, measure)
-    return Frontier(gpu="", date="", limits=limits(measures), points=points)
+    error[1:, :, 1] = layer_error
+    error[:, torch.tensor(steps) == 0] *= 0  # of NaN it stays NaN
+    seconds = [torch.tensor(row) for row in ([4.0, 3, 2, 1, math.inf], *[[4.0, layer_seconds]] * 2)]
+    points, _ = points_of([*SITE, layer_unit("q"), layer_unit("skip")], error, seconds, steps, psnr)
+    return Frontier(gpu="", date="", limits={"psnr": psnr}, points=points)
 
 
 def test_attention_alone_layers_alone_and_both_are_compared():
@@ -182,7 +173,7 @@ def int8():
         )
         for layer in chosen
     }
-    modes = {layer.name: torch.tensor([STATIC] * BINS) for layer in chosen}
+    modes = {layer.name: torch.tensor([LayerMode.STATIC] * BINS) for layer in chosen}
     sites = {
         name: type(table)(*(x.expand(BINS, *x.shape[1:]) for x in vars(table).values()))
         for name, table in tables.items()
@@ -193,14 +184,18 @@ def int8():
 
 def test_sensitivities_of_layers_are_the_errors_that_one_group_makes(int8):
     model, sites, layers = int8
-    groups = {"q": ["q", "k", "v"], "skip": ["skip"]}
+    units = [
+        *attention_units({"denoiser": "calibrated"}, [Mode.FP16, Mode.PRECISION]),
+        layer_unit("q", "k", "v"),
+        layer_unit("skip"),
+    ]
     steps: list[int] = []
     found = measure_sensitivity(
-        model, sites, BINS, modes=[Mode.FP16, Mode.PRECISION], layers=layers, groups=groups,
-        layer_modes={key: [LayerMode.STATIC] for key in groups}, seeds=range(2), steps=4, done=lambda: steps.append(1),
-    )  # fmt: skip
-    assert found.sites == ["denoiser", LAYERS_OF + "q", LAYERS_OF + "skip"] and len(steps) == 4 + BINS + 1 - 1
-    assert found.error[1:, :, [0, STATIC]].isfinite().all() and found.error[1:, :, 1:3].isnan().all()
+        model, units, sites, BINS, layers=layers, seeds=range(2), steps=4, done=lambda: steps.append(1)
+    )
+    assert found.units == units and len(steps) == 4 + BINS + 1 - 1
+    assert found.error[0, :, :2].isfinite().all() and found.error[0, :, 2:].isnan().all()
+    assert found.error[1:, :, :2].isfinite().all() and found.error[1:, :, 2:].isnan().all()
     # A first step from seeds alone: what the group's layers in INT8 change at the output.
     calls = []
 
@@ -212,7 +207,7 @@ def test_sensitivities_of_layers_are_the_errors_that_one_group_makes(int8):
 
     with torch.no_grad():
         model.sample(watched, range(2), steps=4, solver="ddim")
-    assert float(found.error[1, :, STATIC].sum()) == pytest.approx(sum(calls) / 2, rel=1e-4)  # two steps a bin
+    assert float(found.error[1, :, 1].sum()) == pytest.approx(sum(calls) / 2, rel=1e-4)  # two steps a bin
 
 
 def layer_of(kind="linear", name="a"):
@@ -232,19 +227,19 @@ def layer_of(kind="linear", name="a"):
     ],
 )
 def test_stated_modes_are_those_of_every_layer(modes, linear, conv):
-    plan = layer_modes(LayersSection(modes=modes), [layer_of(), layer_of("conv", "b")], BINS)
-    assert {name: row.tolist() for name, row in plan.items()} == {"a": linear, "b": conv}
-    assert all(row.dtype == torch.int32 for row in plan.values())
+    plan = stated_layers(LayersSection(modes=modes), [layer_of(), layer_of("conv", "b")], BINS)
+    assert {name: made.modes.tolist() for name, made in plan.items()} == {"a": linear, "b": conv}
+    assert all(made.modes.dtype == torch.int32 for made in plan.values())
 
 
 def test_layers_of_few_rows_have_int8_weights_alone():
     few = dataclasses.replace(layer_of(name="few"), weight_only=True)
-    plan = layer_modes(LayersSection(modes="static"), [layer_of(), few], BINS)
-    assert {name: row.tolist() for name, row in plan.items()} == {"a": [3, 3], "few": [1, 1]}
+    plan = stated_layers(LayersSection(modes="static"), [layer_of(), few], BINS)
+    assert {name: made.modes.tolist() for name, made in plan.items()} == {"a": [3, 3], "few": [1, 1]}
 
 
 def test_layers_that_are_off_have_none():
-    assert layer_modes(LayersSection(modes="off"), [layer_of()], BINS) == {}
+    assert stated_layers(LayersSection(modes="off"), [layer_of()], BINS) == {}
 
 
 # Times ----------------------------------------------------------------------------------------------------------------

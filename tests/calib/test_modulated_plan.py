@@ -7,24 +7,22 @@ import math
 
 import pytest
 import torch
+from decided import BY_CHANGES, STATIC, layer_unit, points_of
 from kernel_tables import table_without
 from support import Quiet, refusal, run, tiny_recipe
 from tiny_layers import WITH_CONV, build
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
-from trtconvert.calib.budget import Measure
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
-from trtconvert.calib.candidates import LAYERS_OF, MODULATED
+from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.layer_plan import layer_seconds
 from trtconvert.calib.layer_scales import layer_tables
-from trtconvert.calib.plan import search_plan
-from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
+from trtconvert.calib.sensitivity import measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, TensorRef
@@ -32,7 +30,7 @@ from trtconvert.models.denoiser import intercepted
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
-BINS, STATIC = 2, int(LayerMode.STATIC)
+BINS = 2
 LAYER = Layer("a", "linear", 1024, 4096, 4096, "a", TensorRef("a", 0, (4096, 1024), (1024, 1)))
 
 
@@ -43,8 +41,9 @@ def test_caches_cost_what_they_read_and_write():
     traffic = 2 * 2 * 4096 * (1024 + 4096) * 2 / table["bandwidth"]
     assert cost.modulated_seconds(LAYER, 2, 2) == pytest.approx(static + traffic)
     assert cost.modulated_seconds(LAYER, 2, 4) == pytest.approx(static + 2 * traffic)
-    of_choices = layer_seconds(cost, [LAYER, LAYER], 2, {STATIC, MODULATED})
-    assert of_choices[MODULATED] == pytest.approx(2 * (static + traffic)) and of_choices[1] == math.inf
+    exact, unit = cost.layer_seconds(LAYER, 2, LayerMode.EXACT), layer_unit("a", choices=(STATIC, BY_CHANGES))
+    of_choices = layer_seconds(cost, [LAYER, LAYER], unit, 2, BINS)
+    assert of_choices[0].tolist() == pytest.approx([2 * exact, 2 * static, 2 * (static + traffic)])
 
 
 def test_a_table_without_the_bandwidth_is_refused(tmp_path):
@@ -60,32 +59,22 @@ def test_a_table_without_the_bandwidth_is_refused(tmp_path):
 
 def searched(min_psnr, modulated_seconds=1.3):
     """A search over a site and two groups of layers: static ones ruin the samples, and changes do not."""
-    names = ["site", LAYERS_OF + "q", LAYERS_OF + "skip"]
+    groups = [layer_unit(name, choices=(STATIC, BY_CHANGES)) for name in ("q", "skip")]
+    units = [*attention_units({"site": "dynamic"}, {Mode.FP16, Mode.BALANCED}), *groups]
     error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
     error[..., 0] = 0
     error[0, :, 1:4] = 1e-5
-    error[1, :, STATIC], error[1, :, MODULATED] = 1e-2, 1e-5
-    error[2, :, STATIC], error[2, :, MODULATED] = 1e-5, 1e-5
-    inf = math.inf
-    seconds = torch.tensor([[4, 3, 2, 1, inf], *[[4, inf, inf, 1, modulated_seconds]] * 2], dtype=torch.float64)
-    half = torch.full((BINS,), 0.5, dtype=torch.float64)
-    sensitivity = Sensitivity(names, error, torch.ones(BINS, dtype=torch.float64), half)
-
-    def measure(plan):
-        rows = torch.stack([plan[name] for name in names]).long()[..., None]
-        return {"psnr": -10 * math.log10(max(float(error.gather(-1, rows).sum()), 1e-15))}
-
-    budget = [Measure("psnr", lambda *_: 0.0, True, min_psnr)]
-    points = search_plan(
-        sensitivity, seconds, compute_sigma_schedule(1000, "linear"), budget, measure, {Mode.FP16, Mode.BALANCED}
-    )
+    error[1, :, 1], error[1, :, 2] = 1e-2, 1e-5
+    error[2, :, 1], error[2, :, 2] = 1e-5, 1e-5
+    seconds = [torch.tensor(row) for row in ([4.0, 3, 2, 1, math.inf], *[[4.0, 1, modulated_seconds]] * 2)]
+    points, _ = points_of(units, error, seconds, [0.5] * BINS, min_psnr)
     return next(point for point in points if point.keeps_budget and point.allowed), points
 
 
 def test_caches_hold_a_budget_that_static_layers_miss():
     chosen, points = searched(40.0)
     assert chosen.modulated == ["q"]  # and not "skip", whose caches would take time for nothing
-    assert chosen.layers == {"q": [STATIC] * BINS, "skip": [STATIC] * BINS}
+    assert chosen.layers == {name: [LayerMode.STATIC] * BINS for name in ("q", "skip")}
     assert {"fp16 everywhere, layers static", "fp16 everywhere, layers static by changes"} <= {p.name for p in points}
 
 
@@ -101,7 +90,7 @@ def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
         model, CalibrationSection(samples=2, batch=2, steps=4, bins=BINS), "x", parts.sites, tmp_path, Quiet(),
         layers=parts.layers, of_layers=section,
     )  # fmt: skip
-    modes = {layer.name: torch.full((BINS,), STATIC, dtype=torch.int32) for layer in parts.layers}
+    modes = {layer.name: torch.full((BINS,), LayerMode.STATIC, dtype=torch.int32) for layer in parts.layers}
     tables = layer_tables(model.denoiser, parts.layers, made.layers, modes)
     scales = {layer.name: made.layers[layer.source].change_scale for layer in parts.layers}
     assert all(scale is not None for scale in scales.values())
@@ -110,11 +99,8 @@ def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
     sites = Int8Sites(
         {site: AttentionTables(**named, modes=no_modes) for site, named in made.tables.items()}, 1000.0, "dynamic", True
     )
-    groups = {"mlp.0": ["mlp.0"]}
-    found = measure_sensitivity(
-        model, sites, BINS, modes=[Mode.FP16], layers=layers, groups=groups,
-        layer_modes={"mlp.0": [STATIC, MODULATED]}, seeds=range(2), steps=4, done=lambda: None,
-    )  # fmt: skip
+    units = [layer_unit("mlp.0", choices=(STATIC, BY_CHANGES))]
+    found = measure_sensitivity(model, units, sites, BINS, layers=layers, seeds=range(2), steps=4, done=lambda: None)
     alone = Int8Layers({"mlp.0": tables["mlp.0"]}, 1000.0, {"mlp.0": scales["mlp.0"]}, True)  # pyright: ignore
     errors = []
 
@@ -126,9 +112,9 @@ def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
 
     with torch.no_grad():
         model.sample(watched, range(2), steps=4, solver="ddim")
-    row = found.error[found.sites.index(LAYERS_OF + "mlp.0")]
-    assert row[:, MODULATED].tolist() == pytest.approx([sum(errors[2:]) / 2, sum(errors[:2]) / 2], rel=1e-4)
-    assert (row[:, MODULATED] > 0).all() and not torch.equal(row[:, MODULATED], row[:, STATIC])
+    static, by_changes = (found.error[0, :, units[0].choices.index(choice)] for choice in (STATIC, BY_CHANGES))
+    assert by_changes.tolist() == pytest.approx([sum(errors[2:]) / 2, sum(errors[:2]) / 2], rel=1e-4)
+    assert (by_changes > 0).all() and not torch.equal(by_changes, static)
 
 
 def auto_recipe(folder, attention="auto", modiff="auto", plan=None, **layers):

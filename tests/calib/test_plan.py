@@ -17,10 +17,11 @@ from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.calibrate import sites_to_convert
+from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
-from trtconvert.calib.knapsack import fastest_plan
+from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.plan import search_plan, site_scalings
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
@@ -29,8 +30,10 @@ from trtconvert.models.denoiser import intercepted
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, PlanSection
 
-SITES = ["a", "b"]
+SITES = {"a": "dynamic", "b": "dynamic"}
+"""Sites and their scalings."""
 BINS = 2
+ONE_FORM = [["dense"] * len(Mode)] * len(SITES)
 
 
 def random_choices(seed):
@@ -45,8 +48,7 @@ def random_choices(seed):
 @pytest.mark.parametrize("limit", [1e-3, 0.5, 1.5, 10.0])
 def test_no_plan_within_the_limit_is_faster(seed, limit):
     cost, time = random_choices(seed)
-    plan = fastest_plan(SITES, cost, time, limit)
-    chosen = torch.stack([plan[site] for site in SITES]).long()[..., None]
+    chosen = fastest(cost, time, limit, ONE_FORM)[..., None]
     assert cost.gather(-1, chosen).sum() <= limit * (1 + 1e-6)
     feasible = [
         sum(time[s, t, modes[s * BINS + t]] for s in range(2) for t in range(BINS))
@@ -59,8 +61,8 @@ def test_no_plan_within_the_limit_is_faster(seed, limit):
 def test_limits_far_from_one_are_kept():
     cost, time = random_choices(0)
     for scale in (1e-9, 1e9):
-        plan = fastest_plan(SITES, cost * scale, time, 0.5 * scale)
-        assert all(torch.equal(plan[s], fastest_plan(SITES, cost, time, 0.5)[s]) for s in SITES)
+        scaled = fastest(cost * scale, time, 0.5 * scale, ONE_FORM)
+        assert torch.equal(scaled, fastest(cost, time, 0.5, ONE_FORM))
 
 
 def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
@@ -72,7 +74,7 @@ def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
         return solve(*given, **options)
 
     monkeypatch.setattr(scipy.optimize, "milp", noisy)
-    fastest_plan(SITES, *random_choices(0), 0.5)
+    fastest(*random_choices(0), 0.5, ONE_FORM)
     print("result", flush=True)
     found = capfd.readouterr()
     assert found.out == "result\n" and "of the solver" in found.err
@@ -90,19 +92,21 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
     seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0, fp8], [8.0, 7.0, 5.0, 4.0, fp8]], dtype=torch.float64)
     seen = torch.tensor(steps, dtype=torch.float64)
     cost = cost * (seen > 0)[:, None]
-    sensitivity = Sensitivity(SITES, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), seen)
+    units = attention_units(SITES, allowed)
+    sensitivity = Sensitivity(units, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), seen)
     kinds = (("psnr", True), ("lpips", False))
     measures = [
         Measure(name, lambda *_: 0.0, higher, limit) for (name, higher), limit in zip(kinds, budget, strict=False)
     ]
 
     def measure(plan):
-        chosen = torch.stack([plan[site] for site in SITES])
+        chosen = torch.stack([plan.attention[site].modes for site in SITES])
         error = 3 * float((cost * 1e-3).gather(-1, chosen.long()[..., None]).sum())
         psnr = 150.0 if error == 0 else float(-10 * torch.tensor(error).log10())
         return {"psnr": psnr, "lpips": distance if (chosen == Mode.AGGRESSIVE).any() else 0.0}
 
-    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), measures, measure, allowed)
+    times = list(seconds[:, None].expand(-1, BINS, -1))
+    points = search_plan(sensitivity, times, compute_sigma_schedule(1000, "linear"), measures, measure)
     return Frontier(gpu="", date="", limits=limits(measures), points=points)
 
 
@@ -258,11 +262,13 @@ def old_table(path, *, fp8=()):
 def test_a_table_without_fp8_serves_plans_without_it(tmp_path):
     shapes = [AttentionShape(1, 8, 4096, 4096, dim) for dim in (64, 128)]
     old = KernelCost.load(old_table(tmp_path / "old.json"), ALWAYS_MEASURED)
-    assert old.table(shapes).isinf().tolist() == [[mode == Mode.FP8 for mode in Mode]] * 2
+    assert [math.isinf(old.seconds(shape, mode)) for shape in shapes for mode in Mode] == [
+        m == Mode.FP8 for m in Mode
+    ] * 2
     part = KernelCost.load(old_table(tmp_path / "part.json", fp8=(128,)))
-    assert part.table(shapes)[:, Mode.FP8].isfinite().tolist() == [False, True]
+    assert [math.isfinite(part.seconds(shape, Mode.FP8)) for shape in shapes] == [False, True]
     new = KernelCost.load(old_table(tmp_path / "new.json", fp8=(40, 64, 128)), tuple(Mode))
-    assert new.table(shapes).isfinite().all()
+    assert all(math.isfinite(new.seconds(shape, mode)) for shape in shapes for mode in Mode)
     for name, got in (("old", "no times of fp8 at head size 40"), ("part", "no times of fp8 at head size 40")):
         with pytest.raises(UserError, match=rf"{name}\.json cannot price a mode") as refused:
             KernelCost.load(tmp_path / f"{name}.json", (Mode.FP16, Mode.FP8))
@@ -312,9 +318,8 @@ def test_scales_are_measured_where_that_is_no_slower():
     costs = KernelCost(timed({256: 256e-8 * 0.99, 4096: 4096e-8 * 0.9}))  # a percent is noise
     assert [costs.scaling(shape, [Mode.FP16, Mode.BALANCED]) for shape in shapes] == ["dynamic", "calibrated"]
     assert [costs.scaling(shape, [Mode.PRECISION, Mode.AGGRESSIVE]) for shape in shapes] == ["dynamic", "dynamic"]
-    assert costs.table([shapes[1]] * 2, ["dynamic", "calibrated"])[:, Mode.BALANCED].tolist() == pytest.approx(
-        [4096e-8, 4096e-8 * 0.9]
-    )
+    both = [costs.seconds(shapes[1], Mode.BALANCED, scaling) for scaling in ("dynamic", "calibrated")]
+    assert both == pytest.approx([4096e-8, 4096e-8 * 0.9])
 
 
 @pytest.mark.parametrize(
@@ -349,16 +354,18 @@ def test_sensitivities_are_the_errors_that_single_choices_make(digits):
     chosen = {name: tables[name] for name in ("blocks.1.attn", "blocks.4.attn")}
     sites = Int8Sites(chosen, digits.timestep_max, "calibrated", True)
     calls = []
-    measured = measure_sensitivity(digits, sites, BINS, seeds=range(4), steps=4, done=lambda: calls.append(1))
+    scalings = dict.fromkeys(chosen, "calibrated")
+    measured = measure_sensitivity(
+        digits, attention_units(scalings, Mode), sites, BINS, seeds=range(4), steps=4, done=lambda: calls.append(1)
+    )
     assert len(calls) == 4 + BINS
     assert not measured.error[..., Mode.FP16].any()
     assert (measured.error[..., Mode.PRECISION :] > 0).all() and (measured.gain > 0).all()
     assert measured.steps.sum() == 1
 
     # What is not asked for is not measured, and never chosen.
-    some = measure_sensitivity(
-        digits, sites, BINS, modes=[Mode.FP16, Mode.BALANCED], seeds=range(4), steps=4, done=lambda: None
-    )
+    units = attention_units(scalings, [Mode.FP16, Mode.BALANCED])
+    some = measure_sensitivity(digits, units, sites, BINS, seeds=range(4), steps=4, done=lambda: None)
     assert torch.equal(some.error[..., Mode.BALANCED], measured.error[..., Mode.BALANCED])
     assert some.cost().isfinite().all((0, 1)).tolist() == [mode in (Mode.FP16, Mode.BALANCED) for mode in Mode]
 

@@ -12,7 +12,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.calib import probes
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
-from trtconvert.calib.candidates import LAYERS_OF, candidates_of
+from trtconvert.calib.candidates import attention_units, candidates_of
 from trtconvert.calib.layer_plan import SearchedLayers
 from trtconvert.calib.probes import Probes
 from trtconvert.calib.sensitivity import measure_sensitivity
@@ -34,7 +34,7 @@ class NoBar:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """The digits model, its sites in INT8, its groups of layers, and what `measure_sensitivity` takes of them."""
+    """The digits model, its sites in INT8, and its groups of layers."""
     recipe = load_recipe(REPOSITORY / "recipes/digits-dit.yaml")
     model = digits_model(REPOSITORY / "recipes/digits-dit.safetensors")
     recipe = recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"modes": "auto"})})
@@ -49,6 +49,10 @@ def digits(tmp_path_factory):
     return model, sites, layers
 
 
+def units_of(sites, layers, modes):
+    return [*attention_units(dict.fromkeys(sites.tables, "dynamic"), modes), *layers.groups]
+
+
 def ranks(x: torch.Tensor) -> torch.Tensor:
     return x.argsort().argsort().double()
 
@@ -56,8 +60,8 @@ def ranks(x: torch.Tensor) -> torch.Tensor:
 def test_probes_rank_as_one_forward_for_each_candidate_does(digits):
     model, sites, layers = digits
     measure = partial(
-        measure_sensitivity, model, sites, BINS, layers=layers.int8, groups=layers.names, layer_modes=layers.modes,
-        seeds=SEEDS, steps=STEPS, done=lambda: None,
+        measure_sensitivity, model, units_of(sites, layers, Mode), sites, BINS, layers=layers.int8, seeds=SEEDS, steps=STEPS,
+        done=lambda: None,
     )  # fmt: skip
     exact, estimated = measure(method="exact").error, measure(method="probes").error
     assert torch.equal(exact.isnan(), estimated.isnan())
@@ -69,25 +73,19 @@ def test_probes_rank_as_one_forward_for_each_candidate_does(digits):
     assert 0.8 < (y - x).exp().median() < 1.25
 
 
-def without_rows(every):
-    """Candidates without their rows."""
-    return [candidate for _, candidate in every]
-
-
 @pytest.fixture
 def call(digits):
     """One call of the digits model: inputs by name, and all candidates."""
     model, sites, layers = digits
-    found = candidates_of(model, sites, [Mode.AGGRESSIVE], layers.int8, layers.names, layers.modes, {}, ())
-    every = [(row, candidate) for row, of_row in enumerate(found.values()) for candidate in of_row]
-    inputs = model.example(3, {name: 6 for name in model.dims})
-    return model, every, inputs, list(found)
+    units = units_of(sites, layers, [Mode.FP16, Mode.AGGRESSIVE])
+    every = candidates_of(model, units, sites, layers.int8, {})
+    return model, every, model.example(3, {name: 6 for name in model.dims})
 
 
 def test_the_output_is_the_models_own(call):
-    model, every, inputs, _ = call
+    model, every, inputs = call
     exact = intercepted(model, lambda one: one.exact())
-    output, errors = Probes(model, without_rows(every), draws=4).errors(exact, inputs)
+    output, errors = Probes(model, every, draws=4).errors(exact, inputs)
     with torch.no_grad():
         assert torch.equal(output, exact(**inputs))
     assert not output.requires_grad
@@ -95,10 +93,10 @@ def test_the_output_is_the_models_own(call):
 
 
 def test_samples_in_chunks_are_those_together(call):
-    model, every, inputs, _ = call
+    model, every, inputs = call
     exact = intercepted(model, lambda one: one.exact())
-    together = Probes(model, without_rows(every), draws=4096)
-    chunked = Probes(model, without_rows(every), draws=4096)
+    together = Probes(model, every, draws=4096)
+    chunked = Probes(model, every, draws=4096)
     chunked._chunk = 2
     whole, parts = together.errors(exact, inputs), chunked.errors(exact, inputs)
     torch.testing.assert_close(whole[0], parts[0])
@@ -108,16 +106,16 @@ def test_samples_in_chunks_are_those_together(call):
 
 def test_layers_of_a_group_change_the_prediction_together(call, monkeypatch):
     monkeypatch.setattr(probes, "MOST_PROBES", 64)
-    model, every, inputs, rows = call
-    groups = [(row, candidate) for row, candidate in every if rows[row].startswith(LAYERS_OF)]
-    assert groups and all(candidate.of_layers for _, candidate in groups)
+    model, every, inputs = call
+    groups = [candidate for candidate in every if candidate.unit.kind == "layer"]
+    assert groups
     exact = intercepted(model, lambda one: one.exact())
     with torch.no_grad():
         expected = exact(**inputs)
         alone = [
             (intercepted(model, *candidate.handlers())(**inputs) - expected).square().flatten(1).mean(1).mean()
-            for _, candidate in groups
+            for candidate in groups
         ]
-    _, errors = Probes(model, without_rows(groups), draws=4096).errors(exact, inputs)
+    _, errors = Probes(model, groups, draws=4096).errors(exact, inputs)
     ratios = torch.stack([error.mean() for error in errors]) / torch.stack(alone)
     assert ratios.min() > 0.5 and ratios.max() < 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ from torch import Tensor
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.sites import Site
-from trtconvert.calib.cost import AttentionShape, KernelCost, priced
-from trtconvert.calib.knapsack import Plan
-from trtconvert.calib.sensitivity import Sensitivity, choice_of
-from trtconvert.linear.modes import LayerMode
+from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.quant.decision import Decision, Unit
 from trtconvert.recipe import PlanSection
 
 
@@ -22,84 +21,64 @@ def stated_blocks(
     share: float,
     section: PlanSection,
     sites: Iterable[Site],
-    modes: Mapping[str, Tensor],
+    decisions: Mapping[str, Decision],
     blocks: Mapping[str, SiteBlocks],
     batch: int,
     calls: Sequence[int],
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The shares of attention that each site loses per timestep bin where a recipe states one share for all.
+) -> tuple[dict[str, Decision], dict[str, str]]:
+    """Decisions about sites of which some get block masks, where a recipe states one share of attention for all.
 
     Args:
-        share: that the recipe states; sites, modes: that are converted, and [T] their modes; batch: for which times are taken.
+        share: that the recipe states; sites, decisions: that are converted, without masks; batch: for which times are taken.
         calls: [T] of the denoiser that the calibration saw in each bin. Bins without any decide nothing: one of two denoisers
             never comes to the other's.
     Returns:
-        The shares of the sites that get block masks, and why others of `blocks` get none: where most blocks are needed, going
-        through them by a mask takes longer.
+        All decisions, and why some sites of `blocks` get no mask: where most blocks are needed, going through them by a mask
+        takes longer.
     Raises:
         UserError: as `KernelCost.load`.
     """
     cost = KernelCost.load(section.kernel_cost, masks=True)
-    chosen, dense = {}, {}
+    found, dense = dict(decisions), {}
     for site in sites:
         if (of_site := blocks.get(site.name)) is None:
             continue
-        shape, rows = AttentionShape.of(site, batch), [Mode(int(mode)) for mode in modes[site.name]]
-        densities = of_site.density([share] * len(rows))
+        shape, choices = AttentionShape.of(site, batch), decisions[site.name].choices
+        modes = [Mode(choice.mode) for choice in choices]
+        densities = of_site.density([share] * len(modes))
         # Of a mode that nobody measured, as FP8 in older tables, the time of another serves: it is the ratio that decides.
         seconds = [
             min(cost.seconds(shape, mode), cost.seconds(shape, Mode.FP16)) * n
-            for mode, n in zip(rows, calls, strict=True)
+            for mode, n in zip(modes, calls, strict=True)
         ]
-        masked = [s * cost.masked_ratio(shape, m, d) for s, m, d in zip(seconds, rows, densities, strict=True)]
+        masked = [s * cost.masked_ratio(shape, m, d) for s, m, d in zip(seconds, modes, densities, strict=True)]
         if sum(masked) < sum(seconds):
-            chosen[site.name] = [share if density < 1 else 0.0 for density in densities]
+            masks = (share if density < 1 else 0.0 for density in densities)
+            behind = tuple(replace(choice, mask_share=mask) for choice, mask in zip(choices, masks, strict=True))
+            found[site.name] = replace(found[site.name], choices=behind)
         else:
             needed = sum(d * n for d, n in zip(densities, calls, strict=True)) / sum(calls)
             dense[site.name] = f"{needed:.0%} of its blocks are needed, too many to gain time"
-    return chosen, dense
+    return found, dense
 
 
-def seconds_of_choices(
-    cost: KernelCost,
-    shape: AttentionShape,
-    seconds: Tensor,
-    blocks: SiteBlocks | None,
-    shares: Sequence[float],
-    bins: int,
+def attention_seconds(
+    cost: KernelCost, shape: AttentionShape, unit: Unit, blocks: SiteBlocks | None, bins: int
 ) -> Tensor:
-    """[T, choices] time of a site in each choice of a mode and a level, see `Sensitivity`; infinite at levels of a site without
-    blocks, and where a share leaves none out.
-
-    Args:
-        seconds: [modes] of a call without a mask.
-    """
-    found = dense_choices(seconds, len(shares), bins)
-    if blocks is None:
-        return found
-    places = [blocks.shares.index(share) for share in shares]
-    densities = blocks.densities()[:, places]
-    for mode in Mode:
-        for level in range(1, len(shares) + 2):
-            for index in range(bins):
-                density = float(densities[index, level - 1]) if level <= len(shares) else 1.0
-                if density < 1 or level > len(shares):
-                    ratio = cost.masked_ratio(shape, mode, density)
-                    found[index, choice_of(mode, level)] = seconds[mode] * ratio
-    return found
-
-
-def dense_choices(seconds: Tensor, shares: int, bins: int) -> Tensor:
-    """[modes] → [T, choices], infinite at all levels but `DENSE`."""
-    levels = seconds.new_full((bins, len(Mode) * (shares + 1)), math.inf)
-    return torch.cat([seconds.expand(bins, -1), levels], 1)
-
-
-def sparse_rows(plan: Plan, shares: Sequence[float]) -> dict[str, list[float]]:
-    """The shares of attention that the sites with block masks lose, per timestep bin."""
-    of_level = [0.0, *shares, 0.0]
-    levels = {site: (row // len(Mode)).tolist() for site, row in plan.items()}
-    return {site: [of_level[level] for level in row] for site, row in levels.items() if any(row)}
+    """[T, choices] time of a site in each of its choices; infinite in modes that were not measured, and where a share leaves no
+    block out."""
+    densities = {0.0: [1.0] * bins}
+    if blocks is not None:
+        densities |= dict(zip(blocks.shares, blocks.densities().T.tolist(), strict=True))
+    columns = []
+    for choice in unit.choices:
+        mode, share = Mode(choice.mode), choice.mask_share
+        ratios = [
+            1.0 if share is None else math.inf if share and density == 1 else cost.masked_ratio(shape, mode, density)
+            for density in densities[share or 0.0]
+        ]
+        columns.append([cost.seconds(shape, mode, unit.scaling) * ratio for ratio in ratios])
+    return torch.tensor(columns, dtype=torch.float64).T
 
 
 def density(
@@ -111,27 +90,3 @@ def density(
         for site, row in sparse.items()
     ]
     return 1 - sum(left_out) / sites
-
-
-def fixed_masks(
-    sensitivity: Sensitivity, time: Tensor, of_modes: Tensor, groups: Tensor, allowed: Collection[Mode]
-) -> dict[str, Plan]:
-    """Plans without a search that leave one share out at all sites that may, in the fastest mode that is allowed everywhere."""
-    modes = [mode for mode in priced(of_modes[~groups]) if mode in allowed]
-    mode = min(modes, key=lambda mode: float(of_modes[~groups, mode].sum()))
-    plans, last = {}, sensitivity.levels - 1
-    for level, share in enumerate(sensitivity.shares, 1):
-        plan = {}
-        for row, site in enumerate(sensitivity.sites):
-            of_site = torch.full(
-                (len(sensitivity.steps),), int(LayerMode.EXACT if groups[row] else mode), dtype=torch.int32
-            )
-            known = time[row, :, choice_of(mode, level)].isfinite()
-            if known.any() and not groups[row]:
-                of_site = torch.where(known, choice_of(mode, level), choice_of(mode, last)).int()
-                of_site[sensitivity.steps == 0] = choice_of(Mode.FP16, last)
-            elif not groups[row]:
-                of_site[sensitivity.steps == 0] = int(Mode.FP16)
-            plan[site] = of_site
-        plans[f"{mode.name.lower()} everywhere, {share:g} of attention left out"] = plan
-    return plans

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.calib.layer_observer import LayerObserver
-from trtconvert.calib.layer_plan import layer_modes
+from trtconvert.calib.layer_plan import stated_layers
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
 from trtconvert.diffusion_model import ModelComponent
 from trtconvert.errors import GateError, UserError
@@ -101,8 +101,8 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
         )
         for name, layers in readers.items()
     }
-    modes = layer_modes(section.model_copy(update={"modes": "static"}), chosen, 1)
-    tables = layer_tables(source.module, chosen, scales, modes)
+    stated = stated_layers(section.model_copy(update={"modes": "static"}), chosen, 1)
+    tables = layer_tables(source.module, chosen, scales, {name: decision.modes for name, decision in stated.items()})
     decibels = _decibels(source, tables)
     by_quality = sorted(chosen, key=lambda layer: -decibels[layer.name])
     error, kept = math.inf, list[Layer]()

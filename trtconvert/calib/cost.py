@@ -6,12 +6,10 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
 from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import TILE
@@ -181,47 +179,35 @@ class KernelCost:
                 got=first_problem(error) if isinstance(error, ValidationError) else kind_and_first_line(error),
                 remedy="measure again on the GPU that the plan is for, or remove plan.kernel_cost",
             ) from error
-        if lacking := cost._lacking(candidates):
+
+        def refuse(what: str, expected: str, got: str, otherwise: str) -> NoReturn:
             raise UserError(
-                f"{path} cannot price a mode that the plan may choose",
-                expected="times of every mode among plan.candidates",
-                got=f"{lacking}, measured {cost.date} on an {cost.gpu}",
-                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or take "
-                "the mode out of plan.candidates",
+                f"{path} cannot price {what}",
+                expected=expected,
+                got=f"{got}, measured {cost.date} on an {cost.gpu}",
+                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or "
+                + otherwise,
             )
+
+        if lacking := cost._lacking(candidates):
+            expected = "times of every mode among plan.candidates"
+            refuse("a mode that the plan may choose", expected, lacking, "take the mode out of plan.candidates")
         of_layers = {mode for _, mode, _ in cost._layers}
         if unknown := [mode.name.lower() for mode in sorted(layer_candidates) if mode not in of_layers]:
-            raise UserError(
-                f"{path} cannot price the layers that the plan may choose",
-                expected="times of layers in 16 bits (exact) and in every mode among plan.layer_candidates",
-                got=f"none of layers {', '.join(unknown)}, measured {cost.date} on an {cost.gpu}",
-                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or state "
-                "layers.modes (off leaves layers in 16 bits)",
-            )
+            expected = "times of layers in 16 bits (exact) and in every mode among plan.layer_candidates"
+            otherwise = "state layers.modes (off leaves layers in 16 bits)"
+            refuse("the layers that the plan may choose", expected, f"none of layers {', '.join(unknown)}", otherwise)
         if of_convs and not any(mode == LayerMode.EXACT for _, mode, _ in cost._convs):
-            raise UserError(
-                f"{path} cannot price the convolutions that the plan may convert",
-                expected="times of convolutions behind group norms, in 16 bits (exact) and in INT8",
-                got=f"none in 16 bits, measured {cost.date} on an {cost.gpu}",
-                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or leave "
-                "convolutions out (layers.kinds: [linear], and layers.include without their names), or state layers.modes",
-            )
+            expected = "times of convolutions behind group norms, in 16 bits (exact) and in INT8"
+            otherwise = "leave convolutions out (layers.kinds: [linear], and layers.include without their names), or "
+            otherwise += "state layers.modes"
+            refuse("the convolutions that the plan may convert", expected, "none in 16 bits", otherwise)
         if masks and not cost._masked:
-            raise UserError(
-                f"{path} cannot price the block masks of attention.sparse",
-                expected="times of attention with block masks",
-                got=f"none, measured {cost.date} on an {cost.gpu}",
-                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or set "
-                "attention.sparse to off",
-            )
+            expected = "times of attention with block masks"
+            refuse("the block masks of attention.sparse", expected, "none", "set attention.sparse to off")
         if caches and cost._bandwidth is None:
-            raise UserError(
-                f"{path} cannot price the caches of layers.modiff: auto",
-                expected="the bandwidth of the GPU's memory",
-                got=f"none, measured {cost.date} on an {cost.gpu}",
-                remedy="run `trtconvert measure` on the GPU that the plan is for and give its file to plan.kernel_cost, or set "
-                "layers.modiff to true or false",
-            )
+            expected = "the bandwidth of the GPU's memory"
+            refuse("the caches of layers.modiff: auto", expected, "none", "set layers.modiff to true or false")
         return cost
 
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
@@ -303,17 +289,6 @@ class KernelCost:
         numbers = batch * layer.rows * (layer.in_channels + layer.out_channels)
         return self.layer_seconds(layer, batch, LayerMode.STATIC) + 2 * numbers * bytes_each / self._bandwidth
 
-    def table(self, shapes: Sequence[AttentionShape], scalings: Sequence[str] | None = None) -> Tensor:
-        """[len(shapes), modes] seconds, infinite in modes that were not measured.
-
-        Args:
-            scalings: of each shape, `dynamic` by default.
-        """
-        rows = zip(shapes, scalings or ["dynamic"] * len(shapes), strict=True)
-        return torch.tensor(
-            [[self.seconds(shape, mode, scaling) for mode in Mode] for shape, scaling in rows], dtype=torch.float64
-        )
-
 
 def _conv_flops(batch: int, height: int, width: int, in_channels: int, out_channels: int, kernel: int) -> float:
     """Operations of a convolution whose result is as large as its image."""
@@ -333,8 +308,3 @@ def _interpolated(work: float, points: Sequence[tuple[float, float]]) -> float:
     measured, times = (np.array(column) for column in zip(*points, strict=True))
     inside = float(np.exp(np.interp(np.log(work), np.log(measured), np.log(times))))
     return inside * max(1.0, work / measured[-1])
-
-
-def priced(seconds: Tensor) -> list[Mode]:
-    """Modes whose time is known at every site, which a plan may have everywhere."""
-    return [mode for mode in Mode if seconds[:, mode].isfinite().all()]

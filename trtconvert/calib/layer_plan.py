@@ -1,29 +1,26 @@
-"""Layers in plans: the modes that a recipe states, and groups of layers whose modes a search chooses."""
+"""Layers in plans: what a recipe states, and groups of layers about which a search decides."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trtconvert.attention.modes import Mode
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.candidates import LAYERS_OF, MODULATED
 from trtconvert.calib.cost import KernelCost
-from trtconvert.calib.knapsack import Plan
 from trtconvert.calib.layer_scales import layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
+from trtconvert.quant.decision import Choice, Decision, Unit
 from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import LayersSection
 
 
-def layer_modes(section: LayersSection, layers: Iterable[Layer], bins: int) -> Plan:
-    """The modes of layers that a recipe states; `auto` is STATIC, where no search decides.
+def stated_layers(section: LayersSection, layers: Iterable[Layer], bins: int) -> dict[str, Decision]:
+    """What a recipe states of layers; `auto` is STATIC, where no search decides.
 
     Args:
         layers: that are converted; none where they are off.
@@ -31,11 +28,8 @@ def layer_modes(section: LayersSection, layers: Iterable[Layer], bins: int) -> P
     if section.off:
         return {}
     names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
-    rows = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
-    plan = {}
-    for layer in layers:
-        plan[layer.name] = torch.tensor([_mode_of(layer, mode) for mode in rows], dtype=torch.int32)
-    return plan
+    modes = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
+    return {layer.name: Decision(tuple(Choice(_mode_of(layer, mode)) for mode in modes)) for layer in layers}
 
 
 def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
@@ -46,41 +40,31 @@ def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
 
 
 def layer_seconds(
-    cost: KernelCost, layers: Sequence[Layer], batch: int, modes: Collection[int], cache_bytes: int = 2
-) -> list[float]:
-    """Time of layers together in 16 bits and in each `LayerMode` of some, or `MODULATED`; infinite in others, up to as many as
-    attention has."""
+    cost: KernelCost, layers: Sequence[Layer], unit: Unit, batch: int, bins: int, cache_bytes: int = 2
+) -> Tensor:
+    """[T, choices] time of the layers of a unit together in each of its choices."""
 
-    def seconds(layer: Layer, mode: int) -> float:
-        if mode == MODULATED:
+    def seconds(layer: Layer, choice: Choice) -> float:
+        if choice.delta:
             return cost.modulated_seconds(layer, batch, cache_bytes)
-        return cost.layer_seconds(layer, batch, LayerMode(mode))
+        return cost.layer_seconds(layer, batch, LayerMode(choice.mode))
 
-    return [
-        sum(seconds(layer, mode) for layer in layers) if mode in (LayerMode.EXACT, *modes) else math.inf
-        for mode in range(len(Mode))
-    ]
-
-
-def layer_row(row: Tensor) -> Tensor:
-    """[T] `LayerMode` of a group's row, in which `MODULATED` is static."""
-    return row.masked_fill(row == MODULATED, int(LayerMode.STATIC))
+    row = [sum(seconds(layer, choice) for layer in layers) for choice in unit.choices]
+    return torch.tensor(row, dtype=torch.float64).expand(bins, -1)
 
 
 @dataclass(frozen=True)
 class SearchedLayers:
-    """Layers in a search: groups of those that read one tensor, whose modes it chooses, and others, whose modes are stated.
+    """Layers in a search.
 
     Attributes:
-        groups: the layers, by the first one that reads their tensor.
-        modes: that each group may have beside `LayerMode.EXACT`, `MODULATED` among them where it may quantise changes.
-        fixed: layer: [T] `LayerMode` of the others.
+        groups: units about which it decides, each with its layers, which read one tensor.
+        stated: decisions about the others.
         int8: all of them in INT8, with the scales of those that may quantise changes.
     """
 
-    groups: dict[str, list[Layer]]
-    modes: dict[str, set[int]]
-    fixed: Plan
+    groups: dict[Unit, list[Layer]]
+    stated: dict[str, Decision]
     int8: Int8Layers
 
     @staticmethod
@@ -104,58 +88,26 @@ class SearchedLayers:
             for layer in layers
             if section.modiff == "auto" and (scale := calibration.layers[layer.source].change_scale) is not None
         }
-        exact = {
-            layer.name
-            for layer in layers
-            if section.modes == "auto" and layer.name in slow and layer.name not in change_scales
-        }
+        auto = section.modes == "auto"
+        exact = [layer.name for layer in layers if auto and layer.name in slow and layer.name not in change_scales]
         layers = [layer for layer in layers if layer.name not in exact]
-        stated = layer_modes(section, layers, bins)
-        groups: dict[str, list[Layer]] = {}
+        stated = stated_layers(section, layers, bins)
+        modes = {name: decision.modes for name, decision in stated.items()}
+        tables = layer_tables(model.denoiser, layers, calibration.layers, modes)
+        readers: dict[str, list[Layer]] = {}
         for layer in layers:
-            if section.modes == "auto" and not layer.weight_only:
-                groups.setdefault(layer.source, []).append(layer)
-        modes = {
-            source: {int(_mode_of(members[0], mode)) for mode in allowed if mode != LayerMode.EXACT}
-            | ({MODULATED} if members[0].name in change_scales else set())
-            for source, members in groups.items()
-        }
-        searched = {layer.name for members in groups.values() for layer in members}
-        tables = layer_tables(model.denoiser, layers, calibration.layers, stated)
+            if auto and not layer.weight_only:
+                readers.setdefault(layer.source, []).append(layer)
+                del stated[layer.name]
+        groups = {}
+        for source, members in readers.items():
+            names = tuple(layer.name for layer in members)
+            in_int8 = sorted({_mode_of(members[0], mode) for mode in allowed if mode != LayerMode.EXACT})
+            by_changes = [Choice(LayerMode.STATIC, delta=True)] if names[0] in change_scales else []
+            choices = (Choice(LayerMode.EXACT), *map(Choice, in_int8), *by_changes)
+            groups[Unit("layer", source, names, choices)] = members
         return SearchedLayers(
             groups,
-            modes,
-            {name: row for name, row in stated.items() if name not in searched}
-            | {name: torch.zeros(bins, dtype=torch.int32) for name in exact},
+            stated | dict.fromkeys(exact, Decision((Choice(LayerMode.EXACT),) * bins)),
             Int8Layers(tables, model.timestep_max, change_scales, model.timesteps_fall),
         )
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """The names of each group's layers."""
-        return {source: [layer.name for layer in members] for source, members in self.groups.items()}
-
-    def seconds(self, cost: KernelCost, batch: int, cache_bytes: int) -> Tensor:
-        """[G, modes] time of each group, see `layer_seconds`."""
-        rows = [
-            layer_seconds(cost, members, batch, self.modes[source], cache_bytes)
-            for source, members in self.groups.items()
-        ]
-        return torch.tensor(rows, dtype=torch.float64).view(-1, len(Mode))
-
-    def in_plan(self, plan: Plan) -> Int8Layers:
-        """How the layers that a plan converts compute. Their caches, if any, are empty."""
-        int8 = self.int8
-        tables, scales = {name: int8.tables[name] for name, row in self.fixed.items() if row.any()}, {}
-        for source, members in self.names.items():
-            row = plan[LAYERS_OF + source]
-            if row.any():
-                tables |= {name: int8.tables[name].with_modes(layer_row(row)) for name in members}
-            if (row == MODULATED).all():
-                scales |= {name: int8.change_scales[name] for name in members}
-        return Int8Layers(tables, int8.timestep_max, scales, int8.falls)
-
-    def rows(self, of_groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """The modes of each layer, given those of the groups."""
-        fixed = {name: row.tolist() for name, row in self.fixed.items()}
-        return fixed | {name: of_groups[source] for source, members in self.names.items() for name in members}

@@ -77,9 +77,9 @@ class Probes:
         self._model, self._candidates, self._draws = model, candidates, draws
         self._of_name: dict[str, list[int]] = {}
         for number, candidate in enumerate(self._candidates):
-            for name in candidate.names:
+            for name in candidate.unit.members:
                 self._of_name.setdefault(name, []).append(number)
-        self._with_layers = any(candidate.of_layers for candidate in self._candidates)
+        self._with_layers = any(candidate.unit.kind == "layer" for candidate in self._candidates)
         self._chunk = 0  # rows that fit the device's memory, once a chunk did not
         self._generator = torch.Generator().manual_seed(0)
 
@@ -90,7 +90,7 @@ class Probes:
         by_sample = {s.name for s in self._model.inputs if s.shape and s.shape[0] == spec.shape[0]}
         by_sample &= {name for name, x in given.items() if x.dim() and x.shape[0] == samples}
         outputs, errors = [], []
-        stateful = any(candidate.keeps_state for candidate in self._candidates)
+        stateful = any(candidate.choice.delta for candidate in self._candidates)
         start = 0
         while start < samples:
             # Candidates with caches see all samples in one call.
@@ -142,7 +142,7 @@ class Probes:
             kept = {}
             with torch.no_grad():
                 for number in numbers:
-                    if self._candidates[number].keeps_state:
+                    if self._candidates[number].choice.delta:
                         kept[number] = own_channels(self._candidates[number].output(call), output) - output
             inputs = (call.q, call.k, call.v) if isinstance(call, SiteCall) else (call.x,)
             bare = _without_tensors(call)

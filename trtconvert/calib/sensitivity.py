@@ -9,96 +9,82 @@ one another) the plan's search settles by sampling, see `plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
-from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
-from trtconvert.calib.candidates import Candidate, candidates_of, error_columns
+from trtconvert.calib.candidates import Candidate, candidates_of
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.denoiser import intercepted
+from trtconvert.quant.decision import Choice, Unit
 from trtconvert.quant.forward import Int8Layers, Int8Sites
-
-DENSE = 0
-"""The level of a site without block masks; those of `Sensitivity.shares` follow."""
-
-
-def choice_of(mode: int, level: int) -> int:
-    """A mode and a level as one number, among the choices of a site and timestep bin."""
-    return level * len(Mode) + mode
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """S sites and groups of layers, T timestep bins.
-
-    A choice is a mode and a level, see `choice_of`. Levels are `DENSE`, the shares of attention that a block mask may lose, and
-    all blocks by a mask, which sites with masks have in bins that need them all. Without shares there is one level.
+    """S units, T timestep bins, and as many choices as the unit with the most has.
 
     Attributes:
-        sites: names, in the order of the first axis; those of groups begin with `LAYERS_OF`.
-        error: [S, T, choices] mean squared error at the denoiser's output when one site alone runs in each `Mode`, or one group
-            of layers in each `LayerMode`, or `MODULATED`; zero for FP16, NaN for modes that were not measured. At a level, that
-            of exact attention with the mask besides: errors of rounding and of what is left out add up.
+        units: in the order of the first axis.
+        error: [S, T, choices] mean squared error at the denoiser's output when one unit alone takes each of its choices; NaN for
+            what was not measured, and behind the last choice of a unit with fewer.
         gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
         steps: [T] share of the denoising steps that fall into each bin.
-        shares: of attention, of the levels between.
     """
 
-    sites: list[str]
+    units: Sequence[Unit]
     error: Tensor
     gain: Tensor
     steps: Tensor
-    shares: tuple[float, ...] = ()
-
-    @property
-    def levels(self) -> int:
-        """How many there are."""
-        return len(self.shares) + 2 if self.shares else 1
 
     def cost(self) -> Tensor:
         """[S, T, choices] squared error that each choice is modelled to add to the final samples.
 
-        FP16 of all blocks adds nothing, whatever the gain. What was not measured costs infinity: modes that were left out, any
-        other choice in a bin that no step fell into, and what gave a NaN or Inf.
+        Exact choices add nothing, whatever the gain. What no search may take costs infinity, and so does what was not measured:
+        modes that were left out, any other choice in a bin that no step fell into, and what gave a NaN or Inf. But a layer is
+        INT8 in all bins or in none: a bin that no step fell into costs it nothing and decides nothing.
         """
         cost = (self.error * self.gain[:, None]).nan_to_num(nan=math.inf, posinf=math.inf)
-        cost[:, self.steps == 0] = math.inf
-        for level in {DENSE, self.levels - 1}:
-            cost[..., choice_of(Mode.FP16, level)] = 0
+        unseen = self.steps == 0
+        cost[:, unseen] = math.inf
+        for row, unit in enumerate(self.units):
+            if unit.kind == "layer":
+                known = self.error[row].isfinite().any(0)
+                cost[row, unseen] = torch.where(known, 0.0, cost[row, unseen])
+            for column, choice in enumerate(unit.choices):
+                if choice.exact:
+                    cost[row, :, column] = 0
+                elif choice in unit.compared:
+                    cost[row, :, column] = math.inf
         return cost
 
 
 def measure_sensitivity(
     model: DiffusionModel,
+    units: Sequence[Unit],
     sites: Int8Sites,
     bins: int,
     *,
-    modes: Collection[Mode] = tuple(Mode),
     layers: Int8Layers | None = None,
-    groups: Mapping[str, Collection[str]] | None = None,
-    layer_modes: Mapping[str, Collection[int]] | None = None,
     blocks: Mapping[str, SiteBlocks] | None = None,
-    shares: Sequence[float] = (),
     seeds: range,
     steps: int,
     done: Callable[[], None],
     method: str = "exact",
 ) -> Sensitivity:
-    """Measure each site or group of layers in each mode on the model's own trajectories.
+    """Measure each unit in each of its choices on the model's own trajectories.
 
     Args:
+        units: of these sites and layers.
         sites: their modes do not matter.
-        modes: to measure.
-        layers: their modes do not matter either; groups: their names, by the first layer that reads the same tensor.
-        layer_modes: to measure, of each group, `MODULATED` among them, which needs scales of changes, and keeps caches from step
-            to step.
-        blocks: of the sites that may have block masks; shares: of attention that may be lost.
+        layers: their modes do not matter either. Those that may quantise changes have scales of changes, and keep caches from
+            step to step.
+        blocks: of the sites that may have block masks.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
         done: called `steps + bins + 1` times.
@@ -106,17 +92,11 @@ def measure_sensitivity(
             own output and carries random projections of the prediction back to it, see `Probes`: its cost does not grow with the
             number of sites. "auto" is "exact" for up to `MOST_EXACT` candidates.
     """
-    found = candidates_of(model, sites, modes, layers, groups or {}, layer_modes or {}, blocks or {}, shares)
-    rows = list(found)
-    squared = torch.full((len(rows), bins, error_columns(shares)), math.nan, dtype=torch.float64)
-    for row, of_row in enumerate(found.values()):
-        squared[row, :, [0, *(candidate.column for candidate in of_row)]] = 0
-    every = [(row, candidate) for row, of_row in enumerate(found.values()) for candidate in of_row]
+    candidates = candidates_of(model, units, sites, layers, blocks or {})
+    squared = torch.zeros(len(candidates), bins, dtype=torch.float64)
     exact = intercepted(model, lambda call: call.exact())
-    bins_of = _bins_of_calls(model, bins)
     visits = torch.zeros(bins, dtype=torch.float64)
-    candidates = [candidate for _, candidate in every]
-    by_probes = method == "probes" or (method == "auto" and len(every) > MOST_EXACT)
+    by_probes = method == "probes" or (method == "auto" and len(candidates) > MOST_EXACT)
     measure = (
         Probes(model, candidates, draws=DRAWS * bins / steps).errors if by_probes else _one_at_a_time(model, candidates)
     )
@@ -125,20 +105,18 @@ def measure_sensitivity(
         """The exact output; on the way, the errors of all single choices."""
         given = model.named(inputs, named)
         output, errors = measure(exact, given)
-        index = bins_of(inputs, named, len(output)).cpu()
+        index = _bins_of(model, bins, given, len(output)).cpu()
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        # [candidates, B] in one transfer: nothing waits for single candidates.
-        of_samples = torch.stack(errors).double().cpu() if errors else torch.zeros(0, len(index))
-        for (row, candidate), error in zip(every, of_samples, strict=True):
-            squared[row, :, candidate.column].index_add_(0, index, error)
+        if errors:  # [candidates, B] in one transfer: nothing waits for single candidates
+            squared.index_add_(1, index, torch.stack(errors).double().cpu())
         done()
         return output
 
     with torch.no_grad():
         samples = model.sample(watched, seeds, steps=steps, solver="ddim")
-        error = _of_choices(squared / visits.clamp_min(1)[:, None], len(shares))
+        error = _of_choices(units, candidates, squared / visits.clamp_min(1))
         gain = _gains(model, exact, samples, error, visits, seeds, steps, done)
-    return Sensitivity(rows, error, gain, visits / visits.sum(), tuple(shares))
+    return Sensitivity(units, error, gain, visits / visits.sum())
 
 
 MOST_EXACT = 64
@@ -164,13 +142,19 @@ def _one_at_a_time(model: DiffusionModel, candidates: Sequence[Candidate]) -> Me
     return measure
 
 
-def _of_choices(error: Tensor, shares: int) -> Tensor:
-    """[…, modes + shares] errors of modes and of masks → […, choices], see `Sensitivity`."""
-    of_modes, of_masks = error.split([len(Mode), shares], -1)
-    masked = [of_modes + of_masks[..., [level]] for level in range(shares)]
-    # The last level computes what DENSE does, of the sites that have levels.
-    last = [of_modes + 0 * of_masks[..., :1]] if shares else []
-    return torch.cat([of_modes, *masked, *last], -1)
+def _of_choices(units: Sequence[Unit], candidates: Sequence[Candidate], errors: Tensor) -> Tensor:
+    """[candidates, T] → [S, T, choices], see `Sensitivity`: errors of rounding and of what a mask leaves out add up."""
+    measured: dict[tuple[Unit, Choice], Tensor] = {
+        (candidate.unit, candidate.choice): error for candidate, error in zip(candidates, errors, strict=True)
+    }
+    most = max(len(unit.choices) for unit in units)
+    found = errors.new_full((len(units), errors.shape[1], most), math.nan)
+    for row, unit in enumerate(units):
+        for column, choice in enumerate(unit.choices):
+            if all((unit, part) in measured for part in choice.parts):
+                parts = [measured[unit, part] for part in choice.parts]
+                found[row, :, column] = sum(parts, torch.zeros(errors.shape[1]))
+    return found
 
 
 def _gains(
@@ -185,7 +169,6 @@ def _gains(
 ) -> Tensor:
     """Disturb the output in one bin at a time with noise as large as all sites' errors, and look at the samples."""
     bins = len(visits)
-    bins_of = _bins_of_calls(model, bins)
     gain = torch.zeros(bins, dtype=torch.float64)
     for index in range(bins):
         variance = float(error[:, index].nan_to_num(posinf=0.0).amax(-1).sum())
@@ -194,7 +177,7 @@ def _gains(
 
             def disturbed(*inputs: Tensor, index: int = index, std: float = variance**0.5, **named: Tensor) -> Tensor:
                 output = exact(*inputs, **named)
-                here = bins_of(inputs, named, len(output)) == index
+                here = _bins_of(model, bins, model.named(inputs, named), len(output)) == index
                 noise = torch.randn(output.shape, generator=generator) * std  # noqa: B023 (used within the iteration)
                 return output + noise.to(output) * here.to(output.device).view(-1, *[1] * (output.dim() - 1))
 
@@ -204,14 +187,6 @@ def _gains(
     return gain
 
 
-def _bins_of_calls(
-    model: DiffusionModel, bins: int
-) -> Callable[[tuple[Tensor, ...], Mapping[str, Tensor], int], Tensor]:
-    """What gives the timestep bin of every element of a denoiser call."""
-    names = [spec.name for spec in model.inputs]
-
-    def bins_of(inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], batch: int) -> Tensor:
-        timestep = (dict(zip(names, inputs, strict=False)) | dict(named))[model.timestep_input]
-        return timestep_bin(timestep.reshape(-1).expand(batch), model.timestep_max, bins)
-
-    return bins_of
+def _bins_of(model: DiffusionModel, bins: int, given: Mapping[str, Tensor], batch: int) -> Tensor:
+    """[B] the timestep bin of every element of a denoiser call, of inputs by name."""
+    return timestep_bin(given[model.timestep_input].reshape(-1).expand(batch), model.timestep_max, bins)

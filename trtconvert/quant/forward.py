@@ -23,6 +23,7 @@ from trtconvert.linear import kernel as layer_kernel
 from trtconvert.linear import reference as linear
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import LayerCall, LayerHandler
+from trtconvert.quant.decision import Decision
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
 """Types of activations that the kernels take."""
@@ -108,6 +109,13 @@ class Int8Layers:
     def to(self, device: torch.device | str) -> Int8Layers:
         """The same layers with tables on a device, and empty caches."""
         return replace(self, tables={name: of.to(device) for name, of in self.tables.items()})
+
+    def in_plan(self, decisions: Mapping[str, Decision]) -> Int8Layers:
+        """The layers that a plan converts, of these, with its modes and empty caches."""
+        converted = {name: decision for name, decision in decisions.items() if decision.modes.any()}
+        tables = {name: self.tables[name].with_modes(decision.modes) for name, decision in converted.items()}
+        scales = {name: self.change_scales[name] for name, decision in converted.items() if decision.delta}
+        return replace(self, tables=tables, change_scales=scales)
 
     def reset_cache(self) -> None:
         """All samples begin anew in the next call."""

@@ -1,0 +1,89 @@
+"""Plans without a search: what a recipe states or noise levels rule, and what a search compares its own plans with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.schedules import sigma_rule_modes
+from trtconvert.linear.modes import LayerMode
+from trtconvert.quant.decision import Choice, Decision, Unit
+from trtconvert.recipe import AttentionSection
+
+
+def stated_attention(
+    section: AttentionSection, scalings: Mapping[str, str], sigmas: Tensor, bins: int
+) -> dict[str, Decision]:
+    """What a recipe states of sites or what follows each bin's noise level; for `auto` see `plan.search`.
+
+    Args:
+        scalings: of each site, see `plan.site_scalings`.
+        sigmas: [timesteps] noise-to-signal ratio of each timestep, rising, or falling where timesteps do.
+        bins: timestep bins.
+    """
+    if section.modes == "sigma-rule":
+        choices = _sigma_rule(sigmas, bins)
+    else:
+        names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
+        choices = [Choice(Mode[name.upper()]) for name in names]
+    return {site: Decision(tuple(choices), scaling) for site, scaling in scalings.items()}
+
+
+def _sigma_rule(sigmas: Tensor, bins: int) -> list[Choice]:
+    return [Choice(Mode(mode)) for mode in sigma_rule_modes(sigmas, bins).tolist()]
+
+
+def fixed_plans(
+    units: Sequence[Unit], seconds: Iterable[Tensor], sigmas: Tensor, steps: Tensor
+) -> dict[str, dict[Unit, list[Choice]]]:
+    """By the name of each plan, what each unit does by timestep bin.
+
+    Of attention one mode everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning report, table 4.4), each
+    with all layers in 16 bits, in the last `LayerMode` that all may have, and by changes. And for each share of attention that
+    may be lost, masks at all sites that gain by one, in the fastest mode that a search may take.
+
+    Args:
+        seconds: [T, choices] time of the choices of each unit, infinite where nobody knows.
+        sigmas: as in `stated_attention`.
+        steps: [T] share of the denoising steps in each bin. Sites are FP16 in bins without any.
+    """
+    of_units = zip(units, seconds, strict=True)
+    times = {unit: dict(zip(unit.choices, of_unit.T, strict=True)) for unit, of_unit in of_units}
+    sites = [unit for unit in units if unit.kind == "attention"]
+    bins, unseen = len(steps), (steps == 0).tolist()
+
+    def everywhere(units: Sequence[Unit]) -> list[Choice]:
+        """What all units may do without a mask, at a known time."""
+        dense = [choice for choice in (units[0].choices if units else ()) if choice.mask_share is None]
+        return [x for x in dense if all(x in unit.choices and times[unit][x].isfinite().all() for unit in units)]
+
+    def at_site(site: Unit, wanted: Sequence[Choice]) -> list[Choice]:
+        """What is wanted, with a mask of all blocks in bins that need them; without a mask where every bin does."""
+        known = [x in site.choices and bool(times[site][x][index].isfinite()) for index, x in enumerate(wanted)]
+        shares = [choice.mask_share if of_bin else 0.0 for choice, of_bin in zip(wanted, known, strict=True)]
+        modes = [Mode.FP16 if skipped else choice.mode for choice, skipped in zip(wanted, unseen, strict=True)]
+        if not any(shares):
+            return [Choice(mode) for mode in modes]
+        masks = [0.0 if skipped else share for share, skipped in zip(shares, unseen, strict=True)]
+        return [Choice(mode, mask) for mode, mask in zip(modes, masks, strict=True)]
+
+    modes, rule = everywhere(sites), _sigma_rule(sigmas, bins)
+    late = [Choice(Mode.FP16 if choice.mode == Mode.PRECISION else Mode.AGGRESSIVE) for choice in rule]
+    rows = {f"{choice.mode.name.lower()} everywhere": [choice] * bins for choice in modes}
+    rows |= {"sigma rule": rule, "aggressive, late steps fp16": late}
+    of_layers = everywhere([unit for unit in units if unit.kind == "layer"])
+    layers = {"": Choice(LayerMode.EXACT)}
+    for choice in [x for x in of_layers if not x.exact and not x.delta][-1:] + [x for x in of_layers if x.delta]:
+        layers[f", layers {choice.mode.name.lower()}" + " by changes" * choice.delta] = choice
+    plans = {name + suffix: (row, layer) for suffix, layer in layers.items() for name, row in rows.items()}
+    allowed = [choice for choice in modes if not any(choice in site.compared for site in sites)]
+    fastest = min(allowed, key=lambda choice: sum(float(times[site][choice][0]) for site in sites))
+    for share in dict.fromkeys(choice.mask_share for site in sites for choice in site.choices if choice.mask_share):
+        name = f"{fastest.mode.name.lower()} everywhere, {share:g} of attention left out"
+        plans[name] = ([Choice(fastest.mode, share)] * bins, layers[""])
+    return {
+        name: {unit: [layer] * bins if unit.kind == "layer" else at_site(unit, row) for unit in units}
+        for name, (row, layer) in plans.items()
+    }
