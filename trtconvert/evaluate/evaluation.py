@@ -116,6 +116,8 @@ class PairedQuality(_Record):
         psnr: dB over all pixels of all samples; psnr_worst: of the worst sample, seed psnr_worst_seed.
         ssim, ssim_worst, lpips, lpips_worst: mean and worst; None where they were not computed.
         fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
+        psnr_all_steps: dB of the same with all steps computed; psnr_of_steps: of the samples against those with all steps, both
+            in INT8. None where the bundle leaves no steps out.
         nonfinite_sites: site: samples for which its attention gave a NaN or Inf in full precision.
         nonfinite_int8_sites: the same in INT8, where torch runs it; what a bundle computes inside cannot be seen.
         nonfinite_int8_layers: likewise of INT8 layers.
@@ -131,6 +133,8 @@ class PairedQuality(_Record):
     lpips_worst: float | None
     fid_int8: float
     fid_full: float
+    psnr_all_steps: float | None = None
+    psnr_of_steps: float | None = None
     nonfinite_sites: dict[str, int]
     nonfinite_int8_sites: dict[str, int] = {}
     nonfinite_int8_layers: dict[str, int] = {}
@@ -317,7 +321,9 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     if request.device == "cuda":
         layers = any(component.has_int8_layers for component in bundle.manifest.components.values())
         where = torch.cuda.get_device_name() + ", our kernels" + (", layers by the specification" if layers else "")
-    return TorchInt8(source, bundle.folder, bundle.manifest), f"torch on {where}"
+    in_torch = TorchInt8(source, bundle.folder, bundle.manifest)
+    in_torch.reuse = reuse_of(bundle["denoiser"])
+    return in_torch, f"torch on {where}"
 
 
 def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> DiffusionModel | None:
@@ -403,6 +409,22 @@ class _FiniteWatch:
         return output
 
 
+class _AllSteps:
+    """A denoiser that leaves no steps out."""
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        self._denoiser, self.guidance = denoiser, guidance_of(denoiser)
+        self.device = getattr(denoiser, "device", None)
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        return self._denoiser(*inputs, **named)
+
+
+def _squared_error(samples: Tensor, expected: Tensor) -> Tensor:
+    """[N] mean squared error of each."""
+    return (samples.double() - expected.double()).square().flatten(1).mean(1)
+
+
 @dataclass(frozen=True)
 class _Drawing:
     sampler: Sampler
@@ -462,7 +484,11 @@ class _Pairs:
         if self._clipping is not None:
             shard |= {f"clipped-{tensor}.{site}": x for (site, tensor), x in self._clipping.take().items()}
         shard |= self._seen("full", full, finite) | {f"site.{name}": x for name, x in broken.items()}
-        shard["squared_error"] = (int8.double() - full.double()).square().flatten(1).mean(1)
+        shard["squared_error"] = _squared_error(int8, full)
+        if reuse_of(self._int8) is not None:
+            every, _ = self._drawing.draw(_AllSteps(self._int8), seeds)
+            shard["squared_error_all_steps"] = _squared_error(every, full)
+            shard["squared_error_of_steps"] = _squared_error(int8, every)
         if min(int8.shape[-2:]) >= metrics.SSIM_SMALLEST:
             shard["ssim"] = metrics.ssim(int8, full)
         if self._lpips is not None:
@@ -649,6 +675,7 @@ def _compare(
 def _paired(pairs: ShardSet, seed: int, int8: FeatureSet, full: FeatureSet, other: FeatureSet) -> PairedQuality:
     errors, indices, start = [], [], 0
     measured: dict[str, list[Tensor]] = {"ssim": [], "lpips": []}
+    of_steps: dict[str, list[Tensor]] = {"squared_error_all_steps": [], "squared_error_of_steps": []}
     broken: dict[str, dict[str, int]] = {"site": {}, "int8-site": {}, "int8-layer": {}}
     clipped: dict[tuple[str, str], Tensor] = {}
     for shard in pairs.stream():
@@ -656,7 +683,7 @@ def _paired(pairs: ShardSet, seed: int, int8: FeatureSet, full: FeatureSet, othe
         indices.append(start + keep.nonzero()[:, 0])
         start += len(keep)
         errors.append(shard["squared_error"][keep])
-        for name, values in measured.items():
+        for name, values in (measured | of_steps).items():
             if name in shard:
                 values.append(shard[name][keep])
         for name, x in shard.items():
@@ -669,6 +696,9 @@ def _paired(pairs: ShardSet, seed: int, int8: FeatureSet, full: FeatureSet, othe
     error = torch.cat(errors)
     ssim, lpips = (torch.cat(values) if values else None for values in measured.values())
     worst = int(error.argmax())
+    all_steps, left_out = (
+        float(metrics.decibels(torch.cat(values).mean())) if values else None for values in of_steps.values()
+    )
     return PairedQuality(
         psnr=float(metrics.decibels(error.mean())),
         psnr_worst=float(metrics.decibels(error[worst])),
@@ -679,6 +709,8 @@ def _paired(pairs: ShardSet, seed: int, int8: FeatureSet, full: FeatureSet, othe
         lpips_worst=None if lpips is None else float(lpips.max()),
         fid_int8=metrics.frechet_distance(int8.moments["pooled"], other.moments["pooled"]),
         fid_full=metrics.frechet_distance(full.moments["pooled"], other.moments["pooled"]),
+        psnr_all_steps=all_steps,
+        psnr_of_steps=left_out,
         nonfinite_sites=broken["site"],
         nonfinite_int8_sites=broken["int8-site"],
         nonfinite_int8_layers=broken["int8-layer"],

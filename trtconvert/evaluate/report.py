@@ -106,6 +106,7 @@ def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> s
         gates=gates(manifest),
         tiles=tiles(manifest, evaluation),
         picture=picture_of(folder, manifest),
+        reuses=[component.reuse for component in manifest.components.values() if component.reuse is not None],
         shown=min(manifest.recipe.output.grid, manifest.quality.samples),
         components=components,
         frontier=charts.frontier(read_frontier(folder / FRONTIER)) if has_frontier else None,
@@ -218,6 +219,11 @@ def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
     if layers := _denoiser_layers(manifest):
         converted = sum(layer.in_int8 for layer in layers)
         found.append(Tile("Layers in INT8", f"{converted} of {len(layers)}", "linear layers and convolutions"))
+    for component in manifest.components.values():
+        if (reuse := component.reuse) is not None:
+            gained = f"{reuse.steps / len(reuse.computed):.1f}× fewer"
+            lost = f"{gained}; {reuse.psnr:.1f} dB, with all {reuse.psnr_all:.1f} dB"
+            found.append(Tile("Steps computed", f"{len(reuse.computed)} of {reuse.steps}", lost))
     if evaluation is not None and (first := rows(evaluation)[0]).difference:
         found.append(Tile("FID, INT8 less full precision", first.difference, f"noise between seeds {first.noise}"))
     return found

@@ -81,6 +81,9 @@ def paired_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     if paired is None:
         return []
     found = [("PSNR", f"{paired.psnr:.2f} dB; worst {paired.psnr_worst:.2f} dB, seed {paired.psnr_worst_seed}")]
+    if paired.psnr_all_steps is not None and paired.psnr_of_steps is not None:
+        words = f"{paired.psnr_all_steps:.2f} dB; {paired.psnr_of_steps:.2f} dB is what is lost by leaving steps out"
+        found.append(("PSNR, all steps computed", words))
     if paired.ssim is not None:
         found.append(("SSIM", f"{paired.ssim:.5f}; worst {paired.ssim_worst:.5f}"))
     if paired.lpips is not None:

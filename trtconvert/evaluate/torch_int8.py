@@ -16,6 +16,7 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_sources_among
 from trtconvert.models.denoiser import DenoiserInType, intercepted
 from trtconvert.quant.forward import Int8Layers, Int8Sites
+from trtconvert.reuse.schedule import Scheduler
 
 
 class NonfiniteCounts:
@@ -41,7 +42,12 @@ class TorchInt8:
     Args:
         model: that the bundle was made from.
         folder: of the bundle; manifest: its own.
+
+    Attributes:
+        reuse: which steps are left out; none unless somebody sets it.
     """
+
+    reuse: Scheduler | None = None
 
     def __init__(self, model: DiffusionModel, folder: Path, manifest: Manifest) -> None:
         device = next(model.denoiser.parameters()).device

@@ -64,6 +64,15 @@ def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
     return Reuse(found, record.objective, record.limit, component.timestep_input, place)
 
 
+def warn_of_other_weights(reuse: Scheduler | None) -> None:
+    """Say of a denoiser that leaves steps out that it was measured with the weights before."""
+    if reuse is not None:
+        warn(
+            "which denoising steps are left out was measured with the weights that the bundle was built with; remedy: build a "
+            "bundle with the new ones, or load this one with all_steps=True"
+        )
+
+
 def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) -> Callable[..., Any]:
     """A denoiser for the calls of one trajectory, which leaves out the steps that its bundle's schedule leaves out.
 

@@ -21,6 +21,7 @@ from trtconvert.runtime.lane import Call, Lane, Plan, unready
 from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
 from trtconvert.runtime.reading import Spent, one_ahead
 from trtconvert.runtime.refit import Refitter, read_weights
+from trtconvert.runtime.reuse import warn_of_other_weights
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
 from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite, whose
@@ -306,6 +307,7 @@ class TensorRTComponent:
             keeps = self._onnx is not None and unquantised_file(self._onnx).is_file()
             self.last_change = Spent()
             new = self._built().of_state(state, self.device) if keeps else NewWeights(dict(state))
+            warn_of_other_weights(self.reuse)
             count = self._replace(_Change((part for part in (new,)), are_finite=False))
             self._replaced = True
             return count
@@ -347,6 +349,8 @@ class TensorRTComponent:
             with spent.on("checking"):
                 wanted = additions_of(loras, _target(component), built.shapes, _title(component), before)
             names = changed(before, wanted)
+            if wanted:
+                warn_of_other_weights(self.reuse)
 
             def new(additions: Additions) -> _Change:
                 def weight(name: str) -> Tensor | None:

@@ -1,0 +1,141 @@
+"""Which steps the shipped model may leave out: what is measured, what is found, and what unseen seeds lose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from trtconvert.calib.budget import Measure
+from trtconvert.calib.reuse import PARTS, drawings, measure_trajectories, search_reuse
+from trtconvert.errors import UserError
+from trtconvert.evaluate.metrics import psnr
+from trtconvert.models.digits import digits_model
+from trtconvert.reuse.schedule import Schedule, error_of
+from trtconvert.runtime.reuse import Reusable
+from trtconvert.shipped import shipped_folder
+
+STEPS, SEEDS, UNSEEN = 20, range(500, 508), range(900, 916)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return digits_model(shipped_folder() / "digits-dit.safetensors")
+
+
+@pytest.fixture(scope="module")
+def measured(model):
+    """Trajectories, samples, and how many drawings there were."""
+    done: list[None] = []
+    found, full = measure_trajectories(model, SEEDS, STEPS, lambda: done.append(None))
+    return found, full, len(done)
+
+
+@pytest.fixture(scope="module")
+def search(model, measured):
+    @functools.cache
+    def search(least, share=None):
+        found, full, _ = measured
+        calls: list[None] = []
+        tried = search_reuse(
+            model, model.denoiser, found, full, SEEDS, STEPS, [Measure("psnr", psnr, True, least)], share,
+            lambda: calls.append(None),
+        )  # fmt: skip
+        return tried, len(calls)
+
+    return search
+
+
+def unseen(model, reuse, steps=STEPS):
+    """dB of samples with steps left out, and how many calls that took."""
+    calls = []
+
+    def denoiser(*inputs, **named):
+        calls.append(None)
+        return model.denoiser(*inputs, **named)
+
+    full = model.sample(model.denoiser, UNSEEN, steps=steps, solver="ddim")
+    return psnr(model.sample(Reusable(denoiser, reuse), UNSEEN, steps=steps, solver="ddim"), full), len(calls)
+
+
+def test_trajectories_are_those_of_the_model(model, measured):
+    found, full, drawn = measured
+    assert drawn == PARTS + 1 and torch.equal(full, model.sample(model.denoiser, SEEDS, steps=STEPS, solver="ddim"))
+    mean, worst = found["mean"], found["worst"]
+    assert mean.timesteps.tolist() == pytest.approx([999 - 50 * step for step in range(STEPS)])
+    assert mean.products.shape == (len(SEEDS), STEPS, STEPS)
+    assert not mean.predicts_noise and (worst.gain >= mean.gain * 0.5).all()
+    # What was modelled with the gains is of the size of what was measured.
+    computed = tuple(step % 3 == 0 for step in range(STEPS))
+
+    class Stated:
+        timestep_input, timestep_place = "timestep", 1
+
+        def schedule(self, timesteps):
+            return Schedule(computed, 0.0)
+
+    moved = model.sample(Reusable(model.denoiser, Stated()), SEEDS, steps=STEPS, solver="ddim")
+    squared = (moved - full).double().square().mean()
+    modelled = error_of(mean, mean.timesteps, computed).mean()
+    assert 0.1 < float(modelled / squared) < 10
+
+
+def test_the_fewest_steps_that_keep_the_budget(model, search):
+    tried, calls = search(38.0)
+    every, chosen = tried[0], tried[-1]
+    assert every.figures["psnr"] > 100 and calls <= drawings(STEPS, True)
+    assert chosen.reuse is not None and chosen.figures["psnr"] >= 38 and chosen.schedule.count <= STEPS / 2
+    fewer = [found for found in tried if found.schedule.count < chosen.schedule.count]
+    assert fewer and all(found.figures["psnr"] < 38 for found in fewer)
+    db, computed = unseen(model, chosen.reuse)
+    assert computed == chosen.schedule.count and db > 33
+
+
+def test_a_stated_share(model, search):
+    tried, _ = search(200.0, share=0.5)
+    assert tried[-1].schedule.count == STEPS // 2
+    db, computed = unseen(model, tried[-1].reuse)
+
+    class Uniform:
+        timestep_input, timestep_place = "timestep", 1
+
+        def schedule(self, timesteps):
+            return Schedule(tuple(step % 2 == 0 for step in range(STEPS)), 0.0)
+
+    uniform, calls = unseen(model, Uniform())
+    assert computed == calls and db > uniform + 6
+
+
+def test_nothing_is_left_out_where_the_budget_says_so(search):
+    tried, _ = search(200.0)
+    assert tried[-1].reuse is None and all(tried[-1].schedule.computed)
+
+
+@pytest.mark.parametrize("steps", [12, 30])
+def test_other_numbers_of_steps_lose_no_more(model, search, steps):
+    """What was measured at 20 steps holds within 4 dB for others, by the modelled error."""
+    chosen = search(38.0)[0][-1]
+    assert chosen.reuse is not None
+    db, computed = unseen(model, chosen.reuse, steps)
+    assert db > 34 and computed < steps
+
+
+def test_few_steps_leave_out_what_the_budget_allows(model, search):
+    chosen = search(38.0)[0][-1]
+    assert chosen.reuse is not None
+    db, computed = unseen(model, chosen.reuse, steps=4)
+    assert computed >= 3 and db > 36
+
+
+def test_samplers_that_tell_no_timesteps(model):
+    def sample(denoiser, seeds, **options):
+        def told_nothing(*inputs, **named):
+            return denoiser(*inputs, **named)
+
+        return model.sample(told_nothing, seeds, **options)
+
+    with pytest.raises(UserError, match="can be left out") as error:
+        measure_trajectories(dataclasses.replace(model, sample=sample), range(2), 6, lambda: None)
+    assert "follow(denoiser, timesteps)" in error.value.remedy

@@ -1,0 +1,97 @@
+"""Builds that leave denoising steps out: what the bundle holds, draws and tells."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support import run, tiny_recipe
+
+from trtconvert import models, runtime
+from trtconvert.bundle import read_manifest
+from trtconvert.runtime.batches import AnyBatch
+from trtconvert.runtime.reuse import Following
+
+STEPS = {"computed": 0.5, "calibrated": 8, "samples": 2}
+
+
+def built(folder, output="bundle", **sections):
+    made = tiny_recipe(folder)
+    recipe = json.loads(made.read_text()) | {"steps": STEPS} | sections
+    made.write_text(json.dumps(recipe))
+    return run("build", made, "-o", folder / output, "--cache", folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reuse")
+    result = built(folder)
+    assert not result.exit_code, result.output
+    return folder / "bundle"
+
+
+def calls_of(bundle, **options):
+    """How often a bundle's model is run for 8 steps, and what is drawn."""
+    with runtime.load(bundle, **options) as loaded:
+        session, calls = loaded["denoiser"]._session, []
+
+        class Counted:
+            def __getattr__(self, name):
+                return getattr(session, name)
+
+            def run(self, *arguments):
+                calls.append(None)
+                return session.run(*arguments)
+
+        loaded["denoiser"]._session = Counted()
+        sample = models.load_sampler(loaded)
+        images = sample(AnyBatch(loaded["denoiser"]), [1, 2], steps=8, solver="ddim")
+    return len(calls), images
+
+
+def test_half_of_the_steps_are_computed(bundle):
+    record = read_manifest(bundle).components["denoiser"].reuse
+    assert record is not None and record.steps == 8 and len(record.computed) == 4 and record.computed[0] == 0
+    assert record.psnr_worst <= record.psnr + 1e-6 and record.psnr <= record.psnr_all + 1
+    some, images = calls_of(bundle)
+    every, expected = calls_of(bundle, all_steps=True)
+    assert (some, every) == (4, 8)
+    assert float((images - expected).abs().max()) > 0 and float((images - expected).square().mean()) < 0.02
+
+
+def test_people_are_told(bundle, tmp_path):
+    record = read_manifest(bundle).components["denoiser"].reuse
+    told = run("inspect", bundle)
+    assert "4 of 8 computed: " + ", ".join(map(str, record.computed)) in " ".join(told.output.split())
+    page = run("report", bundle, "-o", tmp_path / "report.html")
+    assert not page.exit_code
+    text = " ".join((tmp_path / "report.html").read_text().split())
+    assert "Steps computed" in text and "Of 8 denoising steps 4 are computed" in text
+
+
+def test_callers_of_their_own_follow_a_trajectory(bundle):
+    with runtime.load(bundle) as loaded:
+        denoiser = runtime.follow(loaded["denoiser"], [999 - 125 * step for step in range(8)])
+        assert isinstance(denoiser, Following)
+        spec = loaded.manifest.components["denoiser"].inputs
+        shape = [size if isinstance(size, int) else 4 if size != "batch" else 1 for size in spec[0].shape]
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+        for step in range(8):
+            denoiser(x, torch.tensor([999.0 - 125 * step]))
+        assert (denoiser.calls, denoiser.computed) == (8, 4)
+
+
+def test_a_budget_that_allows_nothing_is_told(tmp_path):
+    recipe = {"steps": STEPS | {"computed": "auto"}, "plan": {"min_psnr": 400}}
+    result = built(tmp_path, **recipe)
+    assert not result.exit_code, result.output
+    assert "all denoising steps are computed" in " ".join(result.output.split())
+    assert read_manifest(tmp_path / "bundle").components["denoiser"].reuse is None
+
+
+def test_changes_from_step_to_step_need_all_steps(tmp_path):
+    result = built(tmp_path, layers={"modes": "static", "modiff": True})
+    assert result.exit_code == 2 and "scales are of changes from one step to the next" in " ".join(
+        result.output.split()
+    )
