@@ -51,6 +51,30 @@ def test_half_of_a_pipelines_steps_are_computed(tmp_path, name, calls):
     assert made == pytest.approx([t for t in kept for _ in range(calls)], rel=1e-3)
 
 
+@pytest.mark.parametrize("denoiser", ["transformer", "transformer_2"])
+def test_each_of_two_denoisers_leaves_out_steps_of_its_own(tmp_path, denoiser):
+    """Half of the noise levels are the other one's, whose steps are neither left out nor extrapolated from."""
+    make, options = PIPELINES["wan"]
+    second = make().transformer
+    diffusers.WanPipeline(**make().components | {"transformer_2": second}, boundary_ratio=0.5).save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, denoiser=denoiser, tokens=8, batch=[1, 2, 2], **options)
+    made: list[float] = []
+
+    def counted(**named):
+        made.append(float(named[model.timestep_input][0]))
+        return model.denoiser(**named)
+
+    steps = 16
+    measured, full = measure_trajectories(model, SEEDS, steps, lambda: None)
+    own = measured["mean"].timesteps.tolist()
+    assert all((t >= 500) == (denoiser == "transformer") for t in own) and 2 < len(own) < steps
+    budget = [Measure("psnr", psnr, True, 0.0)]
+    chosen = search_reuse(model, model.denoiser, measured, full, SEEDS, steps, budget, 0.6, lambda: None)[-1]
+    assert chosen.reuse is not None and chosen.schedule.count < len(own)
+    model.sample(Reusable(counted, chosen.reuse), SEEDS, steps=steps, solver="ddim")
+    assert set(made) <= set(own) and len(made) < 2 * len(own)
+
+
 def test_a_scheduler_that_adds_noise_leaves_nothing_out(tmp_path):
     from trtconvert.errors import UserError
 

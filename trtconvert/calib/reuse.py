@@ -22,7 +22,7 @@ from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of
 from trtconvert.reuse.trajectories import Trajectories
-from trtconvert.runtime.reuse import Reusable
+from trtconvert.runtime.reuse import SAME, Reusable
 
 PARTS = 8
 """Of a trajectory, in which the growth of errors is measured one by one."""
@@ -178,25 +178,26 @@ def _drawn(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int], step
 
 
 class _Stated:
-    """A `Scheduler` of steps that are stated, for one list of timesteps.
+    """A `Scheduler` of steps that are stated, by their timesteps. Others, as those of a pipeline's other denoiser, are computed.
 
     Attributes:
-        asked: whether a sampler told those timesteps.
+        asked: whether a sampler told some of those timesteps.
     """
 
     def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], computed: tuple[bool, ...]) -> None:
-        self._timesteps, self._computed = torch.tensor(timesteps, dtype=torch.float64), computed
+        self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
+        self._computed = torch.tensor(computed)
         self.timestep_input = model.timestep_input
         self.timestep_place = [spec.name for spec in model.inputs].index(model.timestep_input)
         self.asked = False
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
-        """See `Reuse`."""
-        same = len(timesteps) == len(self._computed) and torch.allclose(
-            torch.tensor(timesteps), self._timesteps.float(), rtol=1e-3
-        )
-        self.asked |= same
-        return Schedule(self._computed, 0.0) if same else all_computed(len(timesteps))
+        """See `Scheduler`."""
+        apart = (torch.tensor(timesteps, dtype=torch.float64)[:, None] - self._timesteps).abs()
+        nearest = apart.argmin(1)
+        known = apart.amin(1) <= SAME * self._timesteps.abs().max()
+        self.asked |= bool(known.any())
+        return Schedule(tuple((self._computed[nearest] | ~known).tolist()), 0.0)
 
 
 class _Watch:
