@@ -7,10 +7,13 @@ import torch
 from diffusers import schedulers
 from torch import Tensor
 
+from trtconvert.bundle import GuidanceRecord
+from trtconvert.guidance import FusedGuidance
 from trtconvert.models.digits import digits_model
 from trtconvert.reuse.schedule import Reuse, Schedule, all_computed
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.batches import AnyBatch
+from trtconvert.runtime.halves import Halves
 from trtconvert.runtime.reuse import Following, PipelineSteps, Reusable, follow
 from trtconvert.shipped import shipped_folder
 
@@ -253,6 +256,33 @@ def test_timesteps_that_are_computed_with_need_the_schedulers_index():
     with pytest.warns(RuntimeWarning, match="does not tell which step"):
         run_pipeline(scheduler, steps, line := Named(), view=False)
     assert len(line.seen) == 5
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_guidance_inside_leaves_steps_out(calls):
+    """Both halves in one call of the pipeline or in two, the sum in one of the denoiser, which is what is extrapolated."""
+    guidance = FusedGuidance(GuidanceRecord(scale="s", negative={"c": "negative_c"}), ("batch", 4))
+    computed: list[float] = []
+
+    def engine(*, x: Tensor, t: Tensor, c: Tensor, negative_c: Tensor, s: Tensor) -> Tensor:
+        computed.append(float(t[0]))
+        return x + (t / 1000 + negative_c + s * (c - negative_c))[:, None]
+
+    scheduler, steps = pipeline_steps("DDIMScheduler")
+    halves = Halves(engine, "t", guidance, "Model2D", lambda **named: steps.prediction(None, engine, named))
+    x, c = torch.zeros(2, 4), torch.tensor([1.0, 2.0, 3.0, 5.0])
+    for t in scheduler.timesteps:
+        parts = [(torch.cat([x, x]), c)] if calls == 1 else [(x, c[:2]), (x, c[2:])]
+        predictions = []
+        for rows, of_rows in parts:
+            timestep = t.expand(len(rows))
+            steps.see(timestep, timestep.float())
+            predictions.append(halves.prediction({"x": rows, "t": timestep.float(), "c": of_rows}, rows, timestep))
+        u, conditional = predictions[0].chunk(2) if calls == 1 else predictions
+        expected = (t / 1000 + c[:2] + 7 * (c[2:] - c[:2]))[:, None].expand(2, 4)
+        torch.testing.assert_close(u + 7 * (conditional - u), expected, rtol=1e-5, atol=1e-4)
+    times = [float(t) for t in scheduler.timesteps]
+    assert computed == [times[0], times[1], times[4]]
 
 
 @pytest.mark.parametrize("context", [None, ("cond", "uncond")])
