@@ -22,6 +22,7 @@ from trtconvert.files import locked
 from trtconvert.models.identity import identity
 from trtconvert.recipe import ModelSection, PlanSection
 
+CODE = ["trtconvert.cache"]
 MADE = {"a.bin": b"\x00\x01", "b.txt": b"text"}
 
 
@@ -40,8 +41,8 @@ def must_not_be_made(_):
 
 
 def test_a_stage_is_made_once(cache):
-    first = cache.stage("one", {"x": 1, "y": [2]}, make)
-    second = cache.stage("one", {"y": [2], "x": 1}, must_not_be_made)
+    first = cache.stage("one", CODE, {"x": 1, "y": [2]}, make)
+    second = cache.stage("one", CODE, {"y": [2], "x": 1}, must_not_be_made)
     assert (first.reused, second.reused) == (False, True)
     assert first.key == second.key
     assert {name: data for name, data in contents(second.folder).items() if name in MADE} == MADE
@@ -49,8 +50,8 @@ def test_a_stage_is_made_once(cache):
 
 @pytest.mark.parametrize(("name", "reads"), [("one", {"x": 2}), ("one", {"x": 1, "y": None}), ("two", {"x": 1})])
 def test_another_name_or_other_reads_are_another_stage(cache, name, reads):
-    first = cache.stage("one", {"x": 1}, make)
-    second = cache.stage(name, reads, make)
+    first = cache.stage("one", CODE, {"x": 1}, make)
+    second = cache.stage(name, CODE, reads, make)
     assert not second.reused
     assert first.key != second.key and first.folder != second.folder
 
@@ -63,14 +64,14 @@ def test_what_killed_processes_left_of_other_stages_goes(cache):
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(100))
     with locked(running):
-        stage = cache.stage("one", {}, make)
+        stage = cache.stage("one", CODE, {}, make)
     assert sorted(cache.folder.iterdir()) == sorted([running, stage.folder])
 
 
 def test_other_code_is_another_stage(cache, monkeypatch):
-    cache.stage("one", {"x": 1}, make)
-    monkeypatch.setattr(cache_module, "code_identity", lambda: "of another version")
-    assert not cache.stage("one", {"x": 1}, make).reused
+    cache.stage("one", CODE, {"x": 1}, make)
+    monkeypatch.setattr(cache_module, "code_identity", lambda *_: "of another version")
+    assert not cache.stage("one", CODE, {"x": 1}, make).reused
 
 
 def damage(folder, how):
@@ -93,11 +94,11 @@ def damage(folder, how):
     "how", ["altered", "truncated", "missing", "no index", "index cut off", "index of another kind"]
 )
 def test_a_damaged_stage_is_made_again(cache, how):
-    folder = cache.stage("one", {}, make).folder
+    folder = cache.stage("one", CODE, {}, make).folder
     damage(folder, how)
-    again = cache.stage("one", {}, make)
+    again = cache.stage("one", CODE, {}, make)
     assert not again.reused
-    assert cache.stage("one", {}, must_not_be_made).reused
+    assert cache.stage("one", CODE, {}, must_not_be_made).reused
     assert contents(folder)["a.bin"] == MADE["a.bin"]
 
 
@@ -107,10 +108,10 @@ def test_a_stage_that_fails_leaves_nothing_and_can_be_made_later(cache):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        cache.stage("one", {}, fail)
+        cache.stage("one", CODE, {}, fail)
     assert contents(cache.folder) == {}
     assert partials(cache.folder) == []
-    assert not cache.stage("one", {}, make).reused
+    assert not cache.stage("one", CODE, {}, make).reused
 
 
 def test_the_default_folder_follows_the_xdg_specification(monkeypatch, tmp_path):
@@ -145,13 +146,13 @@ def test_every_library_that_a_stage_computes_with_is_part_of_its_key(monkeypatch
     asked = [*project["dependencies"], *extras["evaluate"], *extras["diffusers"]]
     names = {re.split("[ <>=!~;[]", name)[0] for name in asked} - NO_PART
     assert {"torch", "onnx-ir", "transformers", "scipy", "torch-fidelity"} <= names
-    before = cache_module.code_identity.__wrapped__()
+    before = cache_module.code_identity.__wrapped__(*CODE)
     version = importlib.metadata.version
     for name in names:
         monkeypatch.setattr(
             importlib.metadata, "version", lambda asked, name=name: "0" if asked == name else version(asked)
         )
-        assert cache_module.code_identity.__wrapped__() != before, name
+        assert cache_module.code_identity.__wrapped__(*CODE) != before, name
 
 
 def test_the_shipped_classifier_is_part_of_a_search_s_key(monkeypatch, tmp_path):

@@ -35,6 +35,7 @@ LAYERS: tuple[set[str], ...] = (
         "files",
         "guidance",
         "images",
+        "imports",
         "interception",
         "library",
         "locks",

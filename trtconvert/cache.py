@@ -8,13 +8,14 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trtconvert.errors import UserError
 from trtconvert.files import is_temporary, one_at_a_time, sha256, sweep_files, whole_folder
+from trtconvert.imports import code_hash
 
 _INDEX = "stage.json"
 
@@ -83,15 +84,18 @@ class Cache:
         """For messages, what the user can do to have another place."""
         return "set TMPDIR to another folder" if is_temporary(self.folder) else "give another folder with --cache"
 
-    def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path], None]) -> Stage:
+    def stage(self, name: str, code: Collection[str], reads: Mapping[str, Any], make: Callable[[Path], None]) -> Stage:
         """The stage's files, made by `make` in the folder it is given unless they are here already.
 
         Of several processes that want one stage, the first makes it, and the others wait for it.
 
         Args:
-            reads: everything that decides the outcome, as JSON values.
+            code: names of the modules of this package that decide the outcome; what they import counts too, see `code_modules`.
+            reads: everything else that decides it, as JSON values.
         """
-        text = json.dumps({"stage": name, "code": code_identity(), "reads": reads}, sort_keys=True, default=str)
+        text = json.dumps(
+            {"stage": name, "code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str
+        )
         key = hashlib.sha256(text.encode()).hexdigest()
         folder = self.folder / f"{name}-{key[:32]}"
         if (hashes := _whole(folder)) is not None:
@@ -117,15 +121,9 @@ def _whole(folder: Path) -> dict[str, str] | None:
 
 
 @functools.cache
-def code_identity() -> str:
-    """Hash of this package's sources and of the versions of the libraries that stages call."""
-    package = Path(__file__).parent
-    digest = hashlib.sha256()
-    for source in sorted(package.rglob("*.py")):
-        digest.update(str(source.relative_to(package)).encode())
-        digest.update(source.read_bytes())
-    digest.update(json.dumps(versions(), sort_keys=True).encode())
-    return digest.hexdigest()
+def code_identity(*names: str) -> str:
+    """Hash of code of this package, see `code_modules`, and of the versions of the libraries that stages call."""
+    return hashlib.sha256(json.dumps([code_hash(names), versions()], sort_keys=True).encode()).hexdigest()
 
 
 LIBRARIES = (

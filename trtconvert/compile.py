@@ -35,7 +35,9 @@ from trtconvert.files import is_open_file, locked, path_of, require_writable, se
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
-from trtconvert.stages import ENGINE, VERIFY, engine_stages, narrowed
+from trtconvert.stages.common import ENGINE, VERIFY, Engines
+from trtconvert.stages.engines import EngineBuild, engine_stages
+from trtconvert.stages.shapes import narrowed
 
 _INSTEAD = "copy the bundle to another place"
 
@@ -88,7 +90,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         require_writable(folder / MANIFEST, _INSTEAD)  # nobody wants to hear it after the build
         for name in manifest.components:
             require_writable(folder / EngineRecord.of(name, "tensorrt", "", *gpu).file, _INSTEAD)
-        options, built = manifest.recipe.engine, dict[str, list[tuple[EngineRecord, Stage]]]()
+        how, built = EngineBuild(manifest.recipe.engine, backend, cache, report), dict[str, Engines]()
 
         def finish(path: Path) -> None:
             if not unchanged():
@@ -105,7 +107,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                         raise _replaced(folder)
 
                 try:
-                    made = engine_stages(name, component, read, options, backend, cache, report, refuse_another)
+                    made = engine_stages(how, name, component, read, refuse_another)
                     built[name] = _verified(folder, manifest, name, made, report) if component.is_denoiser else made
                 except OSError as error:
                     if not unchanged():
@@ -126,9 +128,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
     return read_manifest(folder)
 
 
-def _verified(
-    folder: Path, manifest: Manifest, name: str, engines: list[tuple[EngineRecord, Stage]], report: Reporter
-) -> list[tuple[EngineRecord, Stage]]:
+def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, report: Reporter) -> Engines:
     """The engines of a denoiser with the error of their predictions, on the calls that the bundle holds.
 
     Raises:
@@ -242,7 +242,7 @@ def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
     return Stage(hashlib.sha256(json.dumps(reads, sort_keys=True).encode()).hexdigest(), folder, reused=True)
 
 
-def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, list[tuple[EngineRecord, Stage]]]) -> Manifest:
+def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, Engines]) -> Manifest:
     """Copy the engines into the bundle, beside those that they replace, and describe what the bundle holds then.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Any
 
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
+from trtconvert.imports import names_of
 
 
 def look_in(folder: Path) -> None:
@@ -60,30 +61,47 @@ def source_identity(name: str) -> str:
     Args:
         name: `package.module:function`.
     """
+    files, _ = _code_of(name)
+    hashes = [sha256(path) for path in sorted(files)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest() if hashes else ""
+
+
+def names_of_ours(name: str) -> set[str]:
+    """What the code that a function depends on, see `source_identity`, imports of this package: modules, and names in modules.
+
+    Args:
+        name: `package.module:function`.
+    """
+    _, imported = _code_of(name)
+    return {other for other in imported if other.partition(".")[0] == __package__}
+
+
+def _code_of(name: str) -> tuple[set[Path], set[str]]:
+    """The files of the user's own code that a function depends on, and the names of all that they import and are."""
     module, colon, _ = name.partition(":")
     if not colon:
-        return ""
+        return set(), set()
     try:
         spec = importlib.util.find_spec(module)
     except Exception:  # of the user's own package, which is imported for it; importing the function reports it
-        return ""
+        return set(), set()
     if not spec or not spec.origin or not Path(spec.origin).is_file():
-        return ""
+        return set(), set()
     file = Path(spec.origin)
-    hashes = [sha256(path) for path in sorted({file} | _imported_files(file, module))]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    files, imported = _imported_files(file, module)
+    return {file} | files, imported
 
 
-def _imported_files(file: Path, module: str) -> set[Path]:
+def _imported_files(file: Path, module: str) -> tuple[set[Path], set[str]]:
     """Files of a module, which lies in a file, and of all that it imports, each with the packages that it lies in, as far as
-    they are in the folder that holds the module's package."""
+    they are in the folder that holds the module's package; and the names of all that those files import and are."""
     depth = module.count(".") + (file.name == "__init__.py")
     folder, own = file.parents[depth], module.partition(".")[0]
     # A package may lie in a folder of another name.
     place = file.parents[depth - 1] if depth else folder / own
     libraries = {Path(sysconfig.get_path(where)) for where in ("stdlib", "purelib", "platlib")}
     installed = folder in libraries or next(folder.glob("*.dist-info"), None) is not None
-    found, left = dict[str, Path | None](), [module]
+    found, names, left = dict[str, Path | None](), {module}, [module]
     while left:
         name = left.pop()
         first, *inner = name.split(".")
@@ -93,8 +111,10 @@ def _imported_files(file: Path, module: str) -> set[Path]:
         package, dot, _ = name.rpartition(".")
         left += [package] if dot else []
         if path is not None:
-            left += _imports(path, name if path.name == "__init__.py" else package)
-    return {path for path in found.values() if path is not None}
+            imported = {*_imports(path, name if path.name == "__init__.py" else package)}
+            names |= imported
+            left += imported
+    return {path for path in found.values() if path is not None}, names
 
 
 def _file_of(place: Path) -> Path | None:
@@ -114,14 +134,7 @@ def _imports(path: Path, package: str) -> Iterator[str]:
     except (SyntaxError, ValueError):  # importing the function reports it
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            if base:
-                yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names)
+        yield from names_of(node, package)
 
 
 def function_identity(name: str, function: Any) -> str:

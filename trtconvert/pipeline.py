@@ -1,6 +1,6 @@
 """From a recipe to a bundle.
 
-    recipe ─► models.load ─► components ─► calibrate ─► plan ─► export ─► engines ─► verify ─► bundle
+    recipe ─► components ─► calibrate ─► search ─► plan ─► steps ─► reference ─► errors ─► export ─► engines ─► verify ─► bundle
 
 Each stage is a folder in the cache, filed under the hash of what the stage reads: a second build redoes what changed and
 nothing else, and loads neither the model nor torch when nothing did.
@@ -13,15 +13,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trtconvert import bundle
-from trtconvert.bundle import (
-    ComponentRecord,
-    EngineRecord,
-    Manifest,
-    QualityRecord,
-)
+from trtconvert.bundle import ComponentRecord, Manifest, QualityRecord
 from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.identity import search_reads
 from trtconvert.engine import BackendStatus, choose_backend, tensorrt
@@ -30,11 +24,13 @@ from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
-from trtconvert.models.placement import Place, choose_place, empty_gpu, placed
+from trtconvert.models.placement import choose_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ONNX, Recipe, changed_paths, with_paths
-from trtconvert.stages import (
+from trtconvert.stages.build import Build
+from trtconvert.stages.calibrate import calibrate_stage
+from trtconvert.stages.common import (
     CALIBRATION,
     COMPONENT,
     ENGINE,
@@ -44,57 +40,24 @@ from trtconvert.stages import (
     REUSE,
     SAMPLES,
     VERIFY,
-    calibrate_stage,
-    check_gates,
+    Engines,
     component_of,
-    component_stages,
-    engine_stages,
-    errors_stage,
-    export_stage,
-    plan_stage,
-    reference_stage,
-    reuse_record,
-    reuse_stage,
-    verify_stage,
 )
+from trtconvert.stages.components import component_stages
+from trtconvert.stages.engines import EngineBuild, engine_stages
+from trtconvert.stages.errors import errors_stage
+from trtconvert.stages.export import export_stage
+from trtconvert.stages.gates import check_gates
+from trtconvert.stages.plan import plan_stage
+from trtconvert.stages.reference import reference_stage
+from trtconvert.stages.results import Planned
+from trtconvert.stages.search import search_stage
+from trtconvert.stages.steps import Steps, steps_stage
+from trtconvert.stages.verify import verify_stage
 from trtconvert.weights.lora_files import left_over
-
-if TYPE_CHECKING:
-    from trtconvert.models import DiffusionModel
 
 PIPELINE = "pipeline"
 """Folder of a bundle with what a pipeline needs beside its models."""
-
-
-class _Source:
-    """The model of a recipe, loaded when a stage asks for it, and placed when one computes with it."""
-
-    def __init__(self, recipe: Recipe, place: Place, report: Reporter) -> None:
-        self._recipe, self._place, self._report = recipe, place, report
-        self._model: DiffusionModel | None = None
-        self._placed: DiffusionModel | None = None
-
-    def model(self) -> DiffusionModel:
-        """As it was loaded: in FP32, on the CPU."""
-        if self._model is None:
-            from trtconvert import models
-
-            self._model = models.load(self._recipe.model, self._recipe.loras)
-            for text in self._model.notices:
-                self._report.notice(text)
-        return self._model
-
-    def placed(self) -> DiffusionModel:
-        """On the device and in the type that the recipe asks for."""
-        if self._placed is None:
-            self._placed = placed(self.model(), self._place)
-        return self._placed
-
-    def leave_gpu(self) -> None:
-        """Let go of the copy on the GPU."""
-        self._placed = None
-        if self._place.on_gpu and self._model is not None:
-            empty_gpu(self._model)
 
 
 def _keep_evidence(verified: Stage, output: Path) -> Path:
@@ -156,51 +119,57 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
                     "GPUs again",
                 )
 
-    source = _Source(recipe, place, report)
+    asked = Build(recipe, weights, place, cache, report, skip_bad)
     with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
-        others = component_stages(recipe, weights, source.model, cache, report)
-        calibration = calibrate_stage(recipe, weights, source.placed, place, cache, report, skip_bad)
-        plan = plan_stage(recipe, calibration, source.placed, cache, report)
-        leaves_out = recipe.steps.computed != "all"
-        reuse = reuse_stage(recipe, calibration, plan, source.placed, cache, report) if leaves_out else None
-        if leaves_out and reuse_record(reuse) is None:
-            report.notice(
-                "all denoising steps are computed: with any of them left out the samples miss the budget of the section plan; "
-                "a lower plan.min_psnr, or a number as steps.computed, leaves some out"
-            )
-        reference = reference_stage(recipe, weights, source.model, source.placed, place, cache, report)
-        errors = errors_stage(recipe, calibration, plan, source.placed, cache, report) if place.on_gpu else None
-        source.leave_gpu()  # which engines are built on and timed
-        exported = export_stage(recipe, calibration, plan, source.model, cache, report)
-        components = {COMPONENT: exported} | others
-        engines = {
-            name: engine_stages(name, component_of(of), of, recipe.engine, backend, cache, report)
-            for name, of in components.items()
-        }
-        verified = verify_stage(
-            recipe,
-            calibration,
-            plan,
-            reuse,
-            exported,
-            reference,
-            errors,
-            engines[COMPONENT],
-            source.model,
-            source.placed,
-            place,
-            cache,
-            report,
-        )
-        try:
-            quality, engines[COMPONENT] = check_gates(recipe, calibration, plan, verified, engines[COMPONENT])
-        except GateError:
-            report.notice(f"what missed the gate is in {_keep_evidence(verified, output)}")
-            raise
+        made = _run_stages(asked, backend, output)
         with report.stage("bundle"):
-            stages = (calibration, plan, reference, verified)
-            manifest = _assemble(folder, recipe, weights, backend, reason, stages, reuse, quality, components, engines)
+            manifest = _assemble(folder, asked, made, backend, reason)
     return Outcome(manifest, output)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What the stages of a build made.
+
+    Attributes:
+        planned, steps, reference, verified: what these stages left.
+        components, engines: by name, what the stages left that exported them and built for them.
+        quality: the figures, which passed the gates.
+    """
+
+    planned: Planned
+    steps: Steps
+    reference: Stage
+    verified: Stage
+    components: Mapping[str, Stage]
+    engines: Mapping[str, Engines]
+    quality: QualityRecord
+
+
+def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
+    """
+    Args:
+        output: where the bundle would be, beside which the evidence of a missed gate is kept.
+    """
+    others = component_stages(build)
+    calibrated = calibrate_stage(build)
+    searched = search_stage(build, calibrated)
+    planned = plan_stage(build, calibrated, searched)
+    steps = steps_stage(build, planned)
+    reference = reference_stage(build)
+    errors = errors_stage(build, planned) if build.place.on_gpu else None
+    build.source.leave_gpu()  # which engines are built on and timed
+    exported = export_stage(build, planned)
+    components = {COMPONENT: exported} | others
+    of_engines = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
+    engines = {name: engine_stages(of_engines, name, component_of(of), of) for name, of in components.items()}
+    verified = verify_stage(build, planned, steps, exported, reference, errors, engines[COMPONENT])
+    try:
+        quality, engines[COMPONENT] = check_gates(build.recipe, planned, verified, engines[COMPONENT])
+    except GateError:
+        build.report.notice(f"what missed the gate is in {_keep_evidence(verified, output)}")
+        raise
+    return _Made(planned, steps, reference, verified, components, engines, quality)
 
 
 def _engines(folder: Path) -> set[str]:
@@ -249,45 +218,32 @@ def _refuse_missing_packages(recipe: Recipe) -> None:
                 require_installed(module)
 
 
-def _assemble(
-    folder: Path,
-    recipe: Recipe,
-    weights: str,
-    backend: BackendStatus,
-    reason: str,
-    stages: tuple[Stage, Stage, Stage, Stage],
-    reuse: Stage | None,
-    quality: QualityRecord,
-    components: Mapping[str, Stage],
-    engines: Mapping[str, list[tuple[EngineRecord, Stage]]],
-) -> Manifest:
-    """Copy what the stages left into the bundle's folder, and write the manifest last.
-
-    Args:
-        components, engines: by name, the stages that exported them and built for them.
-    """
-    calibration, plan, reference, verified = stages
-    shutil.copyfile(calibration.folder / CALIBRATION, folder / CALIBRATION)
-    if (plan.folder / FRONTIER).is_file():
-        shutil.copyfile(plan.folder / FRONTIER, folder / FRONTIER)
+def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, reason: str) -> Manifest:
+    """Copy what the stages left into the bundle's folder, and write the manifest last."""
+    recipe, planned = build.recipe, made.planned
+    shutil.copyfile(planned.calibrated.stage.folder / CALIBRATION, folder / CALIBRATION)
+    if (planned.stage.folder / FRONTIER).is_file():
+        shutil.copyfile(planned.stage.folder / FRONTIER, folder / FRONTIER)
     records: dict[str, ComponentRecord] = {}
-    for name, exported in components.items():
+    for name, exported in made.components.items():
         record = component_of(exported)
         for file in exported.folder.glob(f"{record.onnx}*"):  # a large model's weights lie beside it
             shutil.copyfile(file, folder / file.name)
-        for engine, stage in engines[name]:
+        for engine, stage in made.engines[name]:
             (folder / engine.file).parent.mkdir(exist_ok=True)
             shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
-        records[name] = record.model_copy(update={"engines": [engine for engine, _ in engines[name]]})
-    if reuse is not None and (left_out := reuse_record(reuse)) is not None:
-        shutil.copyfile(reuse.folder / REUSE, folder / REUSE)
-        records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": left_out})
-    shutil.copyfile(verified.folder / SAMPLES, folder / SAMPLES)
-    shutil.copyfile(reference.folder / VERIFY, folder / VERIFY)
+        records[name] = record.model_copy(update={"engines": [engine for engine, _ in made.engines[name]]})
+    if made.steps.stage is not None and made.steps.record is not None:
+        shutil.copyfile(made.steps.stage.folder / REUSE, folder / REUSE)
+        records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": made.steps.record})
+    shutil.copyfile(made.verified.folder / SAMPLES, folder / SAMPLES)
+    shutil.copyfile(made.reference.folder / VERIFY, folder / VERIFY)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
     images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
     errors = {
-        name: json.loads((stage.folder / ERROR).read_text()) for name, stage in components.items() if name != COMPONENT
+        name: json.loads((stage.folder / ERROR).read_text())
+        for name, stage in made.components.items()
+        if name != COMPONENT
     }
     weights_at = recipe.model.weights
     if errors and weights_at is not None and (saved := pipeline_folder(weights_at, recipe.model.config)):
@@ -295,7 +251,7 @@ def _assemble(
     denoiser = records[COMPONENT].diffusers
     manifest = Manifest(
         model=_title(recipe) if denoiser is None else f"{denoiser.pipeline} ({recipe.model.source})",
-        weights=weights,
+        weights=build.weights,
         code=source_identity(recipe.model.source),
         versions=versions(),
         backend=backend.name,
@@ -304,7 +260,7 @@ def _assemble(
         calibration=CALIBRATION,
         components=records,
         pipeline=PIPELINE if (folder / PIPELINE).is_dir() else "",
-        quality=quality.model_copy(update={"component_errors": errors}),
+        quality=made.quality.model_copy(update={"component_errors": errors}),
     )
     bundle.write_manifest(folder, manifest)
     return bundle.read_manifest(folder)

@@ -18,11 +18,11 @@ from rich.console import Console
 from support import contents, files_of_at_most, partials, refusal, run, tiny_recipe
 
 from trtconvert import compile as compile_module
-from trtconvert import stages
 from trtconvert.bundle import MANIFEST, check_files, read_manifest, write_manifest
 from trtconvert.compile import compile_bundle
 from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.progress import Reporter
+from trtconvert.stages import engines
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, TrtconvertError("memory ran out")])
@@ -99,11 +99,11 @@ def test_a_cache_with_little_space_is_named_before_the_build(bundle, builder, mo
     size = sum(file.stat().st_size for file in bundle.glob("denoiser.onnx*"))
     notice, options = "the engine may not fit", {"--cache": [], "TMPDIR": ["--no-cache"]}
     for remedy, given in options.items():
-        monkeypatch.setattr(stages, "free_space", lambda _: size - 1)
+        monkeypatch.setattr(engines, "free_space", lambda _: size - 1)
         outcome = run("compile", bundle, *given)
         assert outcome.exit_code == 0 and notice in outcome.output and remedy in outcome.output
     assert notice not in run("compile", bundle).output  # it is there
-    monkeypatch.setattr(stages, "free_space", lambda _: size)
+    monkeypatch.setattr(engines, "free_space", lambda _: size)
     assert notice not in run("compile", bundle, "--no-cache").output
 
 

@@ -30,6 +30,7 @@ from trtconvert.progress import Reporter
 
 TINY_SHAPE = torch.Size([1, 4, 4])
 SAMPLES = 2 * evaluation.SHARD + 10
+CODE = ["trtconvert.evaluate.evaluation"]
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +342,7 @@ def test_a_damaged_shard_is_made_anew(tmp_path):
         made.append(held)
         return {"pooled": torch.arange(held.start, held.stop)}
 
-    work = ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 4)
+    work = ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 10, 4)
     work.make(make, ALONE, lambda: None)
     path = work.path(1)
     path.write_bytes(path.read_bytes()[:-8])
@@ -351,12 +352,12 @@ def test_a_damaged_shard_is_made_anew(tmp_path):
 
 
 def test_shards_are_found_again_by_all_that_made_them(tmp_path, monkeypatch):
-    folder = ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 4).folder
-    assert ShardSet.at(tmp_path, "set", {"seed": 1}, 500, 4).folder == folder  # more samples reuse the first
-    assert ShardSet.at(tmp_path, "set", {"seed": 2}, 10, 4).folder != folder
-    assert ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 5).folder != folder
-    monkeypatch.setattr(shards, "code_identity", lambda: "other code")
-    assert ShardSet.at(tmp_path, "set", {"seed": 1}, 10, 4).folder != folder
+    folder = ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 10, 4).folder
+    assert ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 500, 4).folder == folder  # more samples reuse the first
+    assert ShardSet.at(tmp_path, "set", CODE, {"seed": 2}, 10, 4).folder != folder
+    assert ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 10, 5).folder != folder
+    monkeypatch.setattr(shards, "code_identity", lambda *_: "other code")
+    assert ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 10, 4).folder != folder
 
 
 # What it refuses

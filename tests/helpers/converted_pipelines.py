@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 from dataclasses import dataclass
@@ -15,15 +14,17 @@ import torch
 from rich.console import Console
 from tiny_pipelines import PIPELINES, SMALL_BUILD, TOKENS
 
-from trtconvert import models
 from trtconvert.bundle import ComponentRecord
 from trtconvert.cache import Cache, Stage
 from trtconvert.models.diffusers import as_images
+from trtconvert.models.placement import Place
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe, load_recipe
 from trtconvert.runtime.session import OnnxRuntimeComponent
-from trtconvert.stages import SIGNATURE, component_stages
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import SIGNATURE
+from trtconvert.stages.components import component_stages
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -96,8 +97,8 @@ def draw(pipe: Any, name: str) -> torch.Tensor:
 
 def component_records(folder: Path, recipe: Recipe) -> dict[str, tuple[Stage, ComponentRecord]]:
     """What the stages of a recipe's components leave, by their names."""
-    model = functools.cache(lambda: models.load(recipe.model))
-    stages = component_stages(recipe, "weights", model, Cache(folder / "cache"), Reporter(Console(quiet=True)))
+    place = Place("cpu", "float32", "")
+    stages = component_stages(Build(recipe, "weights", place, Cache(folder / "cache"), Reporter(Console(quiet=True))))
     return {
         name: (stage, ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text()))
         for name, stage in stages.items()

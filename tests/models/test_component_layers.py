@@ -18,7 +18,7 @@ from trtconvert.errors import GateError, UserError
 from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import EngineSection
 from trtconvert.runtime.loras import BuiltWeights
-from trtconvert.stages import ERROR, NATIVE
+from trtconvert.stages.common import ERROR, NATIVE
 from trtconvert.weights.unquantised import Unquantised
 
 pytest.importorskip("diffusers", reason="needs diffusers")

@@ -27,7 +27,7 @@ from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.unused import UnusedResult
-from trtconvert.stages import ERROR
+from trtconvert.stages.common import ERROR
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 

@@ -21,7 +21,7 @@ from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Range
 from trtconvert.runtime.signature import Signature
-from trtconvert.stages import narrowed
+from trtconvert.stages.shapes import narrowed
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 

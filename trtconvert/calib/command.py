@@ -14,7 +14,7 @@ from trtconvert.cache import Cache
 from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import Ranks
-from trtconvert.calib.identity import calibration_reads, observations_folder
+from trtconvert.calib.identity import observations_folder
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
@@ -46,8 +46,7 @@ def calibrate_recipe(
         )
     weights = identity(recipe.model, recipe.loras)
     place = choose_place(recipe.compute, with_dtype(recipe.model))
-    # Devices round differently, so each has its own finished batches.
-    work = observations_folder(cache, calibration_reads(recipe, weights) | place.reads() | {"device": place.device})
+    work = observations_folder(cache, recipe, weights, place)
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
     target = whole_file(output, "give another file with -o") if ranks.rank == 0 else contextlib.nullcontext()

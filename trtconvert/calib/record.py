@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.recorded import is_shared
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.progress import Bar
 from trtconvert.recipe import CalibrationSection
 from trtconvert.weights.tensor_files import raw_bytes
+
+if TYPE_CHECKING:
+    from trtconvert.progress import Bar
 
 PREVIOUS = "prev_"
 """What the names of the step before begin with."""

@@ -28,6 +28,7 @@ from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.documents import read_json
+from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import UserError, first_line, warn
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.clipping import Clipping, shares
@@ -238,12 +239,16 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
         "int8": request.int8,
         "backend": backend,  # a bundle runs on whatever the machine has
     }
+    # What the user's own functions import of this package decides as well.
+    own = [name for name in (bundle.manifest.recipe.model.source, features, images) if name is not None]
+    code = {__name__}.union(*map(names_of_ours, own))
     # The reference first: it takes little time, and its images may not fit.
     sets = {
         "reference": (
             ShardSet.at(
                 work,
                 "reference",
+                code,
                 {"images": reference.identity, "features": extractor.identity},
                 reference.count,
                 SHARD,
@@ -251,12 +256,14 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
             lambda held: features_of(extractor, reference.read(held)),
         ),
         "pairs": (
-            ShardSet.at(work, "pairs", common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD),
+            ShardSet.at(
+                work, "pairs", code, common | bundle_reads | full_reads | {"seed": seeds}, request.samples, SHARD
+            ),
             pairs.make,
         ),
     }
     if source:
-        other = ShardSet.at(work, "others", common | full_reads | {"seed": other_seeds}, request.samples, SHARD)
+        other = ShardSet.at(work, "others", code, common | full_reads | {"seed": other_seeds}, request.samples, SHARD)
         sets["others"] = (other, pairs.make_others)
     with report.live():
         for name, (shards, make) in sets.items():

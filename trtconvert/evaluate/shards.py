@@ -37,14 +37,15 @@ class ShardSet:
     ranges: tuple[range, ...]
 
     @staticmethod
-    def at(work: Path, name: str, reads: Mapping[str, Any], count: int, size: int) -> ShardSet:
+    def at(work: Path, name: str, code: Collection[str], reads: Mapping[str, Any], count: int, size: int) -> ShardSet:
         """The set of `count` samples in shards of `size`.
 
         Args:
             work: folder of all sets.
-            reads: everything that decides the outcome, as JSON values.
+            code: names of the modules of this package that decide the outcome, see `trtconvert.imports.code_modules`.
+            reads: everything else that decides it, as JSON values.
         """
-        text = json.dumps({"code": code_identity(), "size": size, "reads": reads}, sort_keys=True)
+        text = json.dumps({"code": code_identity(*sorted(code)), "size": size, "reads": reads}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         ranges = tuple(range(start, min(start + size, count)) for start in range(0, count, size))
         return ShardSet(work / f"{name}-{key[:24]}", ranges)

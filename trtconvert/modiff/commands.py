@@ -297,6 +297,7 @@ def _study(
     import torch
 
     from trtconvert import models
+    from trtconvert.entry_point import names_of_ours
     from trtconvert.models.denoiser import require_device
     from trtconvert.modiff.rounding import AdaRound
     from trtconvert.modiff.study import Study
@@ -313,6 +314,7 @@ def _study(
         AdaRound(iterations=rounding_iterations),
         work,
         compiled,
+        names_of_ours(recipe.model.source),
     )
 
 

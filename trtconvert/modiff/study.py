@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -117,6 +117,7 @@ class Study:
         calibration_samples: trajectories' samples; rounding: of Q-Diff.
         work: folder of what is done.
         compiled: samples are drawn by torch.compile and CUDA graphs, on "cuda" alone.
+        of_model: what a model's own function imports of this package, see `names_of_ours`.
     """
 
     model: DiffusionModel
@@ -129,6 +130,12 @@ class Study:
     rounding: AdaRound
     work: Path
     compiled: bool = False
+    of_model: Collection[str] = ()
+
+    @property
+    def code(self) -> set[str]:
+        """Names of the code that decides outcomes."""
+        return {__name__, "trtconvert.models", *self.of_model}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -176,7 +183,7 @@ class Study:
     def calibration_path(self, variant: Variant) -> Path:
         """Where a variant's calibration is kept: its name is of everything that decides it."""
         reads = {
-            "code": code_identity(),
+            "code": code_identity(*sorted(self.code)),
             "model": self.digest,
             "settings": dataclasses.asdict(self._calibrated(variant)),
             "rounding": dataclasses.asdict(self._rounding(variant)),
@@ -307,6 +314,7 @@ def evaluate(
         images_seen = ShardSet.at(
             study.work,
             "reference",
+            study.code,
             {"images": reference.identity, "features": extractor.identity},
             reference.count,
             SHARD,
@@ -320,7 +328,7 @@ def evaluate(
                     calibration = study.calibration(variant, told(bar))
                 reads["calibration"] = sha256(study.calibration_path(variant))
             shards = sets[variant] = ShardSet.at(
-                study.work, f"{variant.method}-{variant.bits.replace('/', '-')}", reads, samples, SHARD
+                study.work, f"{variant.method}-{variant.bits.replace('/', '-')}", study.code, reads, samples, SHARD
             )
             drawing: list[Callable[[Sequence[int]], Tensor]] = []
 

@@ -1,0 +1,100 @@
+"""A build under way: what it is asked for, and the model that its stages compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.cache import Cache, Stage
+from trtconvert.entry_point import names_of_ours
+from trtconvert.models.placement import Place, empty_gpu, placed
+from trtconvert.recipe import Recipe
+from trtconvert.stages.common import run_stage
+
+if TYPE_CHECKING:
+    from trtconvert.models import DiffusionModel
+    from trtconvert.progress import Bar, Reporter
+
+
+class Source:
+    """The model of a recipe, loaded when a stage asks for it, and placed when one computes with it."""
+
+    def __init__(self, recipe: Recipe, place: Place, report: Reporter) -> None:
+        self._recipe, self._place, self._report = recipe, place, report
+        self._model: DiffusionModel | None = None
+        self._placed: DiffusionModel | None = None
+
+    def model(self) -> DiffusionModel:
+        """As it was loaded: in FP32, on the CPU."""
+        if self._model is None:
+            from trtconvert import models
+
+            self._model = models.load(self._recipe.model, self._recipe.loras)
+            for text in self._model.notices:
+                self._report.notice(text)
+        return self._model
+
+    def placed(self) -> DiffusionModel:
+        """On the device and in the type that the recipe asks for."""
+        if self._placed is None:
+            self._placed = placed(self.model(), self._place)
+        return self._placed
+
+    def leave_gpu(self) -> None:
+        """Let go of the copy on the GPU."""
+        self._placed = None
+        if self._place.on_gpu and self._model is not None:
+            empty_gpu(self._model)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What stages are given.
+
+    Attributes:
+        recipe: what is asked for.
+        weights: hash of the model, see `trtconvert.models.identity`.
+        place: where the model computes.
+        cache: where stages are kept.
+        report: told how they go.
+        skip_bad: leave bad calibration samples out.
+    """
+
+    recipe: Recipe
+    weights: str
+    place: Place
+    cache: Cache
+    report: Reporter
+    skip_bad: bool = False
+
+    @cached_property
+    def source(self) -> Source:
+        return Source(self.recipe, self.place, self.report)
+
+    def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path, Bar], None]) -> Stage:
+        """A stage that may load the model; see `run_stage`."""
+        return run_stage(name, reads, make, self.cache, self.report, self.code)
+
+    @cached_property
+    def code(self) -> set[str]:
+        """For the keys of stages: what loads the model, and what the user's own functions import of this package."""
+        recipe = self.recipe
+        named = (recipe.model.source, recipe.calibration.data, recipe.plan.features)
+        return {__name__}.union(*(names_of_ours(name) for name in named if isinstance(name, str)))
+
+    def guidance_reads(self) -> dict[str, str]:
+        """What a stage's key reads of guidance, where the denoiser applies it."""
+        return {"guidance": "fused"} if self.recipe.engine.guidance == "fused" else {}
+
+    def as_exported(self, model: DiffusionModel) -> DiffusionModel:
+        """A model with the inputs and dimensions that it is exported with.
+
+        Raises:
+            UserError: see `fused_form`.
+        """
+        from trtconvert.models.guidance import fused_form
+
+        return fused_form(model) if self.recipe.engine.guidance == "fused" else model

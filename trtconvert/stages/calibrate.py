@@ -1,0 +1,96 @@
+"""The stage that finds attention sites and layers, and observes their ranges."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtconvert.bundle import covering
+from trtconvert.calib.identity import calibration_reads, observations_folder
+from trtconvert.files import one_at_a_time
+from trtconvert.recipe import Recipe
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import CALIBRATION, LAYERS, SITES
+from trtconvert.stages.results import Calibrated
+from trtconvert.stages.shapes import profiles_of
+
+if TYPE_CHECKING:
+    from trtconvert.models import DiffusionModel
+    from trtconvert.progress import Bar
+
+
+def calibrate_stage(build: Build) -> Calibrated:
+    """Find the attention sites and layers and observe their ranges. Leaves the calibration, the sites and the layers."""
+    recipe, weights = build.recipe, build.weights
+    reads = calibration_reads(recipe, weights) | build.place.reads()
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.calibrate import (
+            calibrate,
+            modulated_sources,
+            parts_to_convert,
+            refuse_without_blocks,
+            taken,
+        )
+        from trtconvert.calib.dtype_checks import fitting
+        from trtconvert.calib.plan import kernel_cost
+
+        source = build.source.placed()
+        # Nobody wants to hear after the calibration what does not serve.
+        _refuse_unfit_steps(recipe, source)
+        profiles = profiles_of(recipe, build.as_exported(source))
+        if recipe.layers.modiff:
+            from trtconvert.export.changes import require_fixed_sizes
+
+            require_fixed_sizes(source, covering(profiles))
+        if recipe.attention.modes == "auto":
+            kernel_cost(recipe.plan, recipe.layers, masks=bool(recipe.sparse_shares))
+        elif recipe.sparse_shares:
+            from trtconvert.calib.cost import KernelCost
+
+            KernelCost.load(recipe.plan.kernel_cost, masks=True)
+        with fitting(source, recipe.model.dtype):
+            parts = parts_to_convert(source, recipe.attention, recipe.layers)
+        if recipe.attention.modes == "auto" and any(layer.kind == "conv" for layer in parts.layers):
+            kernel_cost(recipe.plan, recipe.layers, convs=True)
+        if recipe.sparse_shares:
+            refuse_without_blocks(source, parts.sites, covering(profiles), recipe.calibration.bins)
+        if recipe.calibration.from_ is not None:
+            made = taken(
+                recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
+                modulated_sources(parts.layers, recipe.layers), recipe.sparse_shares,
+            )  # fmt: skip
+        else:
+            # Observations outlive a build that is killed, and go when the stage is done.
+            work = observations_folder(build.cache, recipe, weights, build.place)
+            with one_at_a_time(work):
+                made = calibrate(
+                    source, recipe.calibration, weights, parts.sites, work, bar, skip_bad=build.skip_bad,
+                    layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
+                )  # fmt: skip
+                shutil.rmtree(work)
+        made.save(folder / CALIBRATION)
+        for file, found in ((SITES, (*parts.sites, *parts.left_sites)), (LAYERS, (*parts.layers, *parts.left_layers))):
+            (folder / file).write_text(json.dumps([asdict(part) for part in found], indent=1))
+
+    # A calibration that bad samples are missing from is another one than a build without --skip-bad asks for.
+    return Calibrated(build.stage("calibrate", reads | {"skip_bad": build.skip_bad}, make))
+
+
+def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
+    """
+    Raises:
+        UserError: a section asks for steps that the model's sampler does not take.
+    """
+    from trtconvert.models.denoiser import refuse_steps
+
+    asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
+    if recipe.calibration.data != "denoise":
+        del asked[0]
+    if recipe.attention.modes == "auto":
+        asked.append(("plan", recipe.plan.steps, "ddim"))
+    for section, steps, solver in asked:
+        refuse_steps(model, f"{section}.steps", steps, solver)

@@ -1,0 +1,51 @@
+"""What all stages share: the names of what they leave, and how a stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.bundle import ComponentRecord, EngineRecord
+from trtconvert.cache import Cache, Stage
+
+if TYPE_CHECKING:
+    from trtconvert.progress import Bar, Reporter
+
+COMPONENT = "denoiser"
+CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
+ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
+NAMES, ERROR, ERRORS = "names.json", "error.json", "errors.json"
+PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
+ENGINE, RECORD = "engine.plan", "engine.json"
+QUALITY, SAMPLES = "quality.json", "samples.png"
+FULL, VERIFY = "full.safetensors", "verify.safetensors"
+REUSE, REUSE_RECORD = "reuse.safetensors", "reuse.json"
+
+Engines = list[tuple[EngineRecord, Stage]]
+"""The engines of a component, each with the stage that left it."""
+
+
+def run_stage(
+    name: str,
+    reads: Mapping[str, Any],
+    make: Callable[[Path, Bar], None],
+    cache: Cache,
+    report: Reporter,
+    code: Collection[str] = (),
+) -> Stage:
+    """A stage from the cache, or made, with its progress on a bar.
+
+    Args:
+        make: the module that the function stands in, with all that the module imports, is part of the stage's key.
+        code: names of further modules, see `Cache.stage`.
+    """
+    with report.stage(name) as bar:
+        modules = {make.__module__, *code}
+        stage = cache.stage(name.replace(" ", "-"), modules, reads, lambda folder: make(folder, bar))
+        bar.reused = stage.reused
+    return stage
+
+
+def component_of(exported: Stage) -> ComponentRecord:
+    return ComponentRecord.model_validate_json((exported.folder / SIGNATURE).read_text())

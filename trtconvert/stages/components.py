@@ -1,0 +1,125 @@
+"""The stages that export the pipeline's other models, which a recipe's `components` section names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.bundle import ComponentRecord, TensorRecord
+from trtconvert.cache import Stage
+from trtconvert.errors import UserError
+from trtconvert.recipe import ComponentSection, Recipe
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import ERROR, NAMES, NATIVE, SIGNATURE
+from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native, unquantised_reads
+from trtconvert.stages.records import component_records
+
+if TYPE_CHECKING:
+    from trtconvert.models import DiffusionModel
+    from trtconvert.progress import Bar
+
+
+def component_stages(build: Build) -> dict[str, Stage]:
+    """Export the pipeline's other models that the recipe names, and compare each with torch, first of all: it takes little time.
+
+    Each stage leaves a model, its signature and its error.
+    """
+    recipe = build.recipe
+    if not recipe.components:
+        return {}
+
+    def name_them(folder: Path) -> None:
+        (folder / NAMES).write_text(json.dumps(_component_names(recipe, build.source.model())))
+
+    reads = {"weights": build.weights, "asked": sorted(recipe.components)}
+    named = build.cache.stage("components", {__name__, *build.code}, reads, name_them)
+    return {name: component_stage(build, name) for name in json.loads((named.folder / NAMES).read_text())}
+
+
+def component_stage(build: Build, name: str) -> Stage:
+    """Export one of the pipeline's models beside the denoiser, and hold it to float32 in torch."""
+    recipe = build.recipe
+    asked: dict[str, Any] = {}
+    for section in ("all", name):  # what the component says itself counts
+        asked |= recipe.components.get(section, ComponentSection()).model_dump(exclude_none=True)
+    limit = recipe.verify.max_component_error
+    reads = {"weights": build.weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
+    in_int8 = asked.get("layers") == "int8"
+    if in_int8:
+        reads |= unquantised_reads(recipe)
+        reads["layers"] = recipe.layers.model_dump(
+            mode="json", include={"kinds", "min_rows", "few_rows", "equalise", "offsets", "scales"}
+        )
+
+    def make(folder: Path, bar: Bar) -> None:
+        import torch
+
+        from trtconvert.calib.component_layers import component_layers
+        from trtconvert.evaluate.verify import check_component
+        from trtconvert.export import storage
+        from trtconvert.export.trace import OF_COMPONENTS, trace_component
+        from trtconvert.runtime.session import OnnxRuntimeComponent
+
+        components = build.source.model().components
+        assert components is not None  # or there were no names
+        source = components(name)
+        dtype = asked.get("dtype") or ("float32" if source.high_precision else recipe.model.dtype)
+        if dtype == "float16" and source.overflows:
+            raise UserError(
+                f"{name} is not converted to float16",
+                expected="float32: its configuration says force_upcast, since its values leave the range of float16",
+                got="float16",
+                remedy=f"set components.{name}.dtype to float32 in the recipe",
+            )
+        onnx_file = folder / f"{name}.onnx"
+        found = component_layers(source, recipe.layers, limit) if in_int8 else None
+        exported = trace_component(source, getattr(torch, dtype), found.converted if found else None)
+        storage.save(exported, onnx_file)
+        check_onnx(onnx_file, dtype)
+        if found:
+            save_native(onnx_file, folder / NATIVE, dtype)
+            if recipe.engine.refittable:
+                keep_unquantised(source.module, found.converted, onnx_file, OF_COMPONENTS)
+        component = ComponentRecord(
+            onnx=onnx_file.name,
+            inputs=[
+                TensorRecord(name=i.name, dtype=dtype if i.dtype == "float32" else i.dtype, shape=list(i.shape))
+                for i in source.inputs
+            ],
+            outputs=[TensorRecord(name=o.name, dtype=dtype, shape=list(o.shape)) for o in source.outputs],
+            dims=dict(source.dims),
+            profiles=[dict(source.dims)],
+            layers=component_records(found) if found else [],
+            engines=[],
+            diffusers=source.diffusers,
+        )
+        error = check_component(source, OnnxRuntimeComponent(onnx_file, component), limit)
+        (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
+        (folder / ERROR).write_text(json.dumps(error))
+
+    return build.stage(f"export {name}", reads, make)
+
+
+def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
+    """
+    Raises:
+        UserError: the model has no other models, or not those that the recipe names.
+    """
+    if model.components is None:
+        raise UserError(
+            f"{model.name} has no components beside the denoiser",
+            expected="a recipe without the section components",
+            got=", ".join(recipe.components),
+            remedy="remove it, or convert a pipeline with model.source: diffusers",
+        )
+    known, named = model.components.names, recipe.components.keys() - {"all"}
+    if unknown := sorted(named - set(known)):
+        raise UserError(
+            f"the pipeline has no {', '.join(unknown)}",
+            expected=", ".join(known) or "no section components: it was saved with its denoiser alone",
+            got=", ".join(unknown),
+            remedy="correct components in the recipe, or save the pipeline with it",
+        )
+    used = model.components.used if "all" in recipe.components else ()
+    return [name for name in known if name in named or name in used]

@@ -1,0 +1,68 @@
+"""The INT8 sites and layers of a plan, with their tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trtconvert.errors import UserError
+from trtconvert.recipe import Recipe
+from trtconvert.stages.results import Planned
+
+if TYPE_CHECKING:
+    from trtconvert.linear.sites import ConvertedLayer
+    from trtconvert.models import DiffusionModel
+    from trtconvert.quant.forward import Int8Layers, Int8Sites
+
+
+def converted_layers(recipe: Recipe, model: DiffusionModel, planned: Planned) -> dict[str, ConvertedLayer]:
+    """The layers that the plan converts, with their tables.
+
+    Raises:
+        UserError: none of them quantises changes, where the recipe asks for it.
+    """
+    import torch
+
+    from trtconvert.calib.layer_scales import is_modulated, layer_tables
+    from trtconvert.linear.changes import can_be_modulated
+    from trtconvert.linear.sites import ConvertedLayer, with_sources_among
+
+    rows = {name: row for name, row in planned.plan.layers.items() if any(row)}
+    modes = {name: torch.tensor(row, dtype=torch.int32) for name, row in rows.items()}
+    layers = [layer for layer in planned.calibrated.layers if layer.name in modes]
+    scales = planned.calibrated.calibration.layers
+    of_sources = {layer.name: scales[layer.source] for layer in layers}
+    tables = layer_tables(model.denoiser, layers, scales, modes)
+    modulated = {
+        layer.name
+        for layer in layers
+        if is_modulated(layer, recipe.layers)
+        and can_be_modulated(tables[layer.name].modes.tolist())
+        and (recipe.layers.modiff != "auto" or layer.name in planned.plan.modulated)
+    }
+    if recipe.layers.modiff not in (False, "auto") and not modulated:
+        raise UserError(
+            "no layer quantises changes, as layers.modiff asks",
+            expected="a plan with layers that are static in all timestep bins",
+            got=f"{len(layers)} INT8 layers, none of them so",
+            remedy="set layers.modes to static, raise the budget of the plan section, or set layers.modiff to false",
+        )
+    return {
+        layer.name: ConvertedLayer(
+            layer, tables[layer.name], of_sources[layer.name].change_scale if layer.name in modulated else None
+        )
+        for layer in with_sources_among(layers)
+    }
+
+
+def int8_in_torch(recipe: Recipe, model: DiffusionModel, planned: Planned) -> tuple[Int8Sites, Int8Layers]:
+    """INT8 sites and layers of a plan on the device of a model."""
+    from trtconvert.quant.forward import Int8Layers, Int8Sites
+
+    scalings, smooth_k = planned.plan.scalings, recipe.attention.smooth_k
+    sites = Int8Sites(planned.tables(), model.timestep_max, scalings, smooth_k, masks=planned.masks())
+    converted = converted_layers(recipe, model, planned)
+    tables = {name: layer.tables for name, layer in converted.items()}
+    of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
+    layers = Int8Layers(tables, model.timestep_max, of_changes, model.timesteps_fall)
+    device = next(model.denoiser.parameters()).device
+    return sites.to(device), layers.to(device)

@@ -1,0 +1,38 @@
+"""The stage that measures the error of sites and layers, on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtconvert.cache import Stage
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import ERRORS
+from trtconvert.stages.converted import int8_in_torch
+from trtconvert.stages.results import Planned
+
+if TYPE_CHECKING:
+    from trtconvert.progress import Bar
+
+
+def errors_stage(build: Build, planned: Planned) -> Stage:
+    """Measure the error of each converted site and layer at its own output, on a GPU. Leaves decibels by timestep bin."""
+    recipe = build.recipe
+    section = recipe.verify
+    asked = {"seed": section.seed, "samples": section.samples, "bins": recipe.calibration.bins}
+    reads = planned.reads() | {"dtype": recipe.model.dtype} | asked
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.data import batches_of
+        from trtconvert.evaluate import verify
+
+        source = build.source.placed()
+        sites, layers = int8_in_torch(recipe, source, planned)
+        bar.total(len(batches_of(min(section.samples, verify.SITE_SAMPLES), verify.BATCH)))
+        found = verify.output_sqnr(
+            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
+        )
+        (folder / ERRORS).write_text(json.dumps(found))
+
+    return build.stage("errors", reads, make)

@@ -1,0 +1,75 @@
+"""The stage that gives each site, layer and timestep bin its mode."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.cache import Stage
+from trtconvert.calib.frontier import read_frontier
+from trtconvert.calib.identity import kernel_cost_hash
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import FRONTIER, PLAN, SCALINGS
+from trtconvert.stages.results import Calibrated, Plan, Planned
+from trtconvert.stages.shapes import opt_rows
+
+if TYPE_CHECKING:
+    from trtconvert.progress import Bar
+
+
+def plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None) -> Planned:
+    """Give each site, layer and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
+    recipe = build.recipe
+    reads: dict[str, Any] = {
+        "calibration": calibrated.stage.key,
+        "attention": recipe.attention.model_dump(mode="json"),
+        "layers": recipe.layers.model_dump(mode="json"),
+    }
+    if searched is not None:
+        reads |= {"search": searched.key, "point": recipe.plan.point}
+    elif recipe.attention.scaling == "auto" or recipe.sparse_shares:
+        reads |= {"kernel_cost": kernel_cost_hash(recipe.plan)} | build.guidance_reads()
+
+    def make(folder: Path, bar: Bar) -> None:
+        plan = _stated(build, calibrated) if searched is None else _found(searched, recipe.plan.point, folder)
+        (folder / PLAN).write_text(json.dumps(asdict(plan), indent=1))
+
+    return Planned(build.stage("plan", reads, make), calibrated)
+
+
+def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
+    """A point of the frontier, which is left in a folder with that point chosen.
+
+    Args:
+        name: as `Frontier.choose` takes it.
+    """
+    frontier = read_frontier(searched.folder / FRONTIER)
+    point = frontier.choose(name)
+    chosen = frontier.model_copy(update={"chosen": point.name})
+    (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
+    scalings = json.loads((searched.folder / SCALINGS).read_text())
+    return Plan(point.modes, point.layers, scalings, point.sparse, {}, point.modulated)
+
+
+def _stated(build: Build, calibrated: Calibrated) -> Plan:
+    """What the recipe says, or the rule that the recipe names."""
+    from trtconvert.calib.block_plan import stated_blocks
+    from trtconvert.calib.fixed_plans import stated_attention
+    from trtconvert.calib.layer_plan import stated_layers
+    from trtconvert.calib.plan import site_scalings
+    from trtconvert.quant.decision import Plan as Decided
+
+    recipe, bins = build.recipe, build.recipe.calibration.bins
+    source, sites = build.source.placed(), calibrated.chosen_sites
+    form = build.as_exported(source)
+    batch = opt_rows(form, form.dims)
+    scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
+    decisions, dense = stated_attention(recipe.attention, scalings, source.sigmas, bins), {}
+    for share in recipe.sparse_shares:
+        found = calibrated.calibration
+        calls = found.provenance.observed
+        decisions, dense = stated_blocks(share, recipe.plan, sites, decisions, found.blocks, batch, calls)
+    layers = stated_layers(recipe.layers, calibrated.chosen_layers, bins)
+    return Plan(**Decided(decisions, layers).record(), dense=dense)

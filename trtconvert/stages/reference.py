@@ -1,0 +1,43 @@
+"""The stage that draws in full precision what INT8 is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtconvert.cache import Stage
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import FULL, VERIFY
+
+if TYPE_CHECKING:
+    from trtconvert.progress import Bar
+
+
+def reference_stage(build: Build) -> Stage:
+    """Draw in full precision what INT8 is compared with. Leaves the images, and a denoiser call of every timestep bin."""
+    recipe, place = build.recipe, build.place
+    section, bins = recipe.verify, recipe.calibration.bins
+    drawn = section.model_dump(mode="json", include={"samples", "steps", "sampler", "seed"})
+    reads = {"weights": build.weights, "dtype": recipe.model.dtype, "verify": drawn, "bins": bins} | place.reads()
+
+    def make(folder: Path, bar: Bar) -> None:
+        from safetensors.torch import save_file
+
+        from trtconvert.calib.data import batches_of
+        from trtconvert.evaluate import verify
+        from trtconvert.evaluate.recorded_calls import CallRecorder
+        from trtconvert.models.placement import denoiser_in_float32
+
+        source = build.source.placed()
+        bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
+        batch = source.inputs[0].shape[0]
+        rows = source.dims[batch][1] if isinstance(batch, str) else batch
+        recorder = CallRecorder(source, bins, rows)
+        images = verify.draw(source, recorder.around(source.denoiser), section, bar.step)
+        in_float32 = place.on_gpu and place.dtype != "float32"
+        calls = recorder.calls(lambda: denoiser_in_float32(build.source.model()) if in_float32 else None)
+        calls.save(folder / VERIFY)
+        save_file({"images": images.contiguous()}, folder / FULL)
+        bar.step()
+
+    return build.stage("reference", reads, make)

@@ -1,0 +1,116 @@
+"""What the calibration and the plan left, read when a later stage asks for it, and once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.cache import Stage
+from trtconvert.stages.common import CALIBRATION, LAYERS, PLAN, SITES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trtconvert.attention.reference import AttentionTables
+    from trtconvert.attention.sites import Site
+    from trtconvert.bundle import GuidanceRecord
+    from trtconvert.calib.calibration import Calibration
+    from trtconvert.linear.sites import Layer
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A finished calibrate stage."""
+
+    stage: Stage
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        from trtconvert.calib.calibration import Calibration
+
+        return Calibration.load(self.stage.folder / CALIBRATION)
+
+    @cached_property
+    def sites(self) -> list[Site]:
+        """All that were found, those that stay as they are among them."""
+        from trtconvert.attention.sites import Site
+
+        return [Site(**site) for site in json.loads((self.stage.folder / SITES).read_text())]
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """All that were found, those that stay as they are among them."""
+        from trtconvert.linear.sites import layer_from_json
+
+        return [layer_from_json(layer) for layer in self.layers_as_json()]
+
+    @property
+    def chosen_sites(self) -> list[Site]:
+        return [site for site in self.sites if not site.obstacle]
+
+    @property
+    def chosen_layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if not layer.obstacle]
+
+    def layers_as_json(self) -> list[dict[str, Any]]:
+        """`layers`, without torch."""
+        return json.loads((self.stage.folder / LAYERS).read_text())
+
+    def input_ranges(self, guidance: GuidanceRecord | None) -> dict[str, list[float]]:
+        """Largest magnitudes of the denoiser's inputs, by timestep bin; the calibration saw both halves of guidance together."""
+        ranges = {name: x.tolist() for name, x in self.calibration.inputs.items()}
+        twins = guidance.negative if guidance is not None else {}
+        return ranges | {twin: ranges[name] for name, twin in twins.items() if name in ranges}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the plan stage writes, by the names of sites and layers.
+
+    Attributes:
+        sites, layers: modes by timestep bin; of a layer that the plan leaves as it is they are 0, `LayerMode.EXACT`.
+        scalings: how each converted site gets the scales of queries and keys.
+        sparse: the share of its attention that each site with a block mask may lose, by timestep bin.
+        dense: why other sites that might have one have none.
+        modulated: layers that quantise changes, where the search chose them.
+    """
+
+    sites: Mapping[str, list[int]]
+    layers: Mapping[str, list[int]]
+    scalings: Mapping[str, str]
+    sparse: Mapping[str, list[float]]
+    dense: Mapping[str, str]
+    modulated: list[str]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A finished plan stage, and the calibrate stage that it is for."""
+
+    stage: Stage
+    calibrated: Calibrated
+
+    @cached_property
+    def plan(self) -> Plan:
+        return Plan(**json.loads((self.stage.folder / PLAN).read_text()))
+
+    def reads(self) -> dict[str, str]:
+        """What the key of a later stage reads."""
+        return {"calibration": self.calibrated.stage.key, "plan": self.stage.key}
+
+    def tables(self) -> dict[str, AttentionTables]:
+        """The tables of the sites in INT8."""
+        import torch
+
+        modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in self.plan.sites.items()}
+        return self.calibrated.calibration.with_modes(modes)
+
+    def masks(self) -> dict[str, Tensor]:
+        """The block masks [T, H, Bq, Bk] of the sites that the plan gives some."""
+        if not (rows := self.plan.sparse):
+            return {}
+        blocks = self.calibrated.calibration.blocks
+        return {site: blocks[site].mask(row) for site, row in rows.items()}

@@ -1,0 +1,66 @@
+"""The stage that tries plans, and samples with each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtconvert.cache import Stage
+from trtconvert.calib.identity import search_reads
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import FRONTIER, SCALINGS
+from trtconvert.stages.results import Calibrated
+from trtconvert.stages.shapes import opt_rows, profiles_of, ranges_read
+
+if TYPE_CHECKING:
+    from trtconvert.progress import Bar
+
+
+def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
+    """Try plans and sample with each. Leaves the frontier; which of them is built is the plan stage's choice.
+
+    Returns:
+        None where the recipe states the plan.
+    """
+    recipe = build.recipe
+    if recipe.attention.modes != "auto":
+        return None
+    reads = {
+        "calibration": calibrated.stage.key,
+        "attention": recipe.attention.model_dump(mode="json"),
+        "layers": recipe.layers.model_dump(mode="json"),
+        "plan": search_reads(recipe.plan),
+        "shapes": ranges_read(recipe),
+    } | build.guidance_reads()
+    if recipe.layers.modiff == "auto":
+        reads["dtype"] = recipe.model.dtype  # that of caches
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.plan import search, site_scalings
+        from trtconvert.evaluate.budget import load_budget
+
+        source, sites = build.source.placed(), calibrated.chosen_sites
+        form = build.as_exported(source)
+        batch = opt_rows(form, profiles_of(recipe, form)[0])
+        scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
+        (folder / SCALINGS).write_text(json.dumps(scalings, indent=1))
+        frontier = search(
+            source,
+            sites,
+            calibrated.chosen_layers,
+            calibrated.calibration,
+            recipe.attention,
+            scalings,
+            recipe.layers,
+            recipe.plan,
+            load_budget(recipe.plan),
+            recipe.calibration.bins,
+            batch,
+            bar,
+            recipe.sparse_shares,
+            2 if recipe.model.dtype == "float16" else 4,
+        )
+        (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
+
+    return build.stage("search", reads, make)

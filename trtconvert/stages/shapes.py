@@ -1,0 +1,81 @@
+"""The sizes and types that engines take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trtconvert.bundle import Dims
+from trtconvert.errors import UserError
+from trtconvert.recipe import Range, Recipe
+
+if TYPE_CHECKING:
+    from trtconvert.models import DiffusionModel
+
+
+def ranges_read(recipe: Recipe) -> list[dict[str, Any]]:
+    """The shapes that a recipe asks for, as a stage's key reads them."""
+    return [{name: wanted.model_dump() for name, wanted in ranges.items()} for ranges in recipe.engine.ranges()]
+
+
+def profiles_of(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
+    """The model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
+    return [narrowed(wanted, model.dims, model.name, model.steps) for wanted in recipe.engine.ranges()]
+
+
+def narrowed(
+    ranges: Mapping[str, Range],
+    available: Mapping[str, tuple[int, int, int]],
+    name: str,
+    steps: Mapping[str, int],
+) -> Dims:
+    """The dimensions of a model of some name, with the ranges of an engine section instead of its own.
+
+    Args:
+        steps: in which dimensions may vary, where that is not 1.
+    Raises:
+        UserError: a range is none of the model's, exceeds the model's own, or lies between its steps.
+    """
+    dims = dict(available)
+    for dim, wanted in ranges.items():
+        if dim not in dims:
+            raise UserError(
+                f"the recipe's engine section names the dimension '{dim}', which {name} does not have",
+                expected=", ".join(dims),
+                got=dim,
+                remedy="correct engine.shapes or engine.profiles",
+            )
+        low, _, high = dims[dim]
+        if wanted.min < low or wanted.max > high:
+            raise UserError(
+                f"the recipe's engine section asks for more of '{dim}' than {name} supports",
+                expected=f"{low} to {high}",
+                got=f"{wanted.min} to {wanted.max}",
+                remedy="narrow engine.shapes or engine.profiles",
+            )
+        if any((size - low) % steps.get(dim, 1) for size in (wanted.min, wanted.opt, wanted.max)):
+            raise UserError(
+                f"the recipe's engine section asks for sizes of '{dim}' that {name} does not take",
+                expected=f"{low} to {high} in steps of {steps[dim]}",
+                got=f"{wanted.min}, {wanted.opt}, {wanted.max}",
+                remedy="correct engine.shapes or engine.profiles",
+            )
+        dims[dim] = (wanted.min, wanted.opt, wanted.max)
+    return dims
+
+
+def opt_rows(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> int:
+    """Rows of a call at the opt sizes: samples, twice where guidance is inside."""
+    from trtconvert.runtime.signature import shape_of
+
+    opt = {name: size for name, (_, size, _) in dims.items()}
+    return shape_of(model.inputs[0].shape, opt)[0] * (1 if model.guidance is None else 2)
+
+
+def engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:
+    """The type of an input of the exported denoiser.
+
+    Args:
+        name, dtype: of the input of the model.
+    """
+    return recipe.model.dtype if dtype == "float32" and name not in model.always_float32 else dtype
