@@ -353,9 +353,7 @@ def test_a_damaged_shard_is_made_anew(tmp_path):
 
 def test_shards_are_found_again_by_all_that_made_them(tmp_path, monkeypatch):
     folder = ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 10, 4).folder
-    assert (
-        ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 500, 4).folder == folder
-    )  # more samples reuse the first
+    assert ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 500, 4).folder == folder  # more samples reuse the first
     assert ShardSet.at(tmp_path, "set", CODE, {"seed": 2}, 10, 4).folder != folder
     assert ShardSet.at(tmp_path, "set", CODE, {"seed": 1}, 10, 5).folder != folder
     monkeypatch.setattr(shards, "code_identity", lambda *_: "other code")

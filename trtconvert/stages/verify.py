@@ -60,8 +60,8 @@ def verify_stage(
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import RecordedCalls
         from trtconvert.models.denoiser import intercepted
-        from trtconvert.runtime import engine_component
         from trtconvert.runtime.batches import AnyBatch
+        from trtconvert.runtime.bundles import engine_component
 
         calls = RecordedCalls.load(reference.folder / VERIFY)
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
