@@ -51,6 +51,14 @@ LEVEL = {name: -row for row, names in enumerate(LAYERS) for name in names}
 APART = {("calib", "export")}
 """What does not import each other although the order would allow one way."""
 
+STAGES: tuple[set[str], ...] = (
+    {"calibrate", "components", "engines", "errors", "export", "gates", "plan", "reference", "search", "verify"},
+    {"converted", "onnx_files", "records"},
+    {"build", "results", "shapes"},
+    {"common"},
+)
+"""From the top: the modules of `stages`. Those of one layer do without each other: what a stage imports is in the stage's key."""
+
 PACKAGE = REPOSITORY / "trtconvert"
 SOURCES = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -62,6 +70,13 @@ def place_of(module: str) -> str:
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
     """Each line that imports something of ours, wherever it stands, and the place of what it imports."""
+    for line, name in modules(source):
+        if name.startswith("trtconvert.") and name != "trtconvert.__version__":
+            yield line, place_of(name)
+
+
+def modules(source: str) -> Iterator[tuple[int, str]]:
+    """Each line that imports something, and the full name of what it imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -70,9 +85,7 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            if name.startswith("trtconvert.") and name != "trtconvert.__version__":
-                yield node.lineno, place_of(name)
+        yield from ((node.lineno, name) for name in names)
 
 
 def upwards(place: str, source: str) -> list[str]:
@@ -103,6 +116,17 @@ def test_nothing_imports_upwards():
         else:
             found += [f"{path}: {one}" for one in upwards(path.parts[0].removesuffix(".py"), source)]
     assert found == []
+
+
+def test_no_stage_imports_another_one():
+    level = {name: row for row, names in enumerate(STAGES) for name in names}
+    sources = {path.stem: source for path, source in SOURCES.items() if path.parts[0] == "stages"}
+    assert sources.keys() == level.keys() | {"__init__"}
+    assert not [*imported(sources.pop("__init__"))], "the package runs in every stage"
+    for name, source in sources.items():
+        lower = {other for other, row in level.items() if row > level[name]}
+        others = {module.split(".")[2] for _, module in modules(source) if module.startswith("trtconvert.stages.")}
+        assert others <= lower, name
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
         return engines
     from trtconvert.evaluate.gates import check_predictions
     from trtconvert.evaluate.recorded_calls import RecordedCalls
-    from trtconvert.runtime import engine_component
     from trtconvert.runtime.batches import AnyBatch
+    from trtconvert.runtime.bundles import engine_component
 
     calls, measured = RecordedCalls.load(folder / VERIFY), []
     with report.stage(f"verify {name}"):

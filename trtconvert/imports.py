@@ -17,7 +17,7 @@ _FOR_TYPES = re.compile(r"^([ \t]*)if TYPE_CHECKING:.*\n(?:\1[ \t]+\S.*\n|[ \t]*
 _IMPORT = re.compile(rf"^[ \t]*((?:from|import)[ \t]+{_OWN}\b(?:[^\n(]*\([^)]*\)|[^\n]*))", re.MULTILINE)
 _MODULE = rf"({_OWN}(?:\.\w+)+)(?::[\w.]+)?"
 _TEXT = re.compile(rf"""["']{_MODULE}["']""")
-_ON_DEMAND = re.compile(r"^def __getattr__\(", re.MULTILINE)
+_ON_DEMAND = "\ndef __getattr__("
 
 
 def code_modules(names: Iterable[str]) -> set[str]:
@@ -79,7 +79,7 @@ def imported_names(source: str) -> set[str]:
 
     Regular expressions find the statements, which Python's parser reads: it would take seconds for whole files.
     """
-    if _ON_DEMAND.search(source):
+    if _ON_DEMAND in source:
         tree = ast.parse(source)
         return _names(node for node in tree.body if getattr(node, "name", "") != "__getattr__")
     without = _FOR_TYPES.sub("", source)
@@ -94,7 +94,7 @@ def imported_names(source: str) -> set[str]:
 def _on_demand(module: str) -> dict[str, str]:
     """What a module imports when it is asked for a name: the names of its `__all__` that it imports for type checkers."""
     source = _sources()[module].decode()
-    if not _ON_DEMAND.search(source):
+    if _ON_DEMAND not in source:
         return {}
     tree = ast.parse(source)
     public = next(

@@ -17,7 +17,7 @@ from tiny_pipelines import PIPELINES, SMALL_BUILD, TOKENS
 from trtconvert.bundle import ComponentRecord
 from trtconvert.cache import Cache, Stage
 from trtconvert.models.diffusers import as_images
-from trtconvert.models.placement import Place
+from trtconvert.models.placed import Place
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe, load_recipe

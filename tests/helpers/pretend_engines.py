@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from trtconvert import runtime
 from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.evaluate.recorded_calls import RecordedCalls
+from trtconvert.runtime import bundles
 
 
 class PretendEngine:
-    """What `runtime.engine_component` gives."""
+    """What `engine_component` gives."""
 
     device = torch.device("cpu")
 
@@ -31,5 +31,5 @@ def pretend_engines(replace: Callable[[Any, str, Any], None], error: float = 0.0
         replace: as setattr.
         error: of their predictions in every timestep bin.
     """
-    replace(runtime, "engine_component", PretendEngine)
+    replace(bundles, "engine_component", PretendEngine)
     replace(RecordedCalls, "errors", lambda calls, denoiser: [error] * len(calls.type_errors))

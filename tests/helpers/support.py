@@ -115,7 +115,7 @@ def tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
         "output": {"grid": 2},
     }
     for name, fields in sections.items():
-        recipe[name] |= fields
+        recipe[name] = recipe.get(name, {}) | fields
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))  # JSON is YAML
     return path

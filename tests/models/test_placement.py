@@ -10,7 +10,8 @@ from torch import nn
 from trtconvert.errors import BackendUnavailable
 from trtconvert.models import placement
 from trtconvert.models.digits import digits_model
-from trtconvert.models.placement import Place, choose_place, placed
+from trtconvert.models.placed import Place, _casting, _copied, _in_float32, placed
+from trtconvert.models.placement import choose_place
 from trtconvert.recipe import ComputeSection, ModelSection
 
 SECTION = ModelSection(source="digits-dit", weights=REPOSITORY / "recipes/digits-dit.safetensors", dtype="float16")
@@ -84,7 +85,7 @@ class Kept(nn.Module):
 
 def test_a_copy_has_its_own_weights_in_a_type_but_for_what_the_model_keeps():
     model = Kept()
-    copy = placement._copied(model, torch.device("cpu"), torch.float16)
+    copy = _copied(model, torch.device("cpu"), torch.float16)
     assert copy.body.weight.dtype == torch.float16 and copy.time.weight.dtype == torch.float32
     assert copy.steps.dtype == torch.int64
     assert copy.tied is copy.body
@@ -101,9 +102,9 @@ def test_a_placed_denoiser_casts_inputs_but_timesteps_and_gives_float32():
             return (x * 2,)
 
     denoiser = Denoiser()
-    hook = placement._casting(["x", "timestep", "label"], {"x"}, torch.bfloat16)
+    hook = _casting(["x", "timestep", "label"], {"x"}, torch.bfloat16)
     denoiser.register_forward_pre_hook(hook, with_kwargs=True)
-    denoiser.register_forward_hook(placement._in_float32)
+    denoiser.register_forward_hook(_in_float32)
     x, timestep, label = torch.ones(2, 3), torch.ones(2), torch.ones(2, dtype=torch.int64)
     for output in (denoiser(x, timestep, label), denoiser(x=x, timestep=timestep, label=label)):
         assert output.dtype == torch.float32 and output.eq(2).all()

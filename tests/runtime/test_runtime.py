@@ -26,6 +26,7 @@ from trtconvert.bundle import (
 from trtconvert.engine import BackendStatus
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.verify import relative_error
+from trtconvert.runtime import bundles
 from trtconvert.runtime.compatibility import Machine, fitting_engine
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import Signature
@@ -202,7 +203,7 @@ def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tm
     manifest = read_manifest(bundle)
     (bundle / MANIFEST).unlink()
     write_manifest(bundle, manifest)
-    check = runtime.check_files
+    check = bundles.check_files
 
     def compiled_meanwhile(folder, found):
         if old.exists():
@@ -212,7 +213,7 @@ def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tm
         check(folder, found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "check_files", compiled_meanwhile)
+        patch.setattr(bundles, "check_files", compiled_meanwhile)
         with runtime.load(bundle) as loaded:
             assert "engines/old.plan" not in loaded.manifest.files
 
@@ -234,7 +235,7 @@ def test_a_bundle_that_is_built_again_while_its_files_are_read_is_read_again(tin
                 if goes:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
-    monkeypatch.setattr(runtime, "OnnxRuntimeComponent", Component)
+    monkeypatch.setattr(bundles, "OnnxRuntimeComponent", Component)
     with runtime.load(bundle) as loaded:
         assert (
             loaded.manifest.backend_reason == "later"
@@ -250,7 +251,7 @@ def test_a_file_that_is_not_there_and_no_new_bundle_either_ends_the_loading(tiny
     def gone(path, component):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
-    monkeypatch.setattr(runtime, "OnnxRuntimeComponent", gone)
+    monkeypatch.setattr(bundles, "OnnxRuntimeComponent", gone)
     with pytest.raises(FileNotFoundError):
         runtime.load(tiny_build.bundle)
 
@@ -278,7 +279,7 @@ def test_a_bundle_for_the_cpu_asks_nothing_of_a_gpu(tiny_build, monkeypatch, ask
     def status():
         raise AssertionError("a process that only checks a bundle takes no memory on GPUs")
 
-    monkeypatch.setattr(runtime.builder, "status", status)
+    monkeypatch.setattr(bundles.builder, "status", status)
     with runtime.load(tiny_build.bundle, **asked) as bundle:
         assert bundle.backend.startswith("ONNX Runtime")
 
@@ -305,7 +306,7 @@ def test_on_the_cpu_there_are_no_graphs_and_no_new_weights(tiny_build):
     ],
 )
 def test_a_gpu_that_is_named_is_not_replaced_by_the_cpu(tiny_build, monkeypatch, device, state, backend, said):
-    monkeypatch.setattr(runtime.builder, "status", lambda: state)
+    monkeypatch.setattr(bundles.builder, "status", lambda: state)
     with pytest.raises(BackendUnavailable, match=rf"(?s)does not run on '{device}'.*{said}"):
         runtime.load(tiny_build.bundle, backend=backend, device=device)
 
@@ -316,9 +317,9 @@ def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(BackendUnavailable, match=rf"(?s)no GPU '{device}'.*expected: cuda:0 to cuda:0.*got: {device}"):
-        runtime._gpu(device)
+        bundles._gpu(device)
     for given in (None, 0, "cuda", "cuda:0", torch.device("cuda")):
-        assert runtime._gpu(given) == torch.device("cuda", 0)
+        assert bundles._gpu(given) == torch.device("cuda", 0)
 
 
 def test_closing_a_bundle_closes_every_component(tiny_build):
@@ -365,9 +366,9 @@ def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path, mon
             "cannot run here: no NVIDIA GPU"
         )
     # Where there is one, nobody wants the CPU.
-    monkeypatch.setattr(runtime.builder, "device_architecture", lambda: "sm90")
+    monkeypatch.setattr(bundles.builder, "device_architecture", lambda: "sm90")
     state = BackendStatus("tensorrt", "", False, "TensorRT's Python package is not installed", "install it")
-    monkeypatch.setattr(runtime.builder, "status", lambda: state)
+    monkeypatch.setattr(bundles.builder, "status", lambda: state)
     with pytest.warns(RuntimeWarning, match="on the CPU.*package is not installed; remedy: install it") as told:
         runtime.load(bundle).close()
     assert told[0].filename == __file__

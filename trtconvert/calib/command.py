@@ -20,7 +20,8 @@ from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
 from trtconvert.models.guidance import fused_form
 from trtconvert.models.identity import identity
-from trtconvert.models.placement import choose_place, placed
+from trtconvert.models.placed import placed
+from trtconvert.models.placement import choose_place
 from trtconvert.models.saved import with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe

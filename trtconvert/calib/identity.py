@@ -16,7 +16,7 @@ from trtconvert.recipe import PlanSection, Recipe
 from trtconvert.shipped import shipped_folder
 
 if TYPE_CHECKING:
-    from trtconvert.models.placement import Place
+    from trtconvert.models.placed import Place
 
 INPUT_SUFFIXES = (".safetensors", ".npz", ".pt")
 PROMPT_SUFFIXES = (".txt",)
@@ -207,7 +207,9 @@ def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place
 def _observing(recipe: Recipe) -> list[str]:
     """Names of code that decides observations: it loads the model and observes it, or the user's own functions import it."""
     own = [name for name in (recipe.model.source, recipe.calibration.data) if isinstance(name, str)]
-    return sorted({"trtconvert.calib.calibrate", "trtconvert.models.placement"}.union(*map(names_of_ours, own)))
+    return sorted(
+        {"trtconvert.calib.calibrate", "trtconvert.models", "trtconvert.models.placed"}.union(*map(names_of_ours, own))
+    )
 
 
 def data_name(data: str | Path) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.arguments import flat_arguments, tensors_of
 from trtconvert.runtime.halves import Halves, Prediction
 from trtconvert.runtime.libraries import library_class
-from trtconvert.runtime.loras import Loras
 from trtconvert.runtime.reuse import PipelineSteps
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import apart, begin
 from trtconvert.runtime.unused import UnusedResult
+
+if TYPE_CHECKING:
+    from trtconvert.runtime.loras import Loras
 
 PACKING = ("return_dict", "generator")
 """Parameters that change no arithmetic: how results are packed, and randomness that a text encoder or a VAE does not draw."""

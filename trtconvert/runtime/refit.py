@@ -11,7 +11,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,9 +21,11 @@ from torch import Tensor
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
-from trtconvert.runtime.lane import Plan
 from trtconvert.runtime.reading import Spent
 from trtconvert.weights.finite import is_finite
+
+if TYPE_CHECKING:
+    from trtconvert.runtime.lane import Plan
 
 _THREADS = 8
 """That TensorRT may use."""

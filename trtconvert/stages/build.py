@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from trtconvert.cache import Cache, Stage
 from trtconvert.entry_point import names_of_ours
-from trtconvert.models.placement import Place, empty_gpu, placed
+from trtconvert.files import sha256
+from trtconvert.library import library_path
+from trtconvert.models.placed import Place, empty_gpu, placed
 from trtconvert.recipe import Recipe
 from trtconvert.stages.common import run_stage
 
@@ -88,6 +90,11 @@ class Build:
     def guidance_reads(self) -> dict[str, str]:
         """What a stage's key reads of guidance, where the denoiser applies it."""
         return {"guidance": "fused"} if self.recipe.engine.guidance == "fused" else {}
+
+    def kernel_reads(self) -> dict[str, str]:
+        """What a stage's key reads of the compiled kernels, where INT8 runs by them in torch."""
+        library = library_path() if self.place.on_gpu else None
+        return {"kernels": sha256(library)} if library is not None else {}
 
     def as_exported(self, model: DiffusionModel) -> DiffusionModel:
         """A model with the inputs and dimensions that it is exported with.

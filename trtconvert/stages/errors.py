@@ -21,7 +21,7 @@ def errors_stage(build: Build, planned: Planned) -> Stage:
     recipe = build.recipe
     section = recipe.verify
     asked = {"seed": section.seed, "samples": section.samples, "bins": recipe.calibration.bins}
-    reads = planned.reads() | {"dtype": recipe.model.dtype} | asked
+    reads = planned.reads() | {"dtype": recipe.model.dtype} | asked | build.kernel_reads()
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.data import batches_of

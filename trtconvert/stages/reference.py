@@ -26,7 +26,7 @@ def reference_stage(build: Build) -> Stage:
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import CallRecorder
-        from trtconvert.models.placement import denoiser_in_float32
+        from trtconvert.models.placed import denoiser_in_float32
 
         source = build.source.placed()
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)

@@ -32,7 +32,7 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
         "layers": recipe.layers.model_dump(mode="json"),
         "plan": search_reads(recipe.plan),
         "shapes": ranges_read(recipe),
-    } | build.guidance_reads()
+    } | (build.guidance_reads() | build.kernel_reads())
     if recipe.layers.modiff == "auto":
         reads["dtype"] = recipe.model.dtype  # that of caches
 

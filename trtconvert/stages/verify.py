@@ -67,8 +67,8 @@ def verify_stage(
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import RecordedCalls
         from trtconvert.models.denoiser import intercepted
-        from trtconvert.runtime import engine_component
         from trtconvert.runtime.batches import AnyBatch
+        from trtconvert.runtime.bundles import engine_component
         from trtconvert.runtime.reuse import Reusable
 
         calls = RecordedCalls.load(reference.folder / VERIFY)

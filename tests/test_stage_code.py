@@ -1,0 +1,182 @@
+"""The code that a stage's key holds: all that decides what the stage leaves, and nothing that does not."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import HELPERS, REPOSITORY, environment, run, tiny_recipe
+
+from trtconvert import imports
+from trtconvert.cache import Cache
+from trtconvert.entry_point import names_of_ours
+from trtconvert.imports import code_hash, code_modules, imported_names
+
+PACKAGE = REPOSITORY / "trtconvert"
+SOURCES = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+ON_DEMAND = ["trtconvert", "trtconvert.attention", "trtconvert.models", "trtconvert.modiff", "trtconvert.weights"]
+
+
+def parsed_names(source: str) -> set[str]:
+    """As `imported_names`, by the parser alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    nodes = [inner for node in tree.body if getattr(node, "name", "") != "__getattr__" for inner in ast.walk(node)]
+    found = {f"{n.module}.{alias.name}" for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+    found |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    texts = {n.value.partition(":")[0] for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    found |= {text for text in texts if not text.endswith(".") and text.replace(".", "").isidentifier()}
+    return {name for name in found if name.startswith("trtconvert.")}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_no_import_is_overlooked(path):
+    assert parsed_names(SOURCES[path]) <= imported_names(SOURCES[path])
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from trtconvert.a import (\n    b,  # as (so)\n    c,\n)\n", {"trtconvert.a.b", "trtconvert.a.c"}),
+        ("def f():\n    import trtconvert.a as a\n", {"trtconvert.a"}),
+        ("import trtconvert.a\n", {"trtconvert", "trtconvert.a"}),
+        ("import_module('trtconvert.a')\nX = 'trtconvert.b.c:function'\n", {"trtconvert.a", "trtconvert.b.c"}),
+        (
+            "if TYPE_CHECKING:\n    from trtconvert.a import b\n\n    import trtconvert.c as c\nimport trtconvert.d as d\n",
+            {"trtconvert.d"},
+        ),
+        ('"""What\nfrom trtconvert comes."""\nfrom trtconvert.a import b\n', {"trtconvert.a.b"}),
+        ("import torch\nfrom other.trtconvert import a\n", set()),
+    ],
+)
+def test_what_counts_as_an_import(source, names):
+    assert imported_names(source) == names
+
+
+@pytest.mark.parametrize("package", ON_DEMAND)
+def test_what_a_package_imports_on_demand_counts_where_it_is_asked_for(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        place = getattr(getattr(module, name), "__module__", package)
+        assert {package, place} <= code_modules([f"{package}.{name}"]) <= code_modules([package]), name
+
+
+def test_packages_that_import_on_demand_are_those_that_are_tested():
+    found = {path.parent for path, source in SOURCES.items() if "\ndef __getattr__(" in source}
+    assert {Path(*name.split(".")[1:]) for name in ON_DEMAND} == found
+
+
+def test_an_entry_point_adds_what_it_imports_of_the_package(monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("from beside import Net\n")
+    (tmp_path / "beside.py").write_text("from trtconvert.attention import Int8Attention\nimport torch\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = names_of_ours("mine:load")
+    assert names == {"trtconvert.attention.Int8Attention"}
+    assert "trtconvert.attention.module" in code_modules(names) - code_modules(["trtconvert.stages.calibrate"])
+    assert names_of_ours("diffusers") == names_of_ours("nowhere:load") == set()
+
+
+@pytest.fixture
+def keys(digits_build, tmp_path, monkeypatch):
+    """The names of code in the keys of a build's stages, and of the stages that this build does not have."""
+    found = {}
+    stage = Cache.stage
+
+    def noted(self, name, code, reads, make):
+        found[name] = code
+        return stage(self, name, code, reads, make)
+
+    monkeypatch.setattr(Cache, "stage", noted)
+    outcome = run("build", digits_build.recipe, "-o", tmp_path / "bundle", "--cache", digits_build.cache)
+    assert outcome.exit_code == 0, outcome.output
+    assert found.keys() == {"calibrate", "plan", "reference", "export", "verify"}
+    further = {
+        name: {f"trtconvert.stages.{name}", "trtconvert.stages.build"} for name in ("components", "search", "errors")
+    }
+    return found | further | {"engine": {"trtconvert.stages.engines"}}
+
+
+ALL = {"components", "calibrate", "search", "plan", "reference", "errors", "export", "engine", "verify"}
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("serving/front.py", set()),
+        ("evaluate/report.py", set()),
+        ("modiff/study.py", set()),
+        ("calib/command.py", set()),
+        ("cli.py", set()),
+        ("pipeline.py", set()),
+        ("stages/gates.py", set()),
+        ("stages/export.py", {"export"}),
+        ("stages/engines.py", {"engine"}),
+        ("evaluate/grid.py", {"verify"}),
+        ("export/trace.py", {"components", "export", "verify"}),
+        ("evaluate/verify.py", {"components", "reference", "errors", "verify"}),
+        ("calib/calibrate.py", {"calibrate"}),
+        ("engine/tensorrt_rtx.py", {"engine", "verify"}),
+        ("export/lowering/layers.py", {"components", "export", "engine", "verify"}),
+        ("runtime/bundles.py", {"verify"}),
+        ("models/placement.py", set()),
+        ("optimization.py", set()),
+        ("linear/reference.py", ALL),
+        ("models/diffusers.py", ALL - {"engine"}),
+        ("__init__.py", ALL),
+    ],
+)
+def test_a_comment_changes_the_keys_of_the_stages_that_import_the_file(keys, file, changed, monkeypatch):
+    before = {stage: code_hash(names) for stage, names in keys.items()}
+    module = "trtconvert." + file.removesuffix(".py").replace("/", ".")
+    module = module.removesuffix(".__init__")
+    sources = imports._sources()
+    assert module in sources
+    monkeypatch.setattr(imports, "_sources", lambda: {**sources, module: sources[module] + b"# a comment\n"})
+    assert {stage for stage, names in keys.items() if code_hash(names) != before[stage]} == changed
+
+
+def pipeline_recipe(folder: Path) -> Path:
+    """A pipeline with its models, one of them with INT8 layers."""
+    import converted_pipelines as converted  # which skips without diffusers
+
+    converted.save(folder / "pipeline", "pixart")
+    converted.recipe_of(folder, "pixart", {"all": {}, "text_encoder": {"layers": "int8"}})
+    return folder / "recipe.yaml"
+
+
+STATED = functools.partial(
+    tiny_recipe, model={"source": "tiny_layers:build"}, layers={"modes": "static"}, verify={"min_psnr": 1}
+)
+SEARCHED = functools.partial(tiny_recipe, attention={"modes": "auto"}, plan={"samples": 1, "steps": 2, "min_psnr": 10})
+SHOWN = {"trtconvert.progress"}
+"""What may run in a stage and decides nothing: it is given to the stage, and shows how far the stage is."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "stages"),
+    [
+        (STATED, {"calibrate", "plan", "reference", "errors", "export", "verify"}),
+        (SEARCHED, {"calibrate", "search", "plan", "reference", "errors", "export", "verify"}),
+        (pipeline_recipe, {"components", "export-text_encoder", "export-vae_decoder", "calibrate", "export"}),
+    ],
+    ids=["stated", "searched", "pipeline"],
+)
+def test_all_that_runs_in_a_stage_is_in_its_key(tmp_path, recipe, stages):
+    command = [sys.executable, HELPERS / "traced_stages.py", recipe(tmp_path), tmp_path / "out"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"stage"')]
+    assert stages <= {one["stage"] for one in told}
+    for one in told:
+        assert f"trtconvert.stages.{one['stage'].partition('-')[0]}" in {*one["code"], "trtconvert.stages.export"}
+        assert "trtconvert.models" in one["ran"] or one["stage"] == "plan"
+        assert {*one["ran"]} - SHOWN <= code_modules(one["code"]), one["stage"]
