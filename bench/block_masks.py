@@ -31,15 +31,11 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted, on_device
+from trtconvert.progress import NoBar
 from trtconvert.quant.decision import Choice, Decision
 from trtconvert.recipe import load_recipe
 
 SEED = 1000
-
-
-class Quiet:
-    def total(self, steps: int) -> None: ...
-    def step(self) -> None: ...
 
 
 def main() -> None:
@@ -60,7 +56,7 @@ def main() -> None:
     def calibrated(shares: list[float]) -> tuple[Calibration, float]:
         started = time.process_time()
         with tempfile.TemporaryDirectory() as work:
-            made = calibrate(model, recipe.calibration, "", sites, Path(work) / "observed", Quiet(), shares=shares)
+            made = calibrate(model, recipe.calibration, "", sites, Path(work) / "observed", NoBar(), shares=shares)
         return made, time.process_time() - started
 
     made, worked = calibrated(shares)

@@ -36,6 +36,7 @@ from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight
 from trtconvert.linear.sites import Layer, model_tensors
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
+from trtconvert.progress import NoBar
 from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
@@ -45,18 +46,12 @@ RANK = 8
 ROWS_OF_A_CALL = 16
 
 
-class _Quiet:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
-
-
 def calibrated(model: DiffusionModel, layers: list[Layer], bins: int, **fields: bool) -> Mapping[str, LayerScales]:
     with tempfile.TemporaryDirectory() as folder:
         section = LayersSection.model_validate(fields)
         sites = parts_to_convert(model, AttentionSection(), section).sites
         return calibrate(
-            model, CalibrationSection(bins=bins), "", sites, Path(folder) / "batches", _Quiet(), layers=layers,
+            model, CalibrationSection(bins=bins), "", sites, Path(folder) / "batches", NoBar(), layers=layers,
             of_layers=section,
         ).layers  # fmt: skip
 

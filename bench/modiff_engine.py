@@ -57,6 +57,7 @@ from trtconvert.models.ddpm import ddpm_model
 from trtconvert.models.denoiser import on_device
 from trtconvert.models.emoji import emoji_model
 from trtconvert.models.emoji_dit import EmojiDiT
+from trtconvert.progress import NoBar
 from trtconvert.recipe import AttentionSection, CalibrationSection, EngineSection, LayersSection
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
@@ -133,11 +134,9 @@ class Variant:
         return f"INT8 layers, {f'changes of `{self.pattern}`, ' if self.pattern else ''}{KINDS[self.kind]}"
 
 
-class Quiet:
+class Quiet(NoBar):
     """Progress and notices that are printed where they matter."""
 
-    def total(self, steps: int) -> None: ...
-    def step(self) -> None: ...
     def share(self, detail: str, done: float) -> None: ...
 
     def notice(self, text: str) -> None:

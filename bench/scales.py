@@ -29,6 +29,7 @@ from trtconvert.evaluate import metrics
 from trtconvert.evaluate.verify import psnr, site_sqnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
+from trtconvert.progress import NoBar
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
@@ -45,12 +46,6 @@ class Figures:
     pooled: float
     per_sample: Tensor
     sqnr: float
-
-
-class _Quiet:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @torch.no_grad()
@@ -77,7 +72,7 @@ def main() -> None:
     for bins in (1, options.bins):
         section = CalibrationSection(bins=bins, statistic=options.statistic, percentile=options.percentile)
         with tempfile.TemporaryDirectory() as folder:
-            calibration = calibrate(model, section, "", sites, Path(folder) / "batches", _Quiet())
+            calibration = calibrate(model, section, "", sites, Path(folder) / "batches", NoBar())
         tables[bins] = calibration.tables
         for mode in INT8_MODES:
             modes = {site.name: torch.full((bins,), int(mode), dtype=torch.int32) for site in sites}

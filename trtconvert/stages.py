@@ -485,7 +485,7 @@ def reference_stage(
         batch = source.inputs[0].shape[0]
         rows = source.dims[batch][1] if isinstance(batch, str) else batch
         recorder = CallRecorder(source, bins, rows)
-        images = verify.draw(source, recorder.around(source.denoiser), section, bar.step)
+        images = verify.draw(source, recorder.around(source.denoiser), section, bar)
         in_float32 = place.on_gpu and place.dtype != "float32"
         calls = recorder.calls(lambda: denoiser_in_float32(model()) if in_float32 else None)
         calls.save(folder / VERIFY)
@@ -524,12 +524,12 @@ def reuse_stage(
         source = model()
         seeds = range(section.seed, section.seed + section.samples)
         bar.total(reuse.drawings(section.calibrated, section.computed == "auto"))
-        measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar.step)
+        measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar)
         sites, layers = _in_torch(recipe, source, calibration, plan)
         in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
         share = None if isinstance(section.computed, str) else section.computed
         tried = reuse.search_reuse(
-            source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar.step
+            source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar
         )
         every, chosen = tried[0], tried[-1]
         if chosen.reuse is None:
@@ -611,15 +611,13 @@ def verify_stage(
                 if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
                     prediction_error = calls.errors(AnyBatch(denoiser))
                 denoiser.reuse = _reuse(reuse, component)
-                int8 = verify.draw(model(), AnyBatch(denoiser), section, bar.step)
+                int8 = verify.draw(model(), AnyBatch(denoiser), section, bar)
         else:
             source = full_precision()
             sites, layers = _in_torch(recipe, source, calibration, plan)
             in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
             scheduler = _reuse(reuse, component)
-            int8 = verify.draw(
-                source, in_int8 if scheduler is None else Reusable(in_int8, scheduler), section, bar.step
-            )
+            int8 = verify.draw(source, in_int8 if scheduler is None else Reusable(in_int8, scheduler), section, bar)
         bar.step()
         of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
         _leave_figures(
@@ -658,9 +656,7 @@ def errors_stage(
         source = full_precision()
         sites, layers = _in_torch(recipe, source, calibration, plan)
         bar.total(len(batches_of(min(section.samples, verify.SITE_SAMPLES), verify.BATCH)))
-        found = verify.output_sqnr(
-            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
-        )
+        found = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar)
         (folder / ERRORS).write_text(json.dumps(found))
 
     return _run("errors", reads, make, cache, report)
@@ -800,10 +796,10 @@ def _verify_export(
         )
         bar.step()
         of_sites, of_layers = verify.output_sqnr(
-            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
+            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar
         )
         denoiser.reuse = _reuse(reuse, component)
-        int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
+        int8 = verify.draw(source, AnyBatch(denoiser), section, bar)
         _leave_figures(
             folder,
             recipe,

@@ -19,17 +19,12 @@ from trtconvert.calib.sensitivity import measure_sensitivity
 from trtconvert.linear.modes import LayerMode
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
+from trtconvert.progress import NoBar
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import load_recipe
 
 BINS = 5
 SEEDS, STEPS = range(500, 502), 5
-
-
-class NoBar:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.lowering import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.models.denoiser import intercepted
+from trtconvert.progress import NoBar
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
@@ -95,5 +96,5 @@ def test_the_noise_of_filled_heads_is_measured_in_the_models_own_channels():
     with torch.no_grad():
         draw(intercepted(model, observe), [0, 1], steps=1, solver="ddim")
     sites = Int8Sites(tables, model.timestep_max, "calibrated", True)
-    measured, _ = output_sqnr(model, sites, Int8Layers({}, model.timestep_max), 1, 0, 2, lambda: None)
+    measured, _ = output_sqnr(model, sites, Int8Layers({}, model.timestep_max), 1, 0, 2, NoBar())
     assert measured == {name: [pytest.approx(seen[0], abs=0.01)] for name in tables} and seen[0] > 20
