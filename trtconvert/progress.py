@@ -390,7 +390,7 @@ class Bar:
             counted = f"{self._done:.0f} of {self._total:.0f} done, " if self._expected > 1 else ""
             words.insert(0, counted + share)
         if (left := self.left()) is not None:
-            words.append(f"about {_clock(left)} left" if round(left) else "nearly done")
+            words.append(f"about {_clock(left)} left" if round(left) else "finishing")
         if detail := str(task.fields["detail"]):
             words.append(detail)
         say(self._bars.console, f"{task.description}: {', '.join(words)}")

@@ -128,6 +128,7 @@ class _Found:
         known: the published model that it is like, where it is like one, with what its own folder says.
         sizes: of what it draws by itself, where it is like none.
         few_steps: why it takes few, in words.
+        has_text: whether it has text encoders, as far as is known.
     """
 
     title: str
@@ -138,6 +139,7 @@ class _Found:
     sizes: Mapping[str, int] = field(default_factory=dict)
     is_large: bool = True
     few_steps: str = ""
+    has_text: bool = True
 
 
 def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
@@ -185,7 +187,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     lines += _options(known, found.sizes)
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
-    lines += _components(known is not None and known.second_encoder)
+    lines += _components(known is not None and known.second_encoder, found.has_text)
     is_large = found.is_large if known is None else known.is_large
     lines += _quality(is_large, prompts, at, known is not None and _has_long_sequences(known), found.few_steps)
     return "\n".join(lines) + "\n"
@@ -277,6 +279,7 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
         sizes=sizes,
         is_large=is_large,
         few_steps=few_steps(folder),
+        has_text=not parts or any(part.startswith("text_encoder") for part in parts),
     )
 
 
@@ -390,12 +393,11 @@ def _options(known: Published | None, sizes: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def _components(second_encoder: bool) -> list[str]:
-    lines = [
-        "",
-        "components:",
-        "  all: {} # text encoders and the VAE's decoder become engines, and the bundle draws prompts by itself",
-    ]
+def _components(second_encoder: bool, has_text: bool) -> list[str]:
+    what = "text encoders and the VAE's decoder become engines, and the bundle draws prompts by itself"
+    if not has_text:
+        what = "the VAE's decoder becomes an engine; there is no text encoder in the folder"
+    lines = ["", "components:", f"  all: {{}} # {what}"]
     return (
         [*lines, "  text_encoder_2: {layers: int8} # T5, whose layers in INT8 take half the memory"]
         if second_encoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trtconvert.documents import parse_json
 from trtconvert.models.saved import DENOISERS, INDEX
@@ -80,7 +80,7 @@ def _spatial(vae: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
