@@ -25,6 +25,7 @@ from trtconvert.attention.blocks import mask_at
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import expand_blocks
 from trtconvert.attention.sites import SiteCall
+from trtconvert.bars import NoBar
 from trtconvert.calib.block_plan import stated_blocks
 from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.calibration import Calibration
@@ -35,11 +36,6 @@ from trtconvert.quant.decision import Choice, Decision
 from trtconvert.recipe import load_recipe
 
 SEED = 1000
-
-
-class Quiet:
-    def total(self, steps: int) -> None: ...
-    def step(self) -> None: ...
 
 
 def main() -> None:
@@ -60,7 +56,7 @@ def main() -> None:
     def calibrated(shares: list[float]) -> tuple[Calibration, float]:
         started = time.process_time()
         with tempfile.TemporaryDirectory() as work:
-            made = calibrate(model, recipe.calibration, "", sites, Path(work) / "observed", Quiet(), shares=shares)
+            made = calibrate(model, recipe.calibration, "", sites, Path(work) / "observed", NoBar(), shares=shares)
         return made, time.process_time() - started
 
     made, worked = calibrated(shares)

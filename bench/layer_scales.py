@@ -26,6 +26,7 @@ from machine import processor
 from scipy.linalg import hadamard
 from torch import Tensor
 
+from trtconvert.bars import NoBar
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
@@ -45,18 +46,12 @@ RANK = 8
 ROWS_OF_A_CALL = 16
 
 
-class _Quiet:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
-
-
 def calibrated(model: DiffusionModel, layers: list[Layer], bins: int, **fields: bool) -> Mapping[str, LayerScales]:
     with tempfile.TemporaryDirectory() as folder:
         section = LayersSection.model_validate(fields)
         sites = parts_to_convert(model, AttentionSection(), section).sites
         return calibrate(
-            model, CalibrationSection(bins=bins), "", sites, Path(folder) / "batches", _Quiet(), layers=layers,
+            model, CalibrationSection(bins=bins), "", sites, Path(folder) / "batches", NoBar(), layers=layers,
             of_layers=section,
         ).layers  # fmt: skip
 

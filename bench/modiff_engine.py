@@ -39,6 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trtconvert.attention.modes import Mode
+from trtconvert.bars import NoBar
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.layer_plan import stated_layers
@@ -133,11 +134,9 @@ class Variant:
         return f"INT8 layers, {f'changes of `{self.pattern}`, ' if self.pattern else ''}{KINDS[self.kind]}"
 
 
-class Quiet:
+class Quiet(NoBar):
     """Progress and notices that are printed where they matter."""
 
-    def total(self, steps: int) -> None: ...
-    def step(self) -> None: ...
     def share(self, detail: str, done: float) -> None: ...
 
     def notice(self, text: str) -> None:

@@ -24,6 +24,7 @@ from machine import processor
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
+from trtconvert.bars import NoBar
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.verify import psnr, site_sqnr
@@ -45,12 +46,6 @@ class Figures:
     pooled: float
     per_sample: Tensor
     sqnr: float
-
-
-class _Quiet:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @torch.no_grad()
@@ -77,7 +72,7 @@ def main() -> None:
     for bins in (1, options.bins):
         section = CalibrationSection(bins=bins, statistic=options.statistic, percentile=options.percentile)
         with tempfile.TemporaryDirectory() as folder:
-            calibration = calibrate(model, section, "", sites, Path(folder) / "batches", _Quiet())
+            calibration = calibrate(model, section, "", sites, Path(folder) / "batches", NoBar())
         tables[bins] = calibration.tables
         for mode in INT8_MODES:
             modes = {site.name: torch.full((bins,), int(mode), dtype=torch.int32) for site in sites}

@@ -25,6 +25,7 @@ LAYERS: tuple[set[str], ...] = (
     {"quant"},
     {"attention", "linear", "weights", "reuse"},
     {
+        "bars",
         "bundle",
         "cache",
         "documents",

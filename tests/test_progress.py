@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,12 @@ from safetensors.torch import save_file
 from support import REPOSITORY, refusal, run, tiny_recipe
 
 from trtconvert import bundle as bundles
+from trtconvert import progress
+from trtconvert.bars import NoBar
 from trtconvert.cli import main
 from trtconvert.errors import GateError, UserError
+from trtconvert.models.digits import digits_model
+from trtconvert.models.drawings import with_progress
 from trtconvert.progress import Event, Output, Reporter, events_schema, failure, write_result
 
 EVENT = TypeAdapter(Event)
@@ -179,3 +185,118 @@ def test_bars_tell_the_time_that_is_left(monkeypatch):
     shown = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
     assert "calibrate [all]" in shown and "0:00:18 left" in shown and "notice: a name :smile: [b]" in shown
     assert [(event.done, event.remaining_s) for event in told_events if event.event == "progress"][-1] == (0.4, 18.0)
+
+
+def lines_of(monkeypatch, first=2.0, following=30.0):
+    """A reporter whose output is no terminal, what it has printed, and its clock."""
+    monkeypatch.setattr(progress, "_FIRST_LINE", first)
+    monkeypatch.setattr(progress, "_NEXT_LINES", following)
+    screen, now = io.StringIO(), [0.0]
+    report = Reporter(Console(file=screen, width=100))
+    monkeypatch.setattr(report._bars, "get_time", lambda: now[0])
+    return report, screen, now
+
+
+def test_a_bar_is_not_full_before_its_stage_is_done():
+    events = []
+    report = Reporter(Console(file=io.StringIO()), events=events.append)
+    with report.stage("search") as bar:
+        shares = []
+        bar.total(4)
+        for _ in range(9):  # of four
+            bar.step()
+            shares.append(bar._share())
+            assert not report._bars.tasks[0].finished
+        bar.within(1.0)
+        assert bar._share() < 1
+    assert shares == [0.25, 0.5, 0.75, 0.99, 5 / 8, 6 / 8, 7 / 8, 0.99, 9 / 12]
+    assert report._bars.tasks[0].finished
+    assert all(event.done < 1 for event in events if event.event == "progress")
+
+
+def test_steps_that_were_skipped_say_nothing_of_the_time():
+    now = [0.0]
+    report = Reporter(Console(file=io.StringIO()))
+    report._bars.get_time = lambda: now[0]
+    with report.stage("calibrate") as bar:
+        bar.total(5)
+        bar.skip(3)
+        assert bar.left() is None
+        now[0] = 5
+        bar.within(0.5)
+        assert bar.left() == pytest.approx(15)  # a half took five seconds
+        now[0] = 10
+        assert bar.left() == pytest.approx(10)
+        bar.more(1)
+        bar.step()
+        assert bar._total == 6 and bar.left() == pytest.approx(20)
+
+
+def test_where_there_is_no_terminal_a_line_tells_how_far_a_stage_is(monkeypatch):
+    report, screen, now = lines_of(monkeypatch)
+    with report.live(), report.stage("search [all]") as bar:
+        bar.print_line()
+        bar.total(8)
+        now[0] = 60
+        bar.step()
+        bar.within(0.5)
+        bar.print_line()
+    assert screen.getvalue().splitlines()[:2] == [
+        "search [all]: 0:00:00 so far",
+        "search [all]: 1 of 8 done, 18 %, 0:01:00 so far, about 0:04:20 left",
+    ]
+
+
+def test_the_first_line_comes_soon_and_the_others_now_and_then(monkeypatch):
+    assert progress._FIRST_LINE < 3 and progress._NEXT_LINES == 30
+    report, screen, _ = lines_of(monkeypatch, first=0.05, following=0.1)
+    with report.live():
+        with report.stage("quick"):
+            pass
+        with report.stage("slow"):
+            time.sleep(0.4)
+    assert "quick:" not in screen.getvalue()
+    assert 1 <= screen.getvalue().count("slow: ") <= 4
+    report, screen, _ = lines_of(monkeypatch, first=0.01)
+    report.console.quiet = True
+    with report.live(), report.stage("slow"):
+        time.sleep(0.1)
+    assert not screen.getvalue()
+
+
+def test_drawings_tell_how_far_they_are_whatever_the_chunks(digits_drawings):
+    """A sampler draws in chunks, and calls its denoiser twice a step: after the first drawing that is known."""
+    seen = digits_drawings
+    assert len(seen[0]) == len(seen[1]) == 12
+    assert seen[1] == pytest.approx([n / 12 for n in range(1, 13)])
+    assert seen[0][:6] == pytest.approx([n / 6 for n in range(1, 7)]) and max(seen[0][6:11]) <= 1
+
+
+@pytest.fixture
+def digits_drawings():
+    """Shares of two drawings, of 4 seeds in chunks of 2 in 3 steps, with two calls a step."""
+
+    class InChunks:
+        batch = 2
+
+        def __call__(self, denoiser, seeds, *, steps, solver):
+            for _ in range(len(seeds) // self.batch * steps * 2):
+                denoiser(torch.zeros(1))
+            return torch.zeros(len(seeds), 1, 1, 1)
+
+    class Noting(NoBar):
+        def __init__(self):
+            self.shares = []
+
+        def within(self, share, count=1):
+            self.shares.append(share)
+
+    bar = Noting()
+    model = digits_model(REPOSITORY / "recipes/digits-dit.safetensors")
+    telling = with_progress(replace(model, sample=InChunks()), bar)
+    found = []
+    for _ in range(2):
+        telling.sample(lambda x: x, range(4), steps=3, solver="ddim")
+        found.append(bar.shares)
+        bar.shares = []
+    return found

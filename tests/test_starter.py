@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from support import REPOSITORY, refusal, run
 
+from trtconvert.models.saved_sizes import few_steps, saved_sizes
 from trtconvert.recipe import load_recipe
 from trtconvert.starter import PUBLISHED, recipe_text
 
@@ -67,6 +68,70 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
     weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
     text = recipe_text(str(weights), tmp_path / "other.yaml")
     assert "config: FOLDER # with model_index.json" in text
+
+
+def recipe_of_saved(pipe, folder):
+    """The text and the recipe that `init` makes of a pipeline which is saved in a folder."""
+    pipe.save_pretrained(folder)
+    at = folder.parent / "recipe.yaml"
+    at.write_text(recipe_text(str(folder), at))
+    return at.read_text(), load_recipe(at)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("stable_diffusion", {"height": 32, "width": 32}),
+        ("stable_diffusion_xl", {"height": 32, "width": 32}),
+        ("stable_diffusion_3", {"height": 32, "width": 32}),
+        ("flux", {"height": 512, "width": 512}),  # its pipeline draws 128 latents in a row, whatever its VAE
+        ("cogvideox", {"height": 64, "width": 64, "frames": 9}),
+        ("wan", {"height": 480, "width": 832, "frames": 81}),  # nothing in the folder says it
+    ],
+)
+def test_sizes_come_from_the_folder(tmp_path, name, sizes):
+    tiny = pytest.importorskip("tiny_pipelines")
+    text, recipe = recipe_of_saved(tiny.PIPELINES[name][0](), tmp_path / "tiny")
+    assert {size: recipe.model.options[size] for size in sizes} == sizes
+    assert recipe.attention.modes == "auto" and recipe.verify.steps == 20  # it is small, whatever the published one is
+    assert not any(words in text for words in ("sparse", "days on a CPU", "T5", "draws prompts"))
+
+
+def test_a_pipeline_like_none_is_told_the_sizes_of_its_folder(tmp_path):
+    tiny = pytest.importorskip("tiny_pipelines")
+    text, recipe = recipe_of_saved(tiny.pixart(), tmp_path / "tiny")
+    assert recipe.model.options == {} and "the pipeline's own by default, here height 32, width 32" in text
+
+
+def test_sizes_of_two_numbers_other_vaes_and_damaged_configurations(tmp_path):
+    for part, config in (("unet", {"sample_size": [4, 6]}), ("vae", {"spatial_compression_ratio": 16})):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(config))
+    assert saved_sizes(tmp_path) == {"height": 64, "width": 96}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({"temperal_downsample": [False, True, True]}))
+    assert saved_sizes(tmp_path) == {"height": 32, "width": 48}
+    (tmp_path / "vae" / "config.json").write_text("{")
+    assert saved_sizes(tmp_path) == {}
+    (tmp_path / "unet" / "config.json").write_text(json.dumps({"sample_size": "8"}))
+    assert saved_sizes(tmp_path) == {} and few_steps(tmp_path) == ""
+
+
+def test_models_of_few_steps_get_few(tmp_path):
+    tiny = pytest.importorskip("tiny_pipelines")
+    pipe = tiny.stable_diffusion()
+    _, recipe = recipe_of_saved(pipe, tmp_path / "tiny")
+    assert recipe.calibration.steps == recipe.verify.steps == 20
+    text, recipe = recipe_of_saved(pipe, tmp_path / "tiny-turbo")
+    assert recipe.calibration.steps == recipe.verify.steps == recipe.plan.steps == recipe.calibration.bins == 4
+    assert "steps: 4 # as few as it was trained for: its name has turbo in it" in text
+    pipe.scheduler = tiny.diffusers.LCMScheduler.from_config(pipe.scheduler.config)
+    assert "its scheduler is LCMScheduler" in recipe_of_saved(pipe, tmp_path / "fast")[0]
+    flux = tiny.flux()
+    flux.save_pretrained(tmp_path / "flow")
+    assert few_steps(tmp_path / "flow") == ""
+    config = tmp_path / "flow" / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"guidance_embeds": False}))
+    assert "as schnell" in few_steps(tmp_path / "flow")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import EngineRecord, LayerRecord, read_manifest
+from trtconvert.bundle import DiffusersRecord, EngineRecord, LayerRecord, read_manifest
+from trtconvert.evaluate.little import why_little
 from trtconvert.linear.modes import LayerMode
 from trtconvert.summary import print_manifest
 
@@ -131,3 +132,98 @@ def test_bundles_without_layers_say_nothing_of_them(digits_build):
     rows = shown(read_manifest(digits_build.bundle), digits_build.bundle)
     assert not any("layer" in label or "layers:" in text for label, text in rows)
     assert any(f"× {Mode.BALANCED.name.lower()}" in text for _, text in rows)
+
+
+def told_why(manifest, folder):
+    """What is said of little INT8, as one text."""
+    rows = shown(manifest, folder)
+    start = next((i for i, (label, _) in enumerate(rows) if label == "little in INT8"), len(rows))
+    lines = [rows[start][1]] if start < len(rows) else []
+    for label, text in rows[start + 1 :]:
+        if label:
+            break
+        lines.append(text)
+    return " ".join(lines)
+
+
+def with_parts(manifest, recipe, sites=None, layers=None):
+    """The manifest with other sites, layers and sections of its recipe."""
+    component = manifest.components["denoiser"]
+    parts = {name: of for name, of in (("sites", sites), ("layers", layers)) if of is not None}
+    sections = {
+        name: getattr(manifest.recipe, name).model_copy(update=fields, deep=True) for name, fields in recipe.items()
+    }
+    return manifest.model_copy(
+        update={
+            "components": {"denoiser": component.model_copy(update=parts)},
+            "recipe": manifest.recipe.model_copy(update=sections),
+        }
+    )
+
+
+def test_nothing_is_said_where_most_is_in_int8(manifest, digits_build):
+    assert told_why(manifest, digits_build.bundle) == ""
+
+
+def test_why_little_is_in_int8_is_told_with_what_would_change_it(manifest, digits_build):
+    component = manifest.components["denoiser"]
+    bins = len(component.sites[0].modes)
+    half = [Mode.FP16] * (bins - 1) + [Mode.BALANCED]
+    sites = [
+        site.model_copy(update={"modes": half if site.modes else []}) for site in component.sites
+    ]  # six converted and three left, see above
+    layers = [layer for layer in component.layers if not layer.modes or layer.name in ("down.0", "down.1")]
+    plan = {"attention": {"modes": "auto"}, "plan": {"min_psnr": 41.0}}
+    assert told_why(with_parts(manifest, plan, sites, layers), digits_build.bundle) == (
+        f"attention: 6 of {9 * bins} timestep bins of its sites; of the others {6 * (bins - 1)}: the plan's budget leaves them "
+        f"(plan.min_psnr 41); {3 * bins}: head_dim 0 to 16 what would change most: a budget that allows more takes more in, "
+        "such as a lower plan.min_psnr layers: 2 of 62; of the others 50: it has 1 to 3 rows for each sample; 8: the plan's "
+        "budget leaves them (plan.min_psnr 41); 1: it is the first layer; 1: it is the last layer what would change most: no "
+        "setting of the recipe changes that"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "recipe", "told"),
+    [
+        ("the recipe excludes it", {}, "layers.include and layers.exclude in the recipe say so"),
+        ("layers.kinds leaves convolutions out", {}, "layers.kinds: [linear, conv] takes them in"),
+        (
+            "it has 3 rows for each sample, layers.min_rows asks for 7",
+            {"layers": {"min_rows": 7}},
+            "a lower layers.min_rows than 7 takes them in",
+        ),
+        ("", {"attention": {"modes": "auto"}, "plan": {"point": "x"}}, "without plan.point the fastest plan"),
+        ("it is the first layer; name it in layers.include to convert it", {}, "their names in layers.include"),
+    ],
+)
+def test_each_reason_has_its_setting(manifest, digits_build, reason, recipe, told):
+    layers = [
+        layer.model_copy(update={"modes": [], "reason": reason}) for layer in manifest.components["denoiser"].layers
+    ]
+    of_layers = told_why(with_parts(manifest, recipe, layers=layers), digits_build.bundle)
+    assert of_layers.startswith("layers: 0 of 700; of the others 700: ") and told in of_layers
+
+
+def test_a_plan_that_no_budget_held_back_is_told_by_its_times(manifest):
+    component = manifest.components["denoiser"]
+    sites = [site.model_copy(update={"modes": [Mode.FP16] * len(site.modes)}) for site in component.sites]
+    recipe = with_parts(manifest, {"attention": {"modes": "auto"}}).recipe
+    told = "".join(why_little(component.model_copy(update={"sites": sites, "layers": []}), recipe, in_time=True))
+    assert "INT8 is not faster there by the times in plan.kernel_cost" in told and "attention.modes: precision" in told
+
+
+def test_the_sampler_of_a_pipeline_is_called_by_its_scheduler(manifest, digits_build):
+    def drawn(manifest):
+        return next(text for label, text in shown(manifest, digits_build.bundle) if label == "PSNR of the samples")
+
+    assert f"ddim {manifest.quality.steps} steps" in drawn(manifest)
+    record = DiffusersRecord(
+        pipeline="FluxPipeline", component="transformer", model="M", config={}, output="", parameters=[], arguments={}
+    )
+    for scheduler, name in (("FlowMatchEulerDiscreteScheduler",) * 2, ("", "the pipeline's scheduler")):
+        component = manifest.components["denoiser"].model_copy(
+            update={"diffusers": record.model_copy(update={"scheduler": scheduler})}
+        )
+        of_pipeline = manifest.model_copy(update={"components": {"denoiser": component}})
+        assert f"samples, {name} {manifest.quality.steps} steps" in drawn(of_pipeline)

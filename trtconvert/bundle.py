@@ -297,6 +297,7 @@ class DiffusersRecord(_Record):
         attributes: numbers, lists and, of other models, small tensors among the model's own attributes, which pipelines read, as
             {"value": X} and {"tensor": NUMBERS}, and as {"module": …} such tensors of its parts.
         padded_by: argument of the pipeline's call that says how many tokens it pads prompts to, where that may vary; empty else.
+        scheduler: of a denoiser, class of the pipeline's scheduler; empty in bundles of before.
     """
 
     pipeline: str
@@ -312,6 +313,7 @@ class DiffusersRecord(_Record):
     results: dict[str, dict[str, Any]] = Field(default_factory=dict)
     attributes: dict[str, Any] = Field(default_factory=dict)
     padded_by: str = ""
+    scheduler: str = ""
 
 
 class GuidanceRecord(_Record):
@@ -410,7 +412,7 @@ class QualityRecord(_Record):
     """What the gates measured.
 
     Attributes:
-        samples, steps, sampler: how the images were drawn.
+        samples, steps, sampler: how the images were drawn, in the recipe's words; see `Manifest.sampler_name`.
         psnr: dB over all samples against the full-precision model; psnr_worst: of the worst sample, seed psnr_worst_seed.
         site_sqnr: site: dB per timestep bin against exact attention; NaN-free once the gates have passed, absent bins are null.
         layer_sqnr: layer: likewise against the layer in full precision.
@@ -486,6 +488,11 @@ class Manifest(_Record):
     def sites(self) -> list[SiteRecord]:
         """The attention sites of all components."""
         return [site for component in self.components.values() for site in component.sites]
+
+    def sampler_name(self, solver: str) -> str:
+        """What a solver is called for people: of a pipeline, whose own scheduler is meant, the scheduler's class."""
+        record = next((of.diffusers for of in self.components.values() if of.is_denoiser), None)
+        return solver if record is None else record.scheduler or "the pipeline's scheduler"
 
     @property
     def scalings(self) -> dict[str, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -14,17 +17,24 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 from trtconvert.errors import TrtconvertError, kind_and_first_line
 
 _PROGRESS_SECONDS = 0.5
 """Between two events of a stage's progress."""
+
+_FIRST_LINE, _NEXT_LINES = 2.0, 30.0
+"""Seconds from a stage's start to its first line, and from line to line, where the output is no terminal."""
+
+_ALMOST = 0.99
+"""The largest share that a stage is said to have done while it goes on."""
 
 
 def say(console: Console, text: str) -> None:
@@ -185,6 +195,7 @@ class Reporter:
         self._stopped, self._events = stopped, events
         self.seconds: dict[str, float] = {}
         self.reused: set[str] = set()
+        self._lines = False
         self._bars = Progress(
             SpinnerColumn(),
             # Names of layers have brackets, which are no markup of rich's.
@@ -198,9 +209,13 @@ class Reporter:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Bars are drawn inside this block."""
-        with self._bars:
-            yield
+        """Bars are drawn inside this block; where the output is no terminal, lines tell of stages that take their time."""
+        self._lines = not self.console.quiet and not self.console.is_interactive
+        try:
+            with self._bars:
+                yield
+        finally:
+            self._lines = False
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Bar]:
@@ -210,11 +225,12 @@ class Reporter:
             KeyboardInterrupt: the user asked to stop.
         """
         started = time.perf_counter()
-        task = self._bars.add_task(name, total=None, detail="")
+        task = self._bars.add_task(name, total=None, detail="", left=None)
         bar = Bar(self._bars, task, self._events)
         self._stop_if_asked()
         self._tell(StageStarted(stage=name))
-        yield bar
+        with _lines(bar) if self._lines else nullcontext():
+            yield bar
         self._stop_if_asked()
         self.seconds[name] = time.perf_counter() - started
         if bar.reused:
@@ -236,38 +252,86 @@ class Reporter:
             raise KeyboardInterrupt
 
 
-class _Remaining(TimeRemainingColumn):
+@contextmanager
+def _lines(bar: Bar) -> Iterator[None]:
+    """A line about a stage soon after it began, and then now and then, however long its steps take."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        pause = _FIRST_LINE
+        while not ended.wait(pause):
+            bar.print_line()
+            pause = _NEXT_LINES
+
+    thread = threading.Thread(target=tell, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class _Remaining(ProgressColumn):
     """The time that is left, of a stage whose steps are counted."""
 
-    def render(self, task: Any) -> Any:
-        left = super().render(task)
-        if task.finished or task.time_remaining is None:
-            left.plain = ""
-        else:
-            left.append(" left")
-        return left
+    def render(self, task: Any) -> Text:
+        """See rich."""
+        left = task.fields["left"]
+        seconds = None if task.finished or left is None else left()
+        return Text("" if seconds is None else f"{_clock(seconds)} left", style="progress.remaining")
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 class Bar:
-    """The bar of one stage."""
+    """The bar of one stage. It is never full before the stage is done: with more steps than it was told of, the total grows.
+
+    Attributes:
+        reused: whether the cache had the stage.
+    """
 
     def __init__(self, bars: Progress, task: TaskID, events: Callable[[BaseModel], None] | None = None) -> None:
         self._bars, self._task, self._events = bars, task, events
         self._told = -_PROGRESS_SECONDS
+        self._total: float | None = None
+        self._expected = self._done = self._within = self._skipped = self._moved = 0.0
         self.reused = False
+        bars.update(task, left=self.left)
 
-    def total(self, steps: int) -> None:
+    def total(self, steps: float) -> None:
         """How many calls of `step` there will be."""
-        self._bars.update(self._task, total=steps, completed=0)
+        self._total = self._expected = steps
+        self._show()
 
-    def step(self) -> None:
-        """One more step is done."""
-        self._bars.advance(self._task)
+    def more(self, steps: float) -> None:
+        """So many steps more than were told of before."""
+        self.total(self._expected + steps)
+
+    def step(self, count: float = 1) -> None:
+        """One more step is done, or one that takes as long as several."""
+        self._done += count
+        self._within = 0.0
+        self._show()
+        self._tell()
+
+    def skip(self, count: float = 1) -> None:
+        """One more step need not be done: it took no time, and says nothing of what the others take."""
+        self._skipped += count
+        self.step(count)
+
+    def within(self, share: float, count: float = 1) -> None:
+        """The share, 0 to 1, of the step that is under way, which takes as long as several."""
+        self._within = count * min(share, _ALMOST)
+        self._show()
         self._tell()
 
     def share(self, detail: str, done: float) -> None:
         """The share that is done, 0 to 1, and what is going on."""
-        self._bars.update(self._task, total=1, completed=done, detail=detail)
+        self._total, self._expected, self._done, self._within = 1.0, 1.0, done, 0.0
+        self._show(detail=detail)
         self._tell()
 
     def notice(self, text: str) -> None:
@@ -276,19 +340,53 @@ class Bar:
         if self._events is not None:
             self._events(Notice(text=text))
 
-    def _tell(self) -> None:
+    def left(self) -> float | None:
+        """Seconds that are left, by what the steps before took; None where nobody knows."""
+        worked = self._done + self._within - self._skipped
+        if not self._total or worked <= 0:
+            return None
+        left = self._moved * max(0.0, self._total - self._done - self._within) / worked
+        return max(0.0, left - (self._elapsed() - self._moved))
+
+    def print_line(self) -> None:
+        """Say how far the stage is in a line."""
         task = self._bars.tasks[self._task]
-        elapsed = task.elapsed or 0.0
+        words = [f"{_clock(self._elapsed())} so far"]
+        if self._total is not None:
+            share = f"{math.floor(100 * self._share() + 1e-6)} %"
+            counted = f"{self._done:.0f} of {self._total:.0f} done, " if self._expected > 1 else ""
+            words.insert(0, counted + share)
+        if (left := self.left()) is not None:
+            words.append(f"about {_clock(left)} left" if round(left) else "finishing")
+        if detail := str(task.fields["detail"]):
+            words.append(detail)
+        say(self._bars.console, f"{task.description}: {', '.join(words)}")
+
+    def _elapsed(self) -> float:
+        return self._bars.tasks[self._task].elapsed or 0.0
+
+    def _share(self) -> float:
+        return min(_ALMOST, (self._done + self._within) / self._total) if self._total else 0.0
+
+    def _show(self, **fields: Any) -> None:
+        while self._total is not None and self._done > self._total:
+            self._total += max(1.0, self._expected)
+        self._moved = self._elapsed()
+        if self._total is not None:
+            self._bars.update(self._task, total=1.0, completed=self._share(), **fields)
+
+    def _tell(self) -> None:
+        elapsed = self._elapsed()
         if self._events is None or elapsed < self._told + _PROGRESS_SECONDS:
             return
         self._told = elapsed
-        done = min(1.0, task.completed / task.total) if task.total else 0.0
+        task, left = self._bars.tasks[self._task], self.left()
         self._events(
             StageProgress(
                 stage=task.description,
-                done=round(done, 4),
+                done=round(self._share(), 4),
                 elapsed_s=round(elapsed, 3),
-                remaining_s=round(elapsed * (1 - done) / done, 1) if done else None,
+                remaining_s=None if left is None else round(left, 1),
                 detail=str(task.fields["detail"]),
             )
         )

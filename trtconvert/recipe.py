@@ -524,7 +524,9 @@ class VerifySection(_Section):
 
     samples: Count = Field(default=64, description="Seeds sampled by the full-precision and by the INT8 model.")
     steps: Count = Field(default=50, description="Denoising steps.")
-    sampler: Literal["ddim", "heun", "euler"] = Field(default="ddim", description="How the samples are drawn.")
+    sampler: Literal["ddim", "heun", "euler"] = Field(
+        default="ddim", description="How the samples are drawn; `ddim` with a pipeline stands for its own scheduler."
+    )
     seed: Seed = Field(default=1000, description="First seed; keep it apart from the calibration's.")
     min_psnr: Number = Field(
         default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."

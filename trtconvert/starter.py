@@ -9,13 +9,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
-from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, with_dtype
+from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
+from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, parts_of, saved_sizes
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
 from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
 
@@ -113,18 +114,32 @@ PUBLISHED: dict[str, Published] = {
 _LARGE = 1_000_000_000
 """Bytes of a file whose denoiser takes minutes for each step on a CPU."""
 
+_LONG = 4096
+"""Tokens from which on attention is long."""
+
 _HEADER = "`trtconvert schema` prints every field with its meaning. Next: trtconvert build {name}"
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a recipe is for. `known` is the published model that it is like, where it is like one."""
+    """What a recipe is for.
+
+    Attributes:
+        known: the published model that it is like, where it is like one, with what its own folder says.
+        sizes: of what it draws by itself, where it is like none.
+        few_steps: why it takes few, in words.
+        has_text: whether it has text encoders, as far as is known.
+    """
 
     title: str
     weights: str
     known: Published | None
     config: str = ""
     dtype: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    is_large: bool = True
+    few_steps: str = ""
+    has_text: bool = True
 
 
 def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
@@ -169,13 +184,12 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
             "  images:",
             *(f"    {name}: photo.png # what is shown to it while it is converted" for name in known.images),
         ]
-    lines += _options(known)
+    lines += _options(known, found.sizes)
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
-    lines += _components(known is not None and known.second_encoder)
-    # HunyuanVideo's attention has a mask of its own.
-    of_videos = known is not None and "frames" in known.options and known.pipeline != "HunyuanVideoPipeline"
-    lines += _quality(known is None or known.is_large, prompts, at, of_videos)
+    lines += _components(known is not None and known.second_encoder, found.has_text)
+    is_large = found.is_large if known is None else known.is_large
+    lines += _quality(is_large, prompts, at, known is not None and _has_long_sequences(known), found.few_steps)
     return "\n".join(lines) + "\n"
 
 
@@ -247,8 +261,35 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
     name = folder.resolve().name
     alike = [known for known in PUBLISHED.values() if known.pipeline == kind]
     known = next((known for known in alike if known.folder == name), alike[0] if alike else None)
-    dtype = with_dtype(ModelSection(source="diffusers", weights=weights)).dtype
-    return _Found(f"{kind} of {weights.name}", _relative(weights, at), known, dtype=dtype)
+    section = ModelSection(source="diffusers", weights=weights)
+    sizes, parts, stored = saved_sizes(folder), parts_of(folder), stored_bytes(section)
+    is_large = not stored or stored > _LARGE
+    if known is not None:
+        known = replace(
+            known,
+            options={name: (sizes.get(name, value), meaning) for name, (value, meaning) in known.options.items()},
+            is_large=known.is_large and is_large,
+            second_encoder=known.second_encoder and "text_encoder_2" in parts,
+        )
+    return _Found(
+        f"{kind} of {weights.name}",
+        _relative(weights, at),
+        known,
+        dtype=with_dtype(section).dtype,
+        sizes=sizes,
+        is_large=is_large,
+        few_steps=few_steps(folder),
+        has_text=not parts or any(part.startswith("text_encoder") for part in parts),
+    )
+
+
+def _has_long_sequences(known: Published) -> bool:
+    """Whether it draws videos of so many tokens that block masks may be worth it."""
+    # HunyuanVideo's attention has a mask of its own.
+    if "frames" not in known.options or known.pipeline == "HunyuanVideoPipeline":
+        return False
+    height, width, frames = (known.options[name][0] for name in ("height", "width", "frames"))
+    return (height // 16) * (width // 16) * (1 + frames // 4) >= _LONG
 
 
 def _beside(place: Path, at: Path) -> str:
@@ -335,11 +376,15 @@ def _quoted(text: str) -> str:
     )
 
 
-def _options(known: Published | None) -> list[str]:
+def _options(known: Published | None, sizes: Mapping[str, int]) -> list[str]:
+    """
+    Args:
+        sizes: that a pipeline like none of those that are known draws by itself, as far as its folder says.
+    """
     if known is None:
-        return [
-            "  options: {} # height and width in pixels, frames, call: {guidance_scale: …}; the pipeline's own by default"
-        ]
+        own = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        own = f"the pipeline's own by default{', here ' + own if own else ''}"
+        return [f"  options: {{}} # height and width in pixels, frames, call: {{guidance_scale: …}}; {own}"]
     lines = ["  options:"]
     for name, (value, meaning) in known.options.items():
         lines.append(f"    {name}: {value}" + (f" # {meaning}" if meaning else ""))
@@ -348,12 +393,11 @@ def _options(known: Published | None) -> list[str]:
     return lines
 
 
-def _components(second_encoder: bool) -> list[str]:
-    lines = [
-        "",
-        "components:",
-        "  all: {} # text encoders and the VAE's decoder become engines, and the bundle draws prompts by itself",
-    ]
+def _components(second_encoder: bool, has_text: bool) -> list[str]:
+    what = "text encoders and the VAE's decoder become engines, and the bundle draws prompts by itself"
+    if not has_text:
+        what = "the VAE's decoder becomes an engine; there is no text encoder in the folder"
+    lines = ["", "components:", f"  all: {{}} # {what}"]
     return (
         [*lines, "  text_encoder_2: {layers: int8} # T5, whose layers in INT8 take half the memory"]
         if second_encoder
@@ -378,8 +422,12 @@ def _prompts(file: Path) -> int:
     return count
 
 
-def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = False) -> list[str]:
-    """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time."""
+def _quality(large: bool, prompts: Path | None, at: Path, long_sequences: bool = False, few: str = "") -> list[str]:
+    """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time.
+
+    Args:
+        few: why the model takes few steps, in words, where it does.
+    """
     data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
     if prompts is not None:
         data = _quoted(_relative(prompts, at))
@@ -390,6 +438,8 @@ def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = Fals
         else ["  # From a search over sites, layers and timesteps, within a budget of PSNR (section plan)."]
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
+    if few:
+        steps = verified = FEW_STEPS
     if prompts is not None:
         samples = min(samples, _prompts(prompts))
     lines = [
@@ -399,7 +449,7 @@ def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = Fals
         f"  modes: {modes[0]} # or auto, fp16, precision, balanced, aggressive, fp8",
         *(
             ["  # sparse: 0.03 # leaves out blocks of attention that 97 % of it does without"]
-            if of_videos and large
+            if long_sequences and large
             else []
         ),
         "",
@@ -410,9 +460,11 @@ def _quality(large: bool, prompts: Path | None, at: Path, of_videos: bool = Fals
         f"  data: {data}",
         f"  samples: {samples} # more is better, and takes longer",
         f"  batch: {min(samples, 4)}",
-        f"  steps: {steps}",
+        f"  steps: {steps}" + (f" # as few as it was trained for: {few}" if few else ""),
         f"  bins: {min(steps, 10)}",
     ]
+    if few and not large:  # a search draws too
+        lines += ["", "plan:", f"  steps: {FEW_STEPS}"]
     lines += [
         "",
         "verify:",

@@ -14,6 +14,9 @@ from rich.text import Text
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import MANIFEST, UNQUANTISED, ComponentRecord, Dims, EngineRecord, Manifest, in_steps
+from trtconvert.calib.frontier import read_frontier
+from trtconvert.errors import UserError
+from trtconvert.evaluate.little import why_little
 from trtconvert.evaluate.parts import dense_groups, layer_counts, left_by_plan, left_groups, mode_name, weight_bytes
 from trtconvert.linear.modes import LayerMode
 from trtconvert.pipeline import Outcome
@@ -27,6 +30,8 @@ ATTENTION = {
 
 SHOWN_MASKS = 8
 """Sites whose block masks are described, those with the fewest blocks."""
+
+_FRONTIER = "frontier.json"
 
 _BYTES = {"float16": 2, "float32": 4}
 """Of a number in a cache."""
@@ -110,6 +115,11 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
                 _row(table, *line)
         for line in _layers(component):
             _row(table, *line)
+        if component.is_denoiser:
+            for number, line in enumerate(
+                why_little(component, manifest.recipe, in_time=_is_fastest(manifest, folder))
+            ):
+                _row(table, "" if number else "little in INT8", line)
         if (reuse := component.reuse) is not None:
             kept = f"{len(reuse.computed)} of {reuse.steps} computed: {', '.join(map(str, reuse.computed))}"
             _row(table, "steps", kept)
@@ -118,7 +128,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))
     quality = manifest.quality
     db, site, index = quality.worst_site()
-    drawn = f"{quality.samples} samples, {quality.sampler} {quality.steps} steps"
+    drawn = f"{quality.samples} samples, {manifest.sampler_name(quality.sampler)} {quality.steps} steps"
     _row(
         table,
         "PSNR of the samples",
@@ -251,6 +261,18 @@ def _masks(component: ComponentRecord) -> Iterator[tuple[str, str]]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _is_fastest(manifest: Manifest, folder: Path) -> bool:
+    """Whether a bundle's plan is the fastest that its search tried."""
+    if _FRONTIER not in manifest.files:
+        return False
+    try:
+        frontier = read_frontier(folder / _FRONTIER)
+    except UserError:  # of another version
+        return False
+    allowed = [point.name for point in frontier.points if point.allowed]
+    return bool(allowed) and frontier.chosen == allowed[0]
 
 
 def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:

@@ -222,9 +222,7 @@ def test_sensitivities_of_masks_are_the_errors_that_they_make(local, calibration
     tables = {site: AttentionTables(**named, modes=modes) for site, named in calibration.tables.items()}
     sites = Int8Sites(tables, 1000.0, "dynamic", True)
     units = attention_units(dict.fromkeys(tables, "dynamic"), [Mode.FP16, Mode.BALANCED], calibration.blocks, SHARES)
-    found = measure_sensitivity(
-        local, units, sites, BINS, blocks=calibration.blocks, seeds=range(7, 8), steps=BINS, done=lambda: None
-    )
+    found = measure_sensitivity(local, units, sites, BINS, blocks=calibration.blocks, seeds=range(7, 8), steps=BINS)
     name = units[0].name
 
     def error(mode, share=None):

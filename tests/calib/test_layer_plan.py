@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from decided import BY_CHANGES, EXACT, STATIC, layer_unit, points_of
-from support import refusal, reused, run, tiny_recipe
+from support import Quiet, refusal, reused, run, tiny_recipe
 from tiny_layers import CHOSEN, WITH_CONV, build
 
 from trtconvert.attention.modes import Mode
@@ -189,11 +189,9 @@ def test_sensitivities_of_layers_are_the_errors_that_one_group_makes(int8):
         layer_unit("q", "k", "v"),
         layer_unit("skip"),
     ]
-    steps: list[int] = []
-    found = measure_sensitivity(
-        model, units, sites, BINS, layers=layers, seeds=range(2), steps=4, done=lambda: steps.append(1)
-    )
-    assert found.units == units and len(steps) == 4 + BINS + 1 - 1
+    bar = Quiet()
+    found = measure_sensitivity(model, units, sites, BINS, layers=layers, seeds=range(2), steps=4, bar=bar)
+    assert found.units == units and bar.done == bar.told == BINS + 1 + 3
     assert found.error[0, :, :2].isfinite().all() and found.error[0, :, 2:].isnan().all()
     assert found.error[1:, :, :2].isfinite().all() and found.error[1:, :, 2:].isnan().all()
     # A first step from seeds alone: what the group's layers in INT8 change at the output.

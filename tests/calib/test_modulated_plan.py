@@ -100,7 +100,7 @@ def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
         {site: AttentionTables(**named, modes=no_modes) for site, named in made.tables.items()}, 1000.0, "dynamic", True
     )
     units = [layer_unit("mlp.0", choices=(STATIC, BY_CHANGES))]
-    found = measure_sensitivity(model, units, sites, BINS, layers=layers, seeds=range(2), steps=4, done=lambda: None)
+    found = measure_sensitivity(model, units, sites, BINS, layers=layers, seeds=range(2), steps=4)
     alone = Int8Layers({"mlp.0": tables["mlp.0"]}, 1000.0, {"mlp.0": scales["mlp.0"]}, True)  # pyright: ignore
     errors = []
 

@@ -9,7 +9,7 @@ import math
 import pytest
 import scipy.optimize
 import torch
-from support import refusal, reused, run, tiny_recipe
+from support import Quiet, refusal, reused, run, tiny_recipe
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
@@ -353,19 +353,19 @@ def test_sensitivities_are_the_errors_that_single_choices_make(digits):
         intercepted(digits, handler)(**digits.example(0, {"batch": 16, "height": 8, "width": 8}))
     chosen = {name: tables[name] for name in ("blocks.1.attn", "blocks.4.attn")}
     sites = Int8Sites(chosen, digits.timestep_max, "calibrated", True)
-    calls = []
+    bar = Quiet()
     scalings = dict.fromkeys(chosen, "calibrated")
     measured = measure_sensitivity(
-        digits, attention_units(scalings, Mode), sites, BINS, seeds=range(4), steps=4, done=lambda: calls.append(1)
+        digits, attention_units(scalings, Mode), sites, BINS, seeds=range(4), steps=4, bar=bar
     )
-    assert len(calls) == 4 + BINS
+    assert bar.done == bar.told == BINS + 1 + 2 * (len(Mode) - 1)
     assert not measured.error[..., Mode.FP16].any()
     assert (measured.error[..., Mode.PRECISION :] > 0).all() and (measured.gain > 0).all()
     assert measured.steps.sum() == 1
 
     # What is not asked for is not measured, and never chosen.
     units = attention_units(scalings, [Mode.FP16, Mode.BALANCED])
-    some = measure_sensitivity(digits, units, sites, BINS, seeds=range(4), steps=4, done=lambda: None)
+    some = measure_sensitivity(digits, units, sites, BINS, seeds=range(4), steps=4)
     assert torch.equal(some.error[..., Mode.BALANCED], measured.error[..., Mode.BALANCED])
     assert some.cost().isfinite().all((0, 1)).tolist() == [mode in (Mode.FP16, Mode.BALANCED) for mode in Mode]
 

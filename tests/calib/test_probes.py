@@ -10,6 +10,7 @@ from support import REPOSITORY
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
+from trtconvert.bars import NoBar
 from trtconvert.calib import probes
 from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.candidates import attention_units, candidates_of
@@ -24,12 +25,6 @@ from trtconvert.recipe import load_recipe
 
 BINS = 5
 SEEDS, STEPS = range(500, 502), 5
-
-
-class NoBar:
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @pytest.fixture(scope="module")

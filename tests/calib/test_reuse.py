@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from support import Quiet
 
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.reuse import PARTS, drawings, measure_trajectories, search_reuse
@@ -28,9 +29,9 @@ def model():
 @pytest.fixture(scope="module")
 def measured(model):
     """Trajectories, samples, and how many drawings there were."""
-    done: list[None] = []
-    found, full = measure_trajectories(model, SEEDS, STEPS, lambda: done.append(None))
-    return found, full, len(done)
+    bar = Quiet()
+    found, full = measure_trajectories(model, SEEDS, STEPS, bar)
+    return found, full, bar.done
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,12 @@ def search(model, measured):
     @functools.cache
     def search(least, share=None):
         found, full, _ = measured
-        calls: list[None] = []
+        bar = Quiet()
         tried = search_reuse(
             model, model.denoiser, found, full, SEEDS, STEPS, [Measure("psnr", psnr, True, least)], share,
-            lambda: calls.append(None),
+            bar,
         )  # fmt: skip
-        return tried, len(calls)
+        return tried, bar.done
 
     return search
 
@@ -137,5 +138,5 @@ def test_samplers_that_tell_no_timesteps(model):
         return model.sample(told_nothing, seeds, **options)
 
     with pytest.raises(UserError, match="can be left out") as error:
-        measure_trajectories(dataclasses.replace(model, sample=sample), range(2), 6, lambda: None)
+        measure_trajectories(dataclasses.replace(model, sample=sample), range(2), 6, Quiet())
     assert "follow(denoiser, timesteps)" in error.value.remedy

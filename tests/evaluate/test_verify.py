@@ -9,6 +9,7 @@ import torch
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
+from trtconvert.bars import NoBar
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.errors import GateError
@@ -73,7 +74,7 @@ def sqnr(model, sites=None, layers=None):
     """dB of sites and of layers."""
     sites = sites or Int8Sites({}, model.timestep_max, "calibrated", True)
     layers = layers or Int8Layers({}, model.timestep_max)
-    return output_sqnr(model, sites, layers, BINS, seed=0, samples=16, done=lambda: None)
+    return output_sqnr(model, sites, layers, BINS, seed=0, samples=16, bar=NoBar())
 
 
 def test_psnr_of_a_known_error():
@@ -217,6 +218,6 @@ def test_nan_at_a_layer_is_not_taken_for_a_bin_without_steps(digits, layers):
 
 
 def test_samples_do_not_depend_on_the_batch_they_are_drawn_in(digits):
-    few = draw(digits, digits.denoiser, VerifySection(samples=3, steps=2, seed=7), lambda: None)
-    many = draw(digits, digits.denoiser, VerifySection(samples=17, steps=2, seed=7), lambda: None)
+    few = draw(digits, digits.denoiser, VerifySection(samples=3, steps=2, seed=7), NoBar())
+    many = draw(digits, digits.denoiser, VerifySection(samples=17, steps=2, seed=7), NoBar())
     torch.testing.assert_close(few, many[:3], rtol=0, atol=1e-5)

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
+from trtconvert.bars import NoBar
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.evaluate.verify import output_sqnr
 from trtconvert.evaluate.verify import relative_error as error
@@ -95,5 +96,5 @@ def test_the_noise_of_filled_heads_is_measured_in_the_models_own_channels():
     with torch.no_grad():
         draw(intercepted(model, observe), [0, 1], steps=1, solver="ddim")
     sites = Int8Sites(tables, model.timestep_max, "calibrated", True)
-    measured, _ = output_sqnr(model, sites, Int8Layers({}, model.timestep_max), 1, 0, 2, lambda: None)
+    measured, _ = output_sqnr(model, sites, Int8Layers({}, model.timestep_max), 1, 0, 2, NoBar())
     assert measured == {name: [pytest.approx(seen[0], abs=0.01)] for name in tables} and seen[0] > 20

@@ -29,6 +29,9 @@ def test_timesteps_that_rise_while_noise_falls_are_followed(tmp_path):
     """As with inverted sigmas: the first timestep is 0, which is no share of 1, and stands for noise alone."""
     model, seen = inverted(tmp_path), []
     assert model.diffusers is not None and model.diffusers.timestep_factor == 1.0
+    assert model.diffusers.scheduler == "FlowMatchEulerDiscreteScheduler"
+    with pytest.raises(UserError, match="ddim, which stands for it: FlowMatchEulerDiscreteScheduler"):
+        model.sample(model.denoiser, [3], steps=2, solver="heun")
 
     def denoiser(**named):
         seen.append(float(named["timestep"][0]))

@@ -13,6 +13,7 @@ from trtconvert.calib.budget import Measure  # noqa: E402
 from trtconvert.calib.reuse import measure_trajectories, search_reuse  # noqa: E402
 from trtconvert.evaluate.metrics import psnr  # noqa: E402
 from trtconvert.models.diffusers import diffusers_model  # noqa: E402
+from trtconvert.progress import NoBar  # noqa: E402
 from trtconvert.runtime.reuse import Reusable  # noqa: E402
 
 STEPS, SEEDS = 8, range(2)
@@ -41,9 +42,9 @@ def test_half_of_a_pipelines_steps_are_computed(tmp_path, name, calls):
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        measured, full = measure_trajectories(model, SEEDS, STEPS, lambda: None)
+        measured, full = measure_trajectories(model, SEEDS, STEPS, NoBar())
         budget = [Measure("psnr", psnr, True, 0.0)]
-        chosen = search_reuse(model, model.denoiser, measured, full, SEEDS, STEPS, budget, 0.5, lambda: None)[-1]
+        chosen = search_reuse(model, model.denoiser, measured, full, SEEDS, STEPS, budget, 0.5, NoBar())[-1]
     assert not [w for w in told if "all steps" in str(w.message)]
     assert chosen.reuse is not None and chosen.schedule.count == STEPS // 2
     model.sample(Reusable(counted, chosen.reuse), SEEDS, steps=STEPS, solver="ddim")
@@ -83,4 +84,4 @@ def test_a_scheduler_that_adds_noise_leaves_nothing_out(tmp_path):
     pipe.save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, height=32, width=32, batch=[1, 2, 2])
     with pytest.warns(RuntimeWarning, match="EulerAncestral"), pytest.raises(UserError, match="can be left out"):
-        measure_trajectories(model, SEEDS, STEPS, lambda: None)
+        measure_trajectories(model, SEEDS, STEPS, NoBar())

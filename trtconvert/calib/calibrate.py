@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +25,11 @@ from trtconvert.attention.blocks import (
 from trtconvert.attention.ranges import RangeObserver, offsets
 from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
+from trtconvert.bars import Steps
 from trtconvert.cache import versions
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
-from trtconvert.calib.data import BadSamples, CalibrationData, open_data
+from trtconvert.calib.data import BadSamples, CalibrationData, batches_of, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import Kind, data_identity, data_kind, data_name
@@ -42,19 +42,12 @@ from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, s
 from trtconvert.interception import Hooks
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.drawings import with_progress
 from trtconvert.provenance import Provenance
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 COVERAGE_SHARE = 16
 """One in so many samples, the first ones, is run again to see how well the scales cover it."""
-
-
-class Steps(Protocol):
-    """Shows progress; `trtconvert.progress.Bar` is one."""
-
-    def total(self, steps: int) -> None: ...
-
-    def step(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -168,10 +161,11 @@ def calibrate(
     if modulated:
         refuse_without_order(section)
     shards, bad = Shards(work), BadSamples(skip_bad)
-    data = open_data(model, section, bad)
+    data = open_data(with_progress(model, bar), section, bad)
     with_elements = section.statistic != "batch-max"
     if data.count is not None:
-        bar.total(data.count * (2 if with_elements else 1))
+        of_coverage = len(batches_of(_covered(section).samples, section.batch)) if ranks.rank == 0 else 0
+        bar.total(data.count * (2 if with_elements else 1) + of_coverage)
 
     observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
     layer_observer = LayerObserver(
@@ -216,7 +210,7 @@ def calibrate(
 
     def made() -> Calibration:
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
-        seen, inputs = _coverage(model, section, tables)
+        seen, inputs = _coverage(with_progress(model, bar), section, tables, bar)
         provenance = _provenance(model, section, weights, shards)
         of_inputs = _layer_scales(model, layers, of_layers or LayersSection(), section, shards)
         blocks = {site.name: _blocks(shards, site, shares, section.bins) for site in sparse}
@@ -352,17 +346,23 @@ def refuse_without_order(section: CalibrationSection) -> None:
 
 
 def _coverage(
-    model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]]
+    model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]], bar: Steps
 ) -> tuple[CoverageObserver, InputRanges]:
     """How well the scales cover the first samples, and what the denoiser was given in them; bad ones among them were reported
     before."""
-    part = section.model_copy(update={"samples": max(1, section.samples // COVERAGE_SHARE)})
+    part = _covered(section)
     observer = CoverageObserver(tables, model.timestep_max)
     ranges = InputRanges(model, section.bins)
     observed = ranges.around(intercepted(model, observer))
     for batch in open_data(model, part, BadSamples(skip=True)).batches:
         _run(batch, observed)
+        bar.step()
     return observer, ranges
+
+
+def _covered(section: CalibrationSection) -> CalibrationSection:
+    """Of the samples over which the coverage is measured."""
+    return section.model_copy(update={"samples": max(1, section.samples // COVERAGE_SHARE)})
 
 
 def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:
@@ -370,10 +370,12 @@ def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) 
     done = set().union(*ranks.gather(done))
     missing = 0
     for index, batch in enumerate(data.batches):
-        if index not in done:
-            if missing % ranks.size == ranks.rank:
-                yield index, batch
-            missing += 1
+        if index in done:
+            bar.skip()
+            continue
+        if missing % ranks.size == ranks.rank:
+            yield index, batch
+        missing += 1
         bar.step()
 
 

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trtconvert.attention.modes import INT8_VALUES, Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import Site
+from trtconvert.bars import Steps
 from trtconvert.calib.block_plan import attention_seconds, density
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
@@ -40,7 +41,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
 from trtconvert.models.denoiser import intercepted
-from trtconvert.progress import Bar
+from trtconvert.models.drawings import with_progress
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
@@ -108,7 +109,7 @@ def search(
     budget: Budget,
     bins: int,
     batch: int,
-    bar: Bar,
+    bar: Steps,
     shares: Sequence[float] = (),
     cache_bytes: int = 2,
 ) -> Frontier:
@@ -142,7 +143,8 @@ def search(
     ] + [layer_seconds(cost, group, unit, batch, bins, cache_bytes) for unit, group in searched.groups.items()]
     compared = fixed_plans(units, seconds, model.sigmas, torch.ones(bins))
     of_search = len(FRONTIER_DB) + BISECTIONS
-    bar.total(section.steps + bins + len(compared) + of_search * (2 if blocks else 1))
+    # Steps of the bar are drawings of all samples; the measurements add theirs.
+    bar.total(1 + len(compared) + of_search * (2 if blocks else 1))
 
     def int8_sites(plan: Plan) -> Int8Sites:
         made = plan.attention
@@ -155,14 +157,16 @@ def search(
     exact = Plan.of({unit: unit.choices[:1] * bins for unit in of_sites})
     sensitivity = measure_sensitivity(
         model, units, int8_sites(exact), bins, layers=searched.int8, blocks=blocks, seeds=seeds,
-        steps=section.steps, done=bar.step, method=section.sensitivity,
+        steps=section.steps, bar=bar, method=section.sensitivity,
     )  # fmt: skip
 
     @torch.no_grad()
     def drawn(denoiser: Denoiser) -> Tensor:
-        return model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+        return with_bar.sample(denoiser, seeds, steps=section.steps, solver="ddim")
 
+    with_bar = with_progress(model, bar)
     full = drawn(model.denoiser)
+    bar.step()
     measured: dict[tuple[Decision, ...], dict[str, float]] = {}
 
     def measure(plan: Plan) -> dict[str, float]:
@@ -171,7 +175,9 @@ def search(
             in_int8 = searched.int8.in_plan(plan.layers)
             of_plan = intercepted(model, int8_sites(plan).handler(), in_int8.handler() if in_int8.tables else None)
             measured[key] = figures(budget, drawn(of_plan), full)
-        bar.step()
+            bar.step()
+        else:
+            bar.skip()
         return measured[key]
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, searched.stated)

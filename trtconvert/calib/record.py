@@ -19,6 +19,7 @@ from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.recorded import is_shared
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
+from trtconvert.models.drawings import with_progress
 from trtconvert.recipe import CalibrationSection
 from trtconvert.weights.tensor_files import raw_bytes
 
@@ -218,7 +219,7 @@ def record(model: DiffusionModel, section: CalibrationSection, per_run: int, wei
     # FP32 rounds what is drawn next to the end of the last part up to it.
     picks = 1 + (drawn / per_run * (section.steps - 1)).long().clamp_max(section.steps - 2)
     metadata = {"model": model.name, "weights": weights, "steps": str(section.steps), "seed": str(section.seed)}
-    data = open_data(model, section, BadSamples())
+    data = open_data(with_progress(model, bar), section, BadSamples())
     pieces = batches_of(section.samples, section.batch)
     bar.total(len(pieces))
     with path.open("wb") as file, torch.no_grad():

@@ -9,17 +9,19 @@ for them. The fewest computed steps that keep the budget are found by bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from trtconvert.bars import Steps
 from trtconvert.calib.budget import Budget, figures, keeps_budget
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.models.drawings import with_progress
 from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import SAME, Reusable
@@ -34,9 +36,6 @@ LEAST_GAIN, MOST_GAIN = 0.1, 30.0
 
 NOISE_LIKE = 0.9
 """Correlation of the first prediction with the denoiser's input from which on it is taken for the noise itself."""
-
-Done = Callable[[], None]
-"""Called after each drawing of all samples."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +67,22 @@ def drawings(steps: int, searched: bool) -> int:
 
 @torch.no_grad()
 def measure_trajectories(
-    model: DiffusionModel, seeds: Sequence[int], steps: int, done: Done
+    model: DiffusionModel, seeds: Sequence[int], steps: int, bar: Steps
 ) -> tuple[dict[str, Trajectories], Tensor]:
     """What the model's trajectories are like, by two measures of how errors grow: over all samples, and of the worst of them.
     And the samples, all steps computed.
 
     Args:
         seeds: of the samples; steps: all of which are computed.
-        done: called `PARTS + 1` times.
+        bar: told of `PARTS + 1` steps.
     Raises:
         UserError: the sampler does not say its timesteps, see `trtconvert.runtime.follow`, or its steps are all computed.
     """
+    model = with_progress(model, bar)
     watch = _Watch(model)
     full = _drawn(model, watch, seeds, steps)
     found = watch.trajectories()
-    done()
+    bar.step()
     expected = tuple(found.timesteps.tolist())
     gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
     for part in torch.arange(1, len(expected)).tensor_split(PARTS):
@@ -106,7 +106,9 @@ def measure_trajectories(
             for objective, of in (("mean", Tensor.mean), ("worst", Tensor.amax)):
                 ratio = float(of(squared)) / max(float(of(modelled)), 1e-30)
                 gains[objective][part] = min(max(ratio**0.5, LEAST_GAIN), MOST_GAIN)  # type: ignore[index]
-        done()
+            bar.step()
+        else:
+            bar.skip()
     return {objective: replace(found, gain=gain) for objective, gain in gains.items()}, full
 
 
@@ -119,7 +121,7 @@ def search_reuse(
     steps: int,
     budget: Budget,
     share: float | None,
-    done: Done,
+    bar: Steps,
 ) -> list[Found]:
     """Sample schedules. The last one is the one that was looked for.
 
@@ -127,16 +129,16 @@ def search_reuse(
         denoiser: computes as the plan has it.
         measured: see `measure_trajectories`; full: samples of the same seeds and steps in full precision.
         share: of the steps that may be computed; None for the fewest that keep the budget.
-        done: called for each sampling.
+        bar: told of each sampling, a step.
     Returns:
         All computed first; then what was tried; where none keeps the budget the last one computes all.
     """
-    timesteps = next(iter(measured.values())).timesteps
+    model, timesteps = with_progress(model, bar), next(iter(measured.values())).timesteps
     place = [spec.name for spec in model.inputs].index(model.timestep_input)
 
     def sampled(reuse: Reuse | None, schedule: Schedule) -> Found:
         samples = _drawn(model, denoiser if reuse is None else Reusable(denoiser, reuse), seeds, steps)
-        done()
+        bar.step()
         squared = (samples - full).double().square().flatten(1).mean(1)
         return Found(reuse, schedule, figures(budget, samples, full), float(squared.max()))
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.reference import timestep_bin
+from trtconvert.bars import NoBar, Steps
 from trtconvert.calib.candidates import Candidate, candidates_of
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.drawings import with_progress
 from trtconvert.quant.decision import Choice, Unit
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
@@ -74,7 +76,7 @@ def measure_sensitivity(
     blocks: Mapping[str, SiteBlocks] | None = None,
     seeds: range,
     steps: int,
-    done: Callable[[], None],
+    bar: Steps | None = None,
     method: str = "exact",
 ) -> Sensitivity:
     """Measure each unit in each of its choices on the model's own trajectories.
@@ -87,7 +89,7 @@ def measure_sensitivity(
         blocks: of the sites that may have block masks.
         seeds: of the samples that are drawn, one batch.
         steps: denoising steps; at least one per bin, so that every bin is seen.
-        done: called `steps + bins + 1` times.
+        bar: told of further steps, each as long as a drawing of all samples, and of their ends.
         method: "exact" runs the model once for each candidate in every step. "probes" measures what each candidate changes at its
             own output and carries random projections of the prediction back to it, see `Probes`: its cost does not grow with the
             number of sites. "auto" is "exact" for up to `MOST_EXACT` candidates.
@@ -101,6 +103,10 @@ def measure_sensitivity(
         Probes(model, candidates, draws=DRAWS * bins / steps).errors if by_probes else _one_at_a_time(model, candidates)
     )
 
+    bar = bar or NoBar()
+    drawings = 1 + (PROBES_FORWARDS if by_probes else len(candidates))
+    bar.more(drawings + bins)
+
     def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
         """The exact output; on the way, the errors of all single choices."""
         given = model.named(inputs, named)
@@ -109,18 +115,21 @@ def measure_sensitivity(
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
         if errors:  # [candidates, B] in one transfer: nothing waits for single candidates
             squared.index_add_(1, index, torch.stack(errors).double().cpu())
-        done()
         return output
 
     with torch.no_grad():
-        samples = model.sample(watched, seeds, steps=steps, solver="ddim")
+        samples = with_progress(model, bar, drawings).sample(watched, seeds, steps=steps, solver="ddim")
+        bar.step(drawings)
         error = _of_choices(units, candidates, squared / visits.clamp_min(1))
-        gain = _gains(model, exact, samples, error, visits, seeds, steps, done)
+        gain = _gains(with_progress(model, bar), exact, samples, error, visits, seeds, steps, bar)
     return Sensitivity(units, error, gain, visits / visits.sum())
 
 
 MOST_EXACT = 64
-"""Candidates up to which each takes a forward of its own in every step: probes take about as long as some twenty forwards."""
+"""Candidates up to which each takes a forward of its own in every step."""
+
+PROBES_FORWARDS = 20
+"""About as many forwards take as long as the probes of a call."""
 
 DRAWS = 64
 """Projections, of all samples and steps of a timestep bin, that an error is the mean of: its relative standard deviation is about
@@ -165,7 +174,7 @@ def _gains(
     visits: Tensor,
     seeds: range,
     steps: int,
-    done: Callable[[], None],
+    bar: Steps,
 ) -> Tensor:
     """Disturb the output in one bin at a time with noise as large as all sites' errors, and look at the samples."""
     bins = len(visits)
@@ -183,7 +192,9 @@ def _gains(
 
             moved = model.sample(disturbed, seeds, steps=steps, solver="ddim")
             gain[index] = float((moved - samples).double().square().mean()) / variance
-        done()
+            bar.step()
+        else:
+            bar.skip()
     return gain
 
 

@@ -147,7 +147,7 @@ class Evaluation(_Record):
 
     Attributes:
         created: UTC time; bundle: digest of its manifest; model, weights: as in the manifest.
-        samples, steps, solver, seed: as in the request.
+        samples, steps, seed: as in the request; solver: likewise, or the scheduler of a pipeline, see `Manifest.sampler_name`.
         dtype: of the full-precision model; None without one.
         features, features_identity, reference, reference_count, reference_identity: what was compared, and how.
         backend: what ran INT8, in words.
@@ -662,7 +662,7 @@ def _compare(
         weights=manifest.weights,
         samples=request.samples,
         steps=request.steps,
-        solver=request.solver,
+        solver=manifest.sampler_name(request.solver),
         seed=request.seed,
         dtype=request.dtype if "others" in sets else None,
         features=extractor.name,

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall, own_channels
+from trtconvert.bars import Steps
 from trtconvert.bundle import ComponentRecord, TensorRecord
-from trtconvert.calib.data import Progress, batches_of
+from trtconvert.calib.data import batches_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
 from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.drawings import with_progress
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import VerifySection
 from trtconvert.runtime.trajectory import begin
@@ -32,13 +34,13 @@ SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 """Samples, at most, and denoising steps per timestep bin, over which the errors of sites are measured."""
 
 
-def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, done: Progress) -> Tensor:
-    """The samples of the recipe's verify section. [samples, C, H, W] in [0, 1]."""
-    images = []
+def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps) -> Tensor:
+    """The samples of the recipe's verify section. [samples, C, H, W] in [0, 1]. Each batch is a step of the bar."""
+    images, model = [], with_progress(model, bar)
     for batch in batches_of(section.samples, BATCH):
         seeds = [section.seed + i for i in batch]
         images.append(model.sample(denoiser, seeds, steps=section.steps, solver=section.sampler))
-        done()
+        bar.step()
     return torch.cat(images)
 
 
@@ -52,14 +54,15 @@ Sqnr = dict[str, list[float | None]]
 
 
 def output_sqnr(
-    model: DiffusionModel, sites: Int8Sites, layers: Int8Layers, bins: int, seed: int, samples: int, done: Progress
+    model: DiffusionModel, sites: Int8Sites, layers: Int8Layers, bins: int, seed: int, samples: int, bar: Steps
 ) -> tuple[Sqnr, Sqnr]:
     """Signal to quantisation noise of each site and of each layer in dB, per timestep bin, on the full-precision model's own
     activations.
 
     The error is that of the site or layer alone: each sees exact inputs. None for bins that no step falls into; NaN where it, or
-    the exact one, gave a NaN or Inf.
+    the exact one, gave a NaN or Inf. Each batch is a step of the bar.
     """
+    model = with_progress(model, bar)
     of_sites, of_layers = _Noise(sites.tables, bins), _Noise(layers.tables, bins)
 
     def attend(call: SiteCall) -> Tensor:
@@ -84,7 +87,7 @@ def output_sqnr(
             layers.reset_cache()
             denoiser = intercepted(model, attend, compute if layers.tables else None)
             model.sample(denoiser, seeds, steps=steps, solver="ddim")
-            done()
+            bar.step()
     return of_sites.decibels(), of_layers.decibels()
 
 

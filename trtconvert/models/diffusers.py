@@ -117,6 +117,7 @@ def diffusers_model(
         timestep_sizes=timestep_sizes,
         attributes=plain_attributes(model),
         padded_by=LENGTH if caller.pads else "",
+        scheduler=type(pipe.scheduler).__name__,
     )
     flat = FlatDenoiser(model, record, timestep).eval().requires_grad_(False)
     batch = inputs.example[first].shape[0]
@@ -269,7 +270,7 @@ class PipelineSampler:
         if solver != "ddim":
             raise UserError(
                 "a diffusers pipeline samples with its own scheduler",
-                expected="ddim, which stands for it",
+                expected=f"ddim, which stands for it: {type(self.caller.pipe.scheduler).__name__}",
                 got=solver,
                 remedy="leave the solver out, or save the pipeline with another scheduler",
             )

@@ -89,6 +89,11 @@ def _denoiser_files(section: ModelSection) -> list[Path]:
     return []
 
 
+def stored_bytes(section: ModelSection) -> int:
+    """Bytes of the files that hold a diffusers denoiser; 0 where none is found."""
+    return sum(file.stat().st_size for file in _denoiser_files(section) if file.is_file())
+
+
 def copy_without_models(folder: Path, target: Path) -> None:
     """Copy what a pipeline has beside its models: its index, tokenizers, schedulers, processors.
 

@@ -30,9 +30,7 @@ def errors_stage(build: Build, planned: Planned) -> Stage:
         source = build.source.placed()
         sites, layers = int8_in_torch(recipe, source, planned)
         bar.total(len(batches_of(min(section.samples, verify.SITE_SAMPLES), verify.BATCH)))
-        found = verify.output_sqnr(
-            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
-        )
+        found = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar)
         (folder / ERRORS).write_text(json.dumps(found))
 
     return build.stage("errors", reads, make)

@@ -33,7 +33,7 @@ def reference_stage(build: Build) -> Stage:
         batch = source.inputs[0].shape[0]
         rows = source.dims[batch][1] if isinstance(batch, str) else batch
         recorder = CallRecorder(source, bins, rows)
-        images = verify.draw(source, recorder.around(source.denoiser), section, bar.step)
+        images = verify.draw(source, recorder.around(source.denoiser), section, bar)
         in_float32 = place.on_gpu and place.dtype != "float32"
         calls = recorder.calls(lambda: denoiser_in_float32(build.source.model()) if in_float32 else None)
         calls.save(folder / VERIFY)

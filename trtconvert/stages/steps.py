@@ -72,12 +72,12 @@ def steps_stage(build: Build, planned: Planned) -> Steps:
         source = build.source.placed()
         seeds = range(section.seed, section.seed + section.samples)
         bar.total(reuse.drawings(section.calibrated, section.computed == "auto"))
-        measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar.step)
+        measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar)
         sites, layers = int8_in_torch(recipe, source, planned)
         in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
         share = None if isinstance(section.computed, str) else section.computed
         tried = reuse.search_reuse(
-            source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar.step
+            source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar
         )
         every, chosen = tried[0], tried[-1]
         if chosen.reuse is None:

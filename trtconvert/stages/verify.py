@@ -80,13 +80,13 @@ def verify_stage(
                 if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
                     prediction_error = calls.errors(AnyBatch(denoiser))
                 denoiser.reuse = steps.reuse(component)
-                int8 = verify.draw(build.source.model(), AnyBatch(denoiser), section, bar.step)
+                int8 = verify.draw(build.source.model(), AnyBatch(denoiser), section, bar)
         else:
             source = build.source.placed()
             sites, layers = int8_in_torch(recipe, source, planned)
             in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
             reuse = steps.reuse(component)
-            int8 = verify.draw(source, in_int8 if reuse is None else Reusable(in_int8, reuse), section, bar.step)
+            int8 = verify.draw(source, in_int8 if reuse is None else Reusable(in_int8, reuse), section, bar)
         bar.step()
         of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
         _leave_figures(
@@ -172,10 +172,10 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         )
         bar.step()
         of_sites, of_layers = verify.output_sqnr(
-            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar.step
+            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar
         )
         denoiser.reuse = steps.reuse(component)
-        int8 = verify.draw(source, AnyBatch(denoiser), section, bar.step)
+        int8 = verify.draw(source, AnyBatch(denoiser), section, bar)
         _leave_figures(
             folder,
             recipe,

@@ -237,8 +237,7 @@ def _write_all(
             _, metadata = read_entries(path)
             found = records_of(metadata, path)
             of_shard = found.tensors if found else {}
-            for _ in shard.tensors:
-                bar.step()
+            bar.skip(len(shard.tensors))
         else:
             of_shard = _write(shard, path, conversion, bar)
         prefix = f"{shard.part.folder}/" if shard.part.folder else ""

@@ -1,0 +1,38 @@
+"""What long work tells of how far it is, whoever shows it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Steps(Protocol):
+    """Is told how far work is; see `trtconvert.progress.Bar`."""
+
+    def total(self, steps: float) -> None: ...
+
+    def more(self, steps: float) -> None: ...
+
+    def step(self, count: float = 1) -> None: ...
+
+    def skip(self, count: float = 1) -> None: ...
+
+    def within(self, share: float, count: float = 1) -> None: ...
+
+
+class NoBar:
+    """Shows nothing."""
+
+    def total(self, steps: float) -> None:
+        """See `trtconvert.progress.Bar`."""
+
+    def more(self, steps: float) -> None:
+        """See `trtconvert.progress.Bar`."""
+
+    def step(self, count: float = 1) -> None:
+        """See `trtconvert.progress.Bar`."""
+
+    def skip(self, count: float = 1) -> None:
+        """See `trtconvert.progress.Bar`."""
+
+    def within(self, share: float, count: float = 1) -> None:
+        """See `trtconvert.progress.Bar`."""

@@ -1,0 +1,99 @@
+"""What the configurations in a saved pipeline's folder say of its sizes and steps, without loading it. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from trtconvert.documents import parse_json
+from trtconvert.models.saved import DENOISERS, INDEX
+
+FEW_STEPS = 4
+"""Steps of models that were trained to take few."""
+
+_FEW = ("turbo", "schnell", "lcm", "lightning", "hyper-", "hypersd", "dmd2")
+"""In names of such models."""
+
+_OF_CLASSES = {"FluxTransformer2DModel": 128}
+"""Latents in a row that pipelines of these models draw, whose configurations do not say it."""
+
+_FEW_SCHEDULERS = ("LCMScheduler", "TCDScheduler", "FlowMatchLCMScheduler", "CMStochasticIterativeScheduler")
+
+
+def saved_config(folder: Path, part: str) -> Mapping[str, Any]:
+    """The configuration of a pipeline's model or scheduler; empty where there is none that can be read."""
+    for name in ("config.json", "scheduler_config.json"):
+        try:
+            found = parse_json((folder / part / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def parts_of(folder: Path) -> dict[str, str]:
+    """The classes of a pipeline's parts by name, without those that were left out when it was saved."""
+    try:
+        index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    named = index.items() if isinstance(index, dict) else ()
+    return {name: str(of[1]) for name, of in named if isinstance(of, list) and len(of) == 2 and of[1]}
+
+
+def denoiser_config(folder: Path) -> Mapping[str, Any]:
+    """The configuration of what denoises; empty where there is none that can be read."""
+    return next(filter(None, (saved_config(folder, name) for name in DENOISERS)), {})
+
+
+def saved_sizes(folder: Path) -> dict[str, int]:
+    """The height and width in pixels, and the frames, that a pipeline draws by itself: those of its denoiser's latents times
+    what its VAE makes of each. Sizes that the folder does not say, as where a pipeline's class has them, are absent.
+    """
+    denoiser = denoiser_config(folder)
+    size = denoiser.get("sample_size", _OF_CLASSES.get(str(denoiser.get("_class_name"))))
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    height, width = denoiser.get("sample_height", height), denoiser.get("sample_width", width)
+    spatial = _spatial(saved_config(folder, "vae")) if (folder / "vae").is_dir() else 1
+    found: dict[str, int] = {}
+    if spatial and _is_count(height) and _is_count(width):
+        found = {"height": height * spatial, "width": width * spatial}
+    # Of CogVideoX, whose configuration counts frames of the video.
+    frames = denoiser.get("sample_frames")
+    return found | ({"frames": frames} if _is_count(frames) else {})
+
+
+def _spatial(vae: Mapping[str, Any]) -> int | None:
+    """Pixels of an image, in a row, for each of its latents; None where the configuration does not say."""
+    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if _is_count(vae.get(name)):
+            return vae[name]
+    if isinstance(scaled := vae.get("spatio_temporal_scaling"), list) and _is_count(vae.get("patch_size")):
+        return vae["patch_size"] * 2 ** sum(map(bool, scaled))  # LTX
+    if isinstance(scaled := vae.get("temperal_downsample"), list):
+        return 2 ** len(scaled)  # Wan, Qwen-Image
+    for name in ("block_out_channels", "encoder_block_out_channels"):
+        if isinstance(blocks := vae.get(name), list) and blocks:
+            return 2 ** (len(blocks) - 1)
+    return None
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def few_steps(folder: Path) -> str:
+    """Why a pipeline takes few steps, in words; empty for one that was not trained for that, as far as its folder tells."""
+    parts, denoiser = parts_of(folder), denoiser_config(folder)
+    if (scheduler := parts.get("scheduler", "")) in _FEW_SCHEDULERS:
+        return f"its scheduler is {scheduler}"
+    for name in (folder.resolve().name, str(denoiser.get("_name_or_path", ""))):
+        if word := next((word for word in _FEW if word in name.lower()), ""):
+            return f"its name has {word.strip('-')} in it"
+    if denoiser.get("_class_name") == "FluxTransformer2DModel" and denoiser.get("guidance_embeds") is False:
+        return "it is a Flux without guidance, as schnell"
+    if denoiser.get("_class_name") == "UNet2DConditionModel" and _is_count(denoiser.get("time_cond_proj_dim")):
+        return "its UNet is told the guidance's scale, as those of latent consistency models"
+    return ""
