@@ -6,6 +6,8 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,25 +28,27 @@ from trtconvert.attention.ranges import RangeObserver, offsets
 from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bars import Steps
-from trtconvert.cache import versions
+from trtconvert.cache import Cache, code_identity, versions
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, batches_of, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
-from trtconvert.calib.identity import Kind, data_identity, data_kind, data_name
+from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, changes_of
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
+from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
 from trtconvert.interception import Hooks
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import with_progress
+from trtconvert.models.placed import Place
 from trtconvert.provenance import Provenance
-from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, Recipe
 
 COVERAGE_SHARE = 16
 """One in so many samples, the first ones, is run again to see how well the scales cover it."""
@@ -515,3 +519,18 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
                 got=" × ".join(map(str, found.block_counts.tolist())),
                 remedy="calibrate again at the size of the engine, or set attention.sparse to off",
             )
+
+
+def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place) -> Path:
+    """Where the finished batches of a calibration are kept until it is done: of a build, and of `trtconvert calibrate`.
+
+    Args:
+        weights: see `trtconvert.models.identity`; place: where the model computes.
+    """
+    # Devices round differently, so each has its own finished batches.
+    reads = calibration_reads(recipe, weights) | place.reads() | {"device": place.device}
+    # What loads the model and observes it decides, and what the user's own functions import of this package.
+    own = [name for name in (recipe.model.source, recipe.calibration.data) if isinstance(name, str)]
+    code = {__name__, "trtconvert.models", "trtconvert.models.placed"}.union(*map(names_of_ours, own))
+    text = json.dumps({"code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str)
+    return cache.folder / f"observed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"

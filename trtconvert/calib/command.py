@@ -11,10 +11,9 @@ import torch
 
 from trtconvert import models
 from trtconvert.cache import Cache
-from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks
+from trtconvert.calib.calibrate import calibrate, observations_folder, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import Ranks
-from trtconvert.calib.identity import observations_folder
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trtconvert.cache import Cache, code_identity
-from trtconvert.entry_point import function_identity, import_function, names_of_ours, source_identity
+from trtconvert.entry_point import function_identity, import_function, source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
 from trtconvert.recipe import PlanSection, Recipe
 from trtconvert.shipped import shipped_folder
-
-if TYPE_CHECKING:
-    from trtconvert.models.placed import Place
 
 INPUT_SUFFIXES = (".safetensors", ".npz", ".pt")
 PROMPT_SUFFIXES = (".txt",)
@@ -190,26 +185,6 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
 def classifier_weights(name: str) -> Path:
     """The file of one of `SHIPPED_CLASSIFIERS`."""
     return shipped_folder() / f"{name}.safetensors"
-
-
-def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place) -> Path:
-    """Where the finished batches of a calibration are kept until it is done: of a build, and of `trtconvert calibrate`.
-
-    Args:
-        weights: see `trtconvert.models.identity`; place: where the model computes.
-    """
-    # Devices round differently, so each has its own finished batches.
-    reads = calibration_reads(recipe, weights) | place.reads() | {"device": place.device}
-    text = json.dumps({"code": code_identity(*_observing(recipe)), "reads": reads}, sort_keys=True, default=str)
-    return cache.folder / f"observed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-
-def _observing(recipe: Recipe) -> list[str]:
-    """Names of code that decides observations: it loads the model and observes it, or the user's own functions import it."""
-    own = [name for name in (recipe.model.source, recipe.calibration.data) if isinstance(name, str)]
-    return sorted(
-        {"trtconvert.calib.calibrate", "trtconvert.models", "trtconvert.models.placed"}.union(*map(names_of_ours, own))
-    )
 
 
 def data_name(data: str | Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtconvert.bundle import covering
-from trtconvert.calib.identity import calibration_reads, observations_folder
+from trtconvert.calib.identity import calibration_reads
 from trtconvert.files import one_at_a_time
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
@@ -31,6 +31,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         from trtconvert.calib.calibrate import (
             calibrate,
             modulated_sources,
+            observations_folder,
             parts_to_convert,
             refuse_without_blocks,
             taken,
