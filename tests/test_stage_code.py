@@ -20,7 +20,14 @@ from trtconvert.imports import code_hash, code_modules, imported_names
 
 PACKAGE = REPOSITORY / "trtconvert"
 SOURCES = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-ON_DEMAND = ["trtconvert", "trtconvert.attention", "trtconvert.models", "trtconvert.modiff", "trtconvert.weights"]
+ON_DEMAND = [
+    "trtconvert",
+    "trtconvert.attention",
+    "trtconvert.models",
+    "trtconvert.modiff",
+    "trtconvert.runtime",
+    "trtconvert.weights",
+]
 
 
 def parsed_names(source: str) -> set[str]:
@@ -99,12 +106,13 @@ def keys(digits_build, tmp_path, monkeypatch):
     assert outcome.exit_code == 0, outcome.output
     assert found.keys() == {"calibrate", "plan", "reference", "export", "verify"}
     further = {
-        name: {f"trtconvert.stages.{name}", "trtconvert.stages.build"} for name in ("components", "search", "errors")
+        name: {f"trtconvert.stages.{name}", "trtconvert.stages.build"}
+        for name in ("components", "search", "steps", "errors")
     }
     return found | further | {"engine": {"trtconvert.stages.engines"}}
 
 
-ALL = {"components", "calibrate", "search", "plan", "reference", "errors", "export", "engine", "verify"}
+ALL = {"components", "calibrate", "search", "plan", "steps", "reference", "errors", "export", "engine", "verify"}
 
 
 @pytest.mark.parametrize(
