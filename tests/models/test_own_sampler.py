@@ -88,7 +88,9 @@ def test_a_sampler_that_ignores_its_steps_is_told(calls):
             denoiser()
         return torch.rand(2, 3, 8, 8)
 
-    with pytest.warns(RuntimeWarning, match=rf"sampler of mine:load .*expected: 5 calls .*got: {calls}; remedy: .*`steps`"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"sampler of mine:load .*expected: 5 calls .*got: {calls}; remedy: .*`steps`"
+    ):
         asked(draws)
 
 

@@ -80,9 +80,9 @@ class OwnSampler:
             )
         if not _fits(counted.calls, steps):
             warn(
-                f"the sampler of {self.source} seems to leave aside how many steps are asked for; expected: {steps} calls of the "
-                f"denoiser by {solver}, or as many for each of several parts, got: {counted.calls}; remedy: let the function that "
-                "is the model's `sample` take as many steps as its argument `steps` says"
+                f"the sampler of {self.source} seems to leave aside how many steps are asked for; expected: {steps} calls "
+                f"of the denoiser by {solver}, or as many for each of several parts, got: {counted.calls}; remedy: let the "
+                "function that is the model's `sample` take as many steps as its argument `steps` says"
             )
         return images
 
