@@ -367,6 +367,7 @@ def run(
     """Sample images with BUNDLE on what this machine can run."""
     from trtconvert import runtime
     from trtconvert.bundle import MANIFEST
+    from trtconvert.documents import text_flaw
     from trtconvert.evaluate.grid import save_sheet
     from trtconvert.files import whole_file
     from trtconvert.runtime.batches import AnyBatch
@@ -378,6 +379,15 @@ def run(
             got=output.suffix or "no ending",
             remedy="give another file with -o",
         )
+    for prompt in prompts:
+        if flaw := text_flaw(prompt):
+            raise UserError(
+                "a prompt is no text",
+                expected=f"characters of {sys.getfilesystemencoding()}, which the command line is read in",
+                got=f"{flaw}, in {prompt!a}",
+                remedy="type the prompt anew, or give it in the encoding of the terminal; "
+                "one that comes from a file has to be UTF-8",
+            )
     started = time.perf_counter()
     loaded = runtime.load(bundle, devices=None if devices is None else [name.strip() for name in devices.split(",")])
     place, folder = output.resolve(), loaded.folder.resolve()

@@ -22,7 +22,9 @@ from trtconvert.export.nodes.layers import (
     WEIGHT_METADATA,
     layer_nodes,
 )
+from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.sites import layer_hooks
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +173,21 @@ def test_tables_that_cannot_be_used_are_refused_before_anything_is_traced(layere
     with pytest.raises(UserError, match="the tables of the layer q cannot be used") as refused:
         Int8Model(build(), broken, layered.attention).graph()
     assert problem in refused.value.got
+
+
+def test_multi_head_attention_takes_views_of_what_its_hooked_layers_give():
+    """HunyuanDiT's pooler, whose rows are those of the first token of each sample, of the second, …"""
+    embeddings = pytest.importorskip("diffusers.models.embeddings", reason="needs diffusers")
+
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pooler = embeddings.HunyuanDiTAttentionPool(6, 32, 2, 32)
+
+        def forward(self, x, timestep):
+            return self.pooler(x)
+
+    model, x = Denoiser(), torch.randn(2, 6, 32)
+    hooked = InterceptedDenoiser(model, ("x", "timestep"), "timestep", layer_hooks(lambda call: call.exact()))
+    with torch.no_grad():
+        torch.testing.assert_close(hooked(x, torch.zeros(2)), model(x, torch.zeros(2)))

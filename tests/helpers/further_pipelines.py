@@ -615,6 +615,214 @@ def image_to_video() -> Any:
     return diffusers.LTXImageToVideoPipeline(**ltx().components)
 
 
+def sana_parts(**config: Any) -> dict[str, Any]:
+    """Linear attention within images, softmax attention to the prompt, and a VAE whose blocks have names of their own."""
+    blocks = ("ResBlock", "EfficientViTBlock")
+    autoencoder = diffusers.AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=blocks,
+        decoder_block_types=blocks,
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        scaling_factor=0.41407,
+    )
+    transformer = diffusers.SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=32,
+        cross_attention_dim=64,
+        caption_channels=WIDTH,
+        sample_size=16,
+        **config,
+    )
+    return {
+        "tokenizer": None,
+        "text_encoder": None,
+        "vae": randomised(autoencoder),
+        "transformer": randomised(transformer),
+    }
+
+
+@seeded
+def sana() -> Any:
+    return diffusers.SanaPipeline(scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), **sana_parts())
+
+
+@seeded
+def sana_sprint() -> Any:
+    parts = sana_parts(guidance_embeds=True, qk_norm="rms_norm_across_heads")
+    return diffusers.SanaSprintPipeline(scheduler=diffusers.SCMScheduler(), **parts)
+
+
+def llama(kind: str = "LlamaForCausalLM", vocabulary: int = 64) -> Any:
+    """In the place of language models that read prompts."""
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return randomised(getattr(transformers, kind)(config))
+
+
+@seeded
+def ernie_image() -> Any:
+    """Pads prompts to the longest of a call, and takes them as embeddings."""
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=64,
+        num_attention_heads=2,
+        num_layers=1,
+        ffn_hidden_size=64,
+        in_channels=16,
+        out_channels=16,
+        text_in_dim=WIDTH,
+        rope_axes_dim=(8, 12, 12),
+    )
+    autoencoder = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    return diffusers.ErnieImagePipeline(
+        transformer=randomised(transformer),
+        vae=randomised(autoencoder),
+        text_encoder=llama("LlamaModel"),
+        tokenizer=clip_tokenizer(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )
+
+
+@seeded
+def bria_fibo() -> Any:
+    """Takes what every layer of its text encoder makes of a prompt, and pads prompts to the longest of a call."""
+    transformer = diffusers.BriaFiboTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=2 * WIDTH,
+        text_encoder_dim=WIDTH,
+        axes_dims_rope=[8, 12, 12],
+    )
+    video_vae = diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    return diffusers.BriaFiboPipeline(
+        transformer=randomised(transformer),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=randomised(video_vae),
+        text_encoder=llama(vocabulary=128001),  # its token for an empty prompt is written into the pipeline
+        tokenizer=clip_tokenizer(),
+    )
+
+
+@seeded
+def prx() -> Any:
+    transformer = diffusers.PRXTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        context_in_dim=WIDTH,
+        hidden_size=64,
+        mlp_ratio=2.0,
+        num_heads=2,
+        depth=1,
+        axes_dim=[16, 16],
+    )
+    autoencoder = vae(4)
+    autoencoder.register_to_config(shift_factor=0.0)
+    return diffusers.PRXPipeline(
+        transformer=randomised(transformer),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        text_encoder=None,  # type: ignore[arg-type]
+        tokenizer=None,  # type: ignore[arg-type]
+        vae=autoencoder,
+    )
+
+
+@seeded
+def hidream() -> Any:
+    """Calls its timestep `timesteps`, and sends each token to some of its experts."""
+    transformer = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        caption_channels=[WIDTH, WIDTH],
+        text_emb_dim=2 * WIDTH,
+        axes_dims_rope=(8, 12, 12),
+        max_resolution=(32, 32),
+        llama_layers=(0, 1),
+    )
+    return diffusers.HiDreamImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(4),
+        text_encoder=clip(projection=WIDTH),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clip(projection=WIDTH),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5(),
+        tokenizer_3=t5_tokenizer(),
+        text_encoder_4=llama(),
+        tokenizer_4=clip_tokenizer(),
+        transformer=randomised(transformer),
+    )
+
+
+@seeded
+def cosmos2(safety_checker: Any) -> Any:
+    """Does not draw without its safety checker."""
+    transformer = diffusers.CosmosTransformer3DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=2,
+        attention_head_dim=32,
+        num_layers=1,
+        mlp_ratio=2,
+        text_embed_dim=WIDTH,
+        adaln_lora_dim=4,
+        max_size=(4, 32, 32),
+        patch_size=(1, 2, 2),
+        rope_scale=(2.0, 1.0, 1.0),
+        concat_padding_mask=True,
+        extra_pos_embed_type=None,
+    )
+    video_vae = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    return diffusers.Cosmos2TextToImagePipeline(
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+        transformer=randomised(transformer),
+        vae=randomised(video_vae),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        safety_checker=safety_checker,
+    )
+
+
 @dataclass(frozen=True)
 class Convertible:
     """A pipeline that converts.
@@ -655,6 +863,19 @@ CONVERTIBLE = {
     "inpainting": Convertible(inpainting, "a prompt, an image and a mask", SIZE, images=("image", "mask_image")),
     "control_net": Convertible(control_net, "a prompt and an image, through a ControlNet", SIZE, images=("image",)),
     "qwen_image": Convertible(qwen_image, "a prompt", SIZE | {"batch": 1}),
+    "sana": Convertible(sana, "a prompt", SIZE | {"call": {"use_resolution_binning": False}}),
+    "sana_sprint": Convertible(
+        sana_sprint,
+        "a prompt",
+        SIZE | {"call": {"use_resolution_binning": False, "intermediate_timesteps": None}},  # null: any number of steps
+    ),
+    "ernie_image": Convertible(ernie_image, "a prompt", SIZE | {"tokens": [1, 6, 8]}),
+    "bria_fibo": Convertible(
+        bria_fibo,
+        "prompts of one length, with embeddings for each block",
+        SIZE | {"tokens": None, "prompts": ["a cat", "a dog"]},
+    ),
+    "prx": Convertible(prx, "a prompt", SIZE | {"batch": 1, "call": {"use_resolution_binning": False}}),
     "mochi": Convertible(mochi, "a prompt, a video", SIZE | {"frames": 7}),
     "kandinsky22": Convertible(kandinsky22, "an embedding of an image, from the prior", SIZE),
     "kandinsky5": Convertible(kandinsky5, "a prompt, a video", SIZE | {"frames": 5}),
@@ -694,6 +915,12 @@ REFUSED = {
         "the length of each prompt decides where its image's tokens begin",
         ("values decide what is computed: `l_effective_cap_len = attention_mask.sum", "transformer_lumina2.py", _OWN),
         SIZE,
+    ),
+    "hidream": Refused(
+        hidream,
+        "which experts compute a token depends on the token",
+        ("values decide what is computed: `tokens_per_expert = ", "transformer_hidream_image.py", _OWN),
+        SIZE | {"tokens": None, "call": {"max_sequence_length": 8}},
     ),
     "omnigen": Refused(
         omnigen,

@@ -310,3 +310,10 @@ def test_a_pipeline_follows_two_images_through_two_control_nets(tmp_path):
     (tmp_path / "pipeline" / "controlnet_1" / UNET).unlink()
     with pytest.raises(UserError, match=r"(?s)no weights of controlnet.*got: config.json"):
         load_pipeline(tmp_path / "pipeline")
+
+
+def test_a_list_of_two_numbers_in_an_index_is_a_setting(folder):
+    """As the layers of its text encoder that a small Krea 2 reads."""
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"text_encoder_select_layers": [1, 2]}))
+    assert load_pipeline(folder).unet is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exports import int8_weights
-from further_pipelines import CONVERTIBLE, REFUSED
+from further_pipelines import CONVERTIBLE, REFUSED, cosmos2
 from models_page import PAGE, page
 from PIL import Image
 from rich.console import Console
@@ -21,7 +21,7 @@ from tolerances import INT8_CALL
 
 from trtconvert import models, runtime
 from trtconvert.cache import Cache
-from trtconvert.errors import UserError
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.exportable import make_exportable
 from trtconvert.models.loading import load_pipeline
@@ -151,6 +151,81 @@ def test_a_pipeline_without_its_image_is_told_so(tmp_path):
     CONVERTIBLE["marigold"].make().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"(?s)not called without image.*remedy: .*images: \{image: FILE.png\}"):
         diffusers_model(tmp_path)
+
+
+class Guardrail(torch.nn.Module):
+    """What judges prompts and videos for Cosmos; its package and its models are not here."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judged: list[str] = []
+
+    def check_text_safety(self, prompt):
+        self.judged.append(prompt)
+        return True
+
+    def check_video_safety(self, frames):
+        self.judged.append("frames")
+        return frames
+
+
+def test_a_pipeline_that_does_not_draw_without_its_safety_checker_keeps_it(tmp_path, monkeypatch):
+    pipe = cosmos2(Guardrail())
+    pipe.register_modules(safety_checker=None)
+    pipe.save_pretrained(tmp_path)
+    given: dict[str, Any] = {"tokens": None, "prompts": ["a cat", "a dog"], "call": {"max_sequence_length": 8}}
+    with pytest.raises(
+        BackendUnavailable, match=r"(?s)cosmos_guardrail is not installed.*pip install cosmos_guardrail"
+    ):
+        diffusers_model(tmp_path, height=32, width=32, **given)
+    monkeypatch.setattr("diffusers.pipelines.cosmos.pipeline_cosmos2_text2image.CosmosSafetyChecker", Guardrail)
+    model = diffusers_model(tmp_path, height=32, width=32, **given)
+    drawn = model.sample(model.denoiser, [0, 1], steps=2, solver="ddim")
+    assert drawn.shape[:2] == (2, 3) and drawn.isfinite().all()
+    judged = model.sample.caller.pipe.safety_checker.judged
+    assert {"a cat", "a dog", "frames"} <= set(judged)
+
+
+def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_path):
+    """BriaFibo takes no embeddings, and no length that it pads prompts to: neither remedy may send to the other."""
+    options = {"prompts": ["a cat", "a dog on a hill"]}
+    with pytest.raises(
+        UserError, match=r"(?s)as many tokens as its longest prompt.*remedy: give model.options.prompts"
+    ):
+        model_of(tmp_path, "bria_fibo", **options)
+    with pytest.raises(UserError, match=r"(?s)does not let its caller say.*take model.options.tokens out.*as one text"):
+        model_of(tmp_path, "bria_fibo", **options, tokens=[2, 8, 16])
+    inputs = {spec.name for spec in model_of(tmp_path, "bria_fibo", prompts=["a dog on a hill"]).inputs}
+    assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
+
+
+def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"(?s)call of SanaSprintPipeline failed.*remedy: set intermediate_timesteps in"
+    ):
+        model_of(tmp_path, "sana_sprint", call={"use_resolution_binning": False})
+
+
+def test_a_pipeline_that_draws_one_image_at_a_time_is_not_asked_for_two(tmp_path, monkeypatch):
+    """As Qwen-Image-Edit-Plus, which refuses."""
+    own = PipelineCaller.__call__
+
+    def one_at_a_time(self, seeds, *arguments, **named):
+        if len(seeds) > 1:
+            raise UserError("one image", expected="1", got=str(len(seeds)), remedy="batch: 1")
+        return own(self, seeds, *arguments, **named)
+
+    expected = model_of(tmp_path, "chroma", batch=1)
+    monkeypatch.setattr(PipelineCaller, "__call__", one_at_a_time)
+    model = model_of(tmp_path, "chroma", batch=1)
+    assert {spec.name: spec.shape[:1] for spec in model.inputs} == {
+        spec.name: spec.shape[:1] for spec in expected.inputs
+    }
+    assert model.dims == expected.dims and model.output == expected.output
+    with pytest.raises(UserError, match="remedy: batch: 1"):
+        model_of(tmp_path, "chroma", batch=[1, 1, 2])
 
 
 def test_pixels_are_calibrated_on_images(tmp_path):

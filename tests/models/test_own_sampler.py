@@ -20,7 +20,13 @@ def asked(sampler):
 
 def test_images_come_through():
     images = torch.rand(2, 3, 8, 8)
-    assert asked(lambda denoiser, seeds, *, steps, solver: images) is images
+
+    def draws(denoiser, seeds, *, steps, solver):
+        for _ in range(steps):
+            denoiser()
+        return images
+
+    assert asked(draws) is images
 
 
 def fails(*_inputs, **_named):
@@ -62,3 +68,48 @@ def test_a_function_lies_beside_its_recipe(tmp_path):
     outcome = run("build", recipe, "-o", tmp_path / "out", "--no-cache")
     assert outcome.exit_code == 2
     assert "ValueError: found" in outcome.output
+
+
+@pytest.mark.parametrize("calls", [4, 5, 6, 9, 10, 15])
+def test_as_many_calls_as_steps_are_asked_for_or_parts_need_are_fine(calls, recwarn):
+    def draws(denoiser, seeds, *, steps, solver):
+        for _ in range(calls):
+            denoiser()
+        return torch.rand(2, 3, 8, 8)
+
+    asked(draws)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3, 7, 49])
+def test_a_sampler_that_ignores_its_steps_is_told(calls):
+    def draws(denoiser, seeds, *, steps, solver):
+        for _ in range(calls):
+            denoiser()
+        return torch.rand(2, 3, 8, 8)
+
+    with pytest.warns(
+        RuntimeWarning, match=rf"sampler of mine:load .*expected: 5 calls .*got: {calls}; remedy: .*`steps`"
+    ):
+        asked(draws)
+
+
+def test_samplers_see_the_denoiser_as_it_is_and_calls_apart_count(recwarn):
+    class Denoiser:
+        device = torch.device("cpu")
+
+        def __call__(self):
+            return torch.zeros(1)
+
+        def apart(self):
+            return Denoiser()
+
+    def draws(denoiser, seeds, *, steps, solver):
+        assert denoiser.device == torch.device("cpu") and not hasattr(denoiser, "guidance")
+        twin = denoiser.apart()
+        for _ in range(steps):
+            twin()
+        return torch.rand(1, 3, 8, 8)
+
+    OwnSampler("mine:load", draws)(Denoiser(), [3], steps=5, solver="ddim")
+    assert not recwarn

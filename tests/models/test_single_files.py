@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -188,12 +189,36 @@ def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypat
     with pytest.raises(
         UserError, match=r"(?s)does not say what.*remedy: add `config: FOLDER` under model, the folder of"
     ):
+        load_pipeline(tmp_path / "unknown.safetensors")
+    with pytest.raises(
+        UserError, match=r"(?s)does not say what.*got: nothing: there is no such folder.*`config: FOLDER`"
+    ):
         load_pipeline(tmp_path / "unknown.safetensors", config=tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"(?s)is a folder, which has its own.*remove model.config"):
         load_pipeline(tmp_path / "config", config=tmp_path / "config")
     (tmp_path / "model.txt").write_text("a cat")
     with pytest.raises(UserError, match=r"(?s)no file of weights.*expected: .*\.safetensors.*got: \.txt"):
         load_pipeline(tmp_path / "model.txt", config=tmp_path / "config")
+
+
+def test_the_configuration_of_one_model_is_refused_before_anything_is_read(tmp_path):
+    """Files of weights have gigabytes, and diffusers takes seconds to import."""
+    published(tmp_path / "config", "wan")
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    section = {"source": "diffusers", "weights": str(tmp_path / "model.safetensors")}
+    asked = section | {"config": str(tmp_path / "config" / "transformer")}
+    code = (
+        "import sys; from trtconvert import models; from trtconvert.recipe import ModelSection\n"
+        f"try: models.load(ModelSection(**{asked!r}))\n"
+        "except Exception as error: print(error, 'torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "got: config.json of one model, without model_index.json" in told and told.rstrip().endswith("False")
+    assert f"remedy: give `config: {tmp_path / 'config'}` under model" in told
+    alone = tmp_path / "alone"
+    shutil.copytree(tmp_path / "config" / "transformer", alone)
+    with pytest.raises(UserError, match=r"(?s)config.json of one model.*remedy: get the folder.*hf download"):
+        load_pipeline(tmp_path / "model.safetensors", config=alone)
 
 
 @pytest.mark.parametrize(

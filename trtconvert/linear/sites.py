@@ -157,7 +157,8 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
         rows = x.reshape(-1, samples, x.shape[-1]).transpose(0, 1)
         exact = _exact(functional.linear, (rows, weight, bias), {})
         result = handler(LayerCall(name, "linear", rows, weight, bias, caller.timestep, exact))
-        return result.transpose(0, 1).reshape(*x.shape[:-1], result.shape[-1])
+        # As torch's own layer gives it, in one piece: multi-head attention takes views of it.
+        return result.transpose(0, 1).reshape(*x.shape[:-1], result.shape[-1]).contiguous()
 
     def of_matmul(function: Callable[..., Tensor]) -> Hook:
         def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:

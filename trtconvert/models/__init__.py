@@ -63,6 +63,11 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = ()) -> DiffusionM
     Raises:
         UserError: unknown source, missing or unfit weights, NaN or Inf among them, or a LoRA that does not fit them.
     """
+    if section.source == DIFFUSERS and section.weights is not None:
+        from trtconvert.models.saved import refuse_unfit_config
+
+        refuse_unfit_config(section.weights, section.config)  # before anything large is imported or read
+
     import torch
 
     default = torch.get_default_dtype()

@@ -27,6 +27,7 @@ from trtconvert.models.pipelines import (
     BATCH,
     LENGTH,
     PROMPTS,
+    TIMESTEPS,
     TOKENS,
     Observed,
     PipelineCaller,
@@ -44,7 +45,7 @@ from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.arguments import parameters_of, put_together
-from trtconvert.runtime.diffusers import DiffusersDenoiser, is_of_samples
+from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, is_of_samples
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import apart, begin
 
@@ -130,6 +131,7 @@ def diffusers_model(
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     steps = _steps(flat, inputs.dims, specs, named, shape)
     refuse_between_steps(steps, inputs.dims, lengthened, flat.record.model)
+    flat.record = _with_counted_parts(caller, flat.record, timestep, sizes)
     seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
     if max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
         flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
@@ -383,16 +385,17 @@ def _timestep(inputs: Observed) -> tuple[str, list[int]]:
     Raises:
         UserError: there is none that all of a sample has in common.
     """
-    x = inputs.example.get("timestep")
-    batch = next(x for name, x in inputs.example.items() if name != "timestep").shape[0]
+    named = next((name for name in TIMESTEPS if name in inputs.example), TIMESTEPS[0])
+    x = inputs.example.get(named)
+    batch = next(x for name, x in inputs.example.items() if name != named).shape[0]
     got = ", ".join(inputs.example) if x is None else f"one of shape {list(x.shape)}"
     if x is not None and x.dim() < 2 and x.numel() in (1, batch):
-        return "timestep", []
+        return named, []
     if x is not None and x.dim() > 1 and x.shape[0] == batch and is_of_samples(x):
-        sizes = inputs.shapes["timestep"][1:]
+        sizes = inputs.shapes[named][1:]
         numbers = [size for size in sizes if isinstance(size, int)]
         if len(numbers) == len(sizes):
-            return "timestep", numbers
+            return named, numbers
         raise UserError(
             "the pipeline passes a timestep for each token, and their number varies",
             expected="one size",
@@ -401,10 +404,27 @@ def _timestep(inputs: Observed) -> tuple[str, list[int]]:
         )
     raise UserError(
         "the pipeline gives its denoiser no timestep that an engine can follow",
-        expected="'timestep', one for all samples or one for each",
+        expected=f"{' or '.join(map(repr, TIMESTEPS))}, one for all samples or one for each",
         got=got,
         remedy="convert a pipeline whose samples are denoised as a whole",
     )
+
+
+def _with_counted_parts(
+    caller: PipelineCaller, record: DiffusersRecord, timestep: str, sizes: Mapping[str, int]
+) -> DiffusersRecord:
+    """The record with lists of parts that the pipeline asks its model for before it calls it, as BriaFibo's counts blocks to
+    have an embedding for each. They are numbers: what looks into a part is refused when it does."""
+    parts = dict(getattr(caller.pipe, caller.component).named_children())
+    while True:
+        try:
+            first_inputs(caller, record, timestep, [0], sizes)
+            return record
+        except NotConverted as error:
+            if not isinstance(part := parts.pop(error.name, None), nn.ModuleList):
+                return record  # what follows tells of it
+            counted = {error.name: {"value": list(range(len(part)))}}
+            record = record.model_copy(update={"attributes": record.attributes | counted})
 
 
 def _is_set(name: str, inputs: Observed) -> bool:
@@ -527,8 +547,11 @@ def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
         or "scaling_factor" not in config
     ):
         return None
-    # DiT's pipeline has no such attribute.
-    smaller = getattr(pipe, "vae_scale_factor", 2 ** (len(config["block_out_channels"]) - 1))
+    smaller = getattr(pipe, "vae_scale_factor", None)
+    if (
+        smaller is None
+    ):  # DiT's pipeline says nothing; where one does, its VAE may name its blocks otherwise, as SANA's does
+        smaller = 2 ** (len(config["block_out_channels"]) - 1)
     height, width = (smaller * size for size in latents.shape[2:])
     # Some finetuned SDXL, such as Playground v2.5, have their own of each channel.
     mean, std = (config.get(name) for name in ("latents_mean", "latents_std"))

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
-from trtconvert.models.saved import DENOISERS, INDEX, pipeline_folder
+from trtconvert.models.saved import DENOISERS, INDEX, pipeline_folder, refuse_unfit_config
 from trtconvert.runtime.libraries import current_name
 from trtconvert.weights.weight_files import (
     READABLE,
@@ -37,8 +38,13 @@ from trtconvert.weights.weight_files import (
 _TEXT_COMPONENTS = ("text_encoder", "tokenizer")
 """What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
 
+_ATTENTION = "DIFFUSERS_ATTN_BACKEND"
+
 _FILTERS = ("safety_checker", "feature_extractor")
 """What judges images that are finished: a pipeline that was got without them draws the same ones."""
+
+_NOT_INSTALLED = re.compile(r"^`?([\w-]+)`? is not installed")
+"""What diffusers says of a package that a part of a pipeline is of."""
 
 _FAILURES = (
     OSError,
@@ -89,6 +95,7 @@ def load_pipeline(
     """
     _refuse_unfit_names(variant, ignore)
     asked = Weights(weights, config, denoiser, variant, ignore)
+    _refuse_attention_of_environment()  # before diffusers is imported, which fails for names that it does not know
     try:
         import diffusers
     except ImportError as error:
@@ -118,11 +125,36 @@ def load_pipeline(
         except TrtconvertError:
             raise
         except _FAILURES as error:
+            if isinstance(error, ImportError) and (package := _NOT_INSTALLED.search(str(error))):
+                # Cosmos makes its safety checker where it is given none.
+                raise BackendUnavailable(
+                    f"{package[1]} is not installed, without which the pipeline in {folder} is not made",
+                    expected=f"the package {package[1]}",
+                    got=first_line(error),
+                    remedy=f"pip install {package[1]}",
+                ) from error
             raise _not_loaded(f"the pipeline in {folder}", error) from error
     for part in loaded.components.values():
         if isinstance(part, nn.Module) and part.dtype != torch.float32:
             part.to(torch.float32)
     return loaded
+
+
+def _refuse_attention_of_environment() -> None:
+    """
+    Raises:
+        UserError: a variable has diffusers compute attention by a library of its own, which is not torch's function that is
+            converted, and of which an exporter makes nothing.
+    """
+    chosen = os.environ.get(_ATTENTION)
+    if chosen is not None and chosen.removeprefix("_").partition("_")[0] != "native":
+        raise UserError(
+            f"the variable {_ATTENTION} has diffusers compute attention by {chosen or 'nothing'}",
+            expected="native, torch's own, as where it is not set",
+            got=f"{_ATTENTION}={chosen}",
+            remedy=f"unset {_ATTENTION}, or call the program as {_ATTENTION}=native trtconvert …: an engine has kernels of "
+            "its own",
+        )
 
 
 def _refuse_unfit_names(variant: Any, ignore: Any) -> None:
@@ -160,6 +192,7 @@ def _folder(asked: Weights) -> Path:
         UserError: nowhere.
     """
     place = asked.place
+    refuse_unfit_config(place, asked.config)
     if place.is_dir() and asked.config is not None:
         raise UserError(
             f"{place} is a folder, which has its own configurations",
@@ -177,7 +210,7 @@ def _folder(asked: Weights) -> Path:
             f"{place} is a file of weights, which does not say what its pipeline is made of",
             expected="model.config: a folder with model_index.json and what it names; of what the file holds, "
             "config.json is enough",
-            got="none" if asked.config is None else f"{asked.config}, {_what_is_in(asked.config)}",
+            got="none",
             remedy=looks_like(place),
         )
     raise UserError(
@@ -234,7 +267,9 @@ def _without_filters(folder: Path, index: Mapping[str, Any], pipeline: Any) -> d
 
 
 def _is_part(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 2 and None not in entry
+    """Whether an entry of an index is a library and a class; settings of a pipeline may be lists too, as the layers that
+    Krea 2 reads."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(name, str) for name in entry)
 
 
 def _models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str, Any]:

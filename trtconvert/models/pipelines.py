@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from trtconvert.errors import TrtconvertError, UserError, did_you_mean, kind_and_first_line
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, kind_and_first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.models.size_steps import refuse_rounded
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
@@ -55,6 +55,8 @@ _TEXT_WIDTHS = (
     "joint_attention_dim",
     "text_dim",
     "text_embed_dim",
+    "text_in_dim",
+    "context_in_dim",
     "cross_attention_dim",
 )
 
@@ -69,6 +71,9 @@ _EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
 """Embeddings that pipelines take in the place of prompts, by argument: what models call their width in their configuration, of
 which the first that is there is it, and their number of tokens, where it is the model's own; None for one vector a sample."""
 
+TIMESTEPS = ("timestep", "timesteps")
+"""What denoisers call their timestep; HiDream's calls it by the second."""
+
 TOKENS = "tokens"
 """The size of calls that says how many tokens prompts have, and the dimension that follows it."""
 
@@ -80,6 +85,9 @@ BINNING = "use_resolution_binning"
 
 _CLASSES = ("num_class_embeds", "num_embeds_ada_norm")
 """What models call the number of their classes in their configuration; the first that is there is it."""
+
+_OPTIONAL = {"ftfy": "ftfy", "bs4": "beautifulsoup4", "BeautifulSoup": "beautifulsoup4"}
+"""Packages that pipelines clean prompts with, by the names under which they miss them."""
 
 _TEXT = re.compile(r"(negative_)?prompt(_\d)?")
 """Arguments of a call that are texts, one for each sample."""
@@ -161,6 +169,24 @@ def refuse_unfit(prompts: Sequence[str], call: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_missing_package(kind: str, error: BaseException) -> None:
+    """
+    Args:
+        kind: of the pipeline that failed; error: what it raised.
+    Raises:
+        BackendUnavailable: it uses a package that is not installed. Where some are not, as ftfy, diffusers knows no such name.
+    """
+    missed = isinstance(error, (NameError, ModuleNotFoundError))
+    name = (getattr(error, "name", None) or "").partition(".")[0] if missed else ""
+    if name and (name in _OPTIONAL or isinstance(error, ModuleNotFoundError)):
+        raise BackendUnavailable(
+            f"{name} is not installed, which {kind} uses",
+            expected=f"the package {_OPTIONAL.get(name, name)}",
+            got=kind_and_first_line(error),
+            remedy=f"pip install {_OPTIONAL.get(name, name)}",
+        ) from error
+
+
 @dataclass
 class PipelineCaller:
     """Calls the pipeline.
@@ -210,7 +236,10 @@ class PipelineCaller:
         self._refuse_unfit_texts()
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
-            if getattr(self.pipe, filtering, None) is not None:
+            part = getattr(self.pipe, filtering, None)
+            # What judges prompts too is asked for by the terms of its model, as that of Cosmos, and its pipeline does not run
+            # without it: it stays.
+            if part is not None and not hasattr(part, "check_text_safety"):
                 setattr(self.pipe, filtering, None)
 
     @property
@@ -321,15 +350,35 @@ class PipelineCaller:
                     return self(seeds, steps, sizes, captions)
                 except UserError:
                     self._image_each = False
+            refuse_missing_package(type(self.pipe).__name__, error)
             raise UserError(
                 f"a call of {type(self.pipe).__name__} failed",
                 expected="sizes and arguments that the pipeline takes, and a pipeline that runs with them",
                 got=kind_and_first_line(error),
-                remedy="correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
-                "pipeline itself; --debug shows where it failed",
+                remedy=self._remedy(error),
             ) from error
         drawn = output[0]  # the oldest pipelines know no "pt", and give arrays [N, H, W, C]
         return drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+
+    def _remedy(self, error: Exception) -> str:
+        """What to change where a call failed: arguments whose defaults the error speaks of, else anything that was given."""
+        said = str(error).lower().replace("_", " ")
+        defaults = {
+            name: parameter.default
+            for name, parameter in self.signature.items()
+            if name not in _SET_ELSEWHERE and parameter.default not in (None, parameter.empty)
+        }
+        spoken_of = [name for name in defaults if "_" in name and name.replace("_", " ") in said]
+        if spoken_of and not self.arguments.keys() & set(spoken_of):
+            return "; ".join(
+                f"set {name} in model.options.call, to null where the pipeline is to do without (by default it is "
+                f"{defaults[name]})"
+                for name in spoken_of
+            )
+        return (
+            "correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
+            "pipeline itself; --debug shows where it failed"
+        )
 
     def _prompts(self, seeds: Sequence[int], captions: Sequence[str] | None) -> dict[str, Any]:
         return {"prompt": list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])}
@@ -488,9 +537,11 @@ class PipelineCaller:
         arguments.pop("return_dict", None)
         return arguments
 
-    def denoiser_arguments(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    def denoiser_arguments(
+        self, sizes: Mapping[str, int], captions: Sequence[str] | None = None
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
         """What the pipeline passes to its denoiser at first: the structure, and the tensors in it."""
-        arguments = self.first_call(range(sizes["batch"]), sizes)
+        arguments = self.first_call(range(sizes["batch"]), sizes, captions=captions)
         model = type(getattr(self.pipe, self.component)).__name__
         first, samples = next(iter(arguments.items()))
         if not isinstance(samples, Tensor):
@@ -501,8 +552,9 @@ class PipelineCaller:
                 remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
                 "package.module:function, whose module takes one tensor and makes the list",
             )
-        if isinstance(arguments.get("timestep"), (int, float)):
-            arguments["timestep"] = torch.tensor(arguments["timestep"])
+        for name in TIMESTEPS:
+            if isinstance(arguments.get(name), (int, float)):
+                arguments[name] = torch.tensor(arguments[name])
         return take_apart(arguments)
 
     def until_called(
@@ -663,8 +715,16 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
     structure, example = observe(opt)
     changed: dict[str, dict[str, Tensor]] = {}
     for name, sizes in others.items():
-        found, changed[name] = observe(sizes)
-        if ranges[name][0] < ranges[name][2]:  # a batch of one size is observed at another to tell what follows it
+        varies = ranges[name][0] < ranges[name][2]
+        try:
+            found, changed[name] = observe(sizes)
+        except UserError:
+            if varies:
+                raise
+            # A batch of one size is observed at another to tell what follows it; some pipelines draw one image at a time.
+            changed[name] = _of_one_more(example, opt["batch"])
+            continue
+        if varies:
             refuse_numbers(name, structure, found)
     corners = [{name: size[index] for name, size in ranges.items()} for index in (0, 2)]
     calls = (example, *changed.values(), *(observe(sizes)[1] for sizes in corners))
@@ -704,6 +764,14 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
 
     shapes = {name: tuple(symbol(name, axis) for axis in range(x.dim())) for name, x in example.items()}
     return Observed(structure, shapes, dims, calls, symbols)
+
+
+def _of_one_more(tensors: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+    """What a model would be passed for one sample more: what has as many rows as its first tensor gets further ones."""
+    rows = len(next(iter(tensors.values())))
+    return {
+        name: torch.cat([x, x[: rows // samples]]) if x.dim() and len(x) == rows else x for name, x in tensors.items()
+    }
 
 
 def refuse_numbers(size: str, structure: Structure, other: Structure) -> None:

@@ -42,14 +42,16 @@ def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[
         )
     if caller.takes_prompts:
         caller.pads = LENGTH in caller.parameters
-        if caller.pads and not _follows(caller, sizes, low if low < high else max(1, high - 1), high):
+        # Of a prompt of a letter, and of lengths at which it is not cut.
+        pair = (max(low, min(8, high - 1)) if low < high else max(1, high - 1), high)
+        if caller.pads and not _follows(caller, sizes, *pair, captions=["a"] * sizes["batch"]):
             caller.pads = False  # it cuts prompts at a length, and pads them to no other
         if not caller.pads and not caller.takes_embeddings:
             raise UserError(
                 f"{kind} does not let its caller say how many tokens prompts have",
                 expected=f"a pipeline with an argument {LENGTH}, or one that takes embeddings in the place of prompts",
                 got=f"tokens: {list(given)}",
-                remedy="take model.options.tokens out of the recipe",
+                remedy=f"take model.options.tokens out of the recipe, and {_other_than_a_range(caller)}",
             )
     elif low == high:
         return None  # embeddings are noise of that many tokens
@@ -63,9 +65,15 @@ def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[
     return None if caller.pads and low == high else given
 
 
-def _follows(caller: PipelineCaller, sizes: Mapping[str, int], *lengths: int) -> bool:
-    """Whether what the denoiser gets follows the number of tokens."""
-    calls = [caller.denoiser_arguments({**sizes, TOKENS: length}) for length in lengths]
+def _follows(
+    caller: PipelineCaller, sizes: Mapping[str, int], *lengths: int, captions: Sequence[str] | None = None
+) -> bool:
+    """Whether what the denoiser gets follows the number of tokens.
+
+    Args:
+        captions: see `PipelineCaller`.
+    """
+    calls = [caller.denoiser_arguments({**sizes, TOKENS: length}, captions) for length in lengths]
     refuse_numbers(TOKENS, calls[0][0], calls[1][0])
     return len({_shapes(tensors) for _, tensors in calls}) > 1
 
@@ -101,8 +109,20 @@ def _refuse_different(caller: PipelineCaller, sizes: Mapping[str, int]) -> None:
             got=", ".join(f"{size} for {text!r}" for size, text in zip(found, texts, strict=True)),
             remedy=f"give model.options.tokens as [min, opt, max], such as {[min(found), max(found), most]}"
             if caller.takes_embeddings
-            else "pad prompts, with a parameter of the pipeline in model.options.call where it has one",
+            else _other_than_a_range(caller),
         )
+
+
+def _other_than_a_range(caller: PipelineCaller) -> str:
+    """What to do about prompts of different lengths where the pipeline takes no embeddings."""
+    pads = sorted(name for name in caller.parameters if "pad" in name)
+    if pads:
+        return f"pad prompts, by {' or '.join(pads)} in model.options.call"
+    return (
+        "give model.options.prompts texts that have as many tokens as each other, as one text alone has: the engine then takes "
+        "prompts of that length; or convert the denoiser through a function of your own, model.source: "
+        "package.module:function, whose inputs have a length that varies"
+    )
 
 
 def _natural(caller: PipelineCaller, sizes: Mapping[str, int], text: str) -> Shapes:

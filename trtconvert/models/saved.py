@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from trtconvert.documents import parse_json, safetensors_header
+from trtconvert.errors import UserError
 from trtconvert.recipe import ONNX, ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
@@ -33,6 +34,35 @@ def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
     the folder that the file lies in, as published ones do. None where there is none."""
     near = weights if weights.is_dir() else config or weights.parent
     return near if is_saved_pipeline(near) else None
+
+
+def refuse_unfit_config(weights: Path, config: Path | None) -> None:
+    """
+    Args:
+        weights: a file of weights, or something else, which is fine here; config: see `pipeline_folder`.
+    Raises:
+        UserError: the configuration beside a file is of no pipeline.
+    """
+    if config is None or not weights.is_file() or is_saved_pipeline(config):
+        return
+    if (config / "config.json").is_file():
+        got = f"config.json of one model, without {INDEX}"
+    elif config.is_dir():
+        names = sorted(path.name for path in config.iterdir())
+        got = "a folder with " + (", ".join(names[:5]) or "nothing in it") + (", …" if len(names) > 5 else "")
+    else:
+        got = "a file" if config.exists() else "nothing: there is no such folder"
+    patterns = " ".join(f"--include '{pattern}'" for pattern in ("*.json", "*.txt", "*.model"))
+    near = next((folder for folder in (config.parent, weights.parent) if is_saved_pipeline(folder)), None)
+    raise UserError(
+        f"model.config {config} does not say what the pipeline of {weights.name} is made of",
+        expected=f"a folder with {INDEX} and the folders that it names; in that of what the file holds, config.json is enough",
+        got=got,
+        remedy=f"give `config: {near}` under model, where there is one"
+        if near
+        else f"get the folder of such a pipeline, of small files: `hf download REPOSITORY {patterns} --local-dir FOLDER`, "
+        "and give `config: FOLDER` under model",
+    )
 
 
 def with_dtype(section: ModelSection) -> ModelSection:

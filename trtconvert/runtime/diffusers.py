@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import PicklingError
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,10 @@ class NotConverted(UserError, AttributeError):
     """What a model had, and its converted one has not. `hasattr` and `getattr` with a default take it for what it is."""
 
 
+class NotPicklable(UserError, PicklingError):
+    """What stands for a model runs on an engine, which cannot leave its process."""
+
+
 class _DropIn(nn.Module):
     """What a pipeline needs of any of its models: `config`, `dtype`, `device`.
 
@@ -113,12 +118,31 @@ class _DropIn(nn.Module):
             got, remedy = next(
                 ((got, remedy) for pattern, got, remedy in _ADVICE if re.fullmatch(pattern, name)), otherwise
             )
-            raise NotConverted(
+            error = NotConverted(
                 f"the converted {self._record.model} has no '{name}'",
                 expected="a pipeline that calls its model, and reads its configuration, type and device",
                 got=got,
                 remedy=remedy,
-            ) from None
+            )
+            error.name = name
+            raise error from None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """
+        Raises:
+            NotPicklable: always; `copy` has a way of its own.
+        """
+        raise NotPicklable(
+            f"the converted {self._record.model} cannot be pickled",
+            expected="a bundle's folder, which a process opens for itself",
+            got="an engine or a session, which belong to this process",
+            remedy="give the other process the bundle's path, and call trtconvert.runtime.load(path).as_diffusers() in it",
+        )
+
+    def __copy__(self) -> _DropIn:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DropIn:
         """Another one on the same component: engines and sessions are not copied, and closing the bundle closes it for both."""

@@ -79,6 +79,13 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         given["requires_safety_checker"] = False
     try:
         return kind(**given)
+    except ImportError as error:  # Cosmos makes its safety checker where it is given none
+        raise BackendUnavailable(
+            f"{title} needs a package that is not installed",
+            expected="what its parts import",
+            got=first_line(error),
+            remedy="install it: its terms ask for what it is for",
+        ) from error
     except TypeError as error:  # of a version that wants parts which the one that saved the pipeline had not
         raise UserError(
             f"{title} cannot be made of the parts that were saved",

@@ -1,0 +1,57 @@
+"""What pipelines miss, in their code and in the environment, and what converted models are asked for beside calls."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import tiny_pipelines
+import torch
+from tiny_pipelines import PIPELINES
+
+from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.loading import load_pipeline
+from trtconvert.runtime.diffusers import DiffusersDenoiser
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+
+
+def test_a_package_that_cleans_prompts_is_named(tmp_path, monkeypatch):
+    """diffusers leaves the name out where the package is not installed."""
+    tiny_pipelines.with_text("wan").save_pretrained(tmp_path)
+    monkeypatch.delattr("diffusers.pipelines.wan.pipeline_wan.ftfy", raising=False)
+    monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan.is_ftfy_available", lambda: True)  # others do not ask
+    with pytest.raises(
+        BackendUnavailable, match=r"(?s)ftfy is not installed, which WanPipeline uses.*pip install ftfy"
+    ):
+        diffusers_model(tmp_path, tokens=8, **PIPELINES["wan"][1])
+
+
+def test_a_component_is_not_pickled_and_is_copied(tmp_path):
+    make, options = PIPELINES["stable_diffusion"]
+    make().save_pretrained(tmp_path)
+    record = diffusers_model(tmp_path, tokens=8, **options).diffusers
+    denoiser = DiffusersDenoiser(
+        lambda **named: named["sample"], record, "timestep", dtype=torch.float32, device=torch.device("cpu")
+    )
+    for again in (copy.copy(denoiser), copy.deepcopy(denoiser)):
+        assert again.config == denoiser.config and again.forward is denoiser.forward
+    with pytest.raises(pickle.PicklingError) as error:
+        pickle.dumps(denoiser)
+    assert isinstance(error.value, UserError)
+    assert "remedy: give the other process the bundle's path" in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["flex", "sage", "xformers", "nonsense"])
+def test_another_attention_of_the_environment_is_refused_by_the_variables_name(tmp_path, monkeypatch, backend):
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", backend)
+    with pytest.raises(
+        UserError, match=rf"(?s)got: DIFFUSERS_ATTN_BACKEND={backend}.*remedy: unset DIFFUSERS_ATTN_BACKEND"
+    ):
+        load_pipeline(tmp_path)
+    for own in ("native", "_native_math"):
+        monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", own)
+        with pytest.raises(UserError, match="holds no diffusers pipeline"):
+            load_pipeline(tmp_path)
