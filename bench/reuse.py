@@ -19,6 +19,7 @@ import torch
 from machine import processor
 from torch import Tensor
 
+from trtconvert.bars import NoBar
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.reuse import measure_trajectories, search_reuse
 from trtconvert.diffusion_model import DiffusionModel
@@ -100,13 +101,13 @@ def main() -> None:
     first = {}
     for steps in options.steps:
         began = time.monotonic()
-        measured, full = measure_trajectories(model, calibrated, steps, lambda: None)
+        measured, full = measure_trajectories(model, calibrated, steps, NoBar())
         took = time.monotonic() - began
         expected = drawn(model.denoiser, unseen, steps)
         for factor in options.fewer:
-            found = search_reuse(
-                model, model.denoiser, measured, full, calibrated, steps, budget, 1 / factor, lambda: None
-            )[-1]
+            found = search_reuse(model, model.denoiser, measured, full, calibrated, steps, budget, 1 / factor, NoBar())[
+                -1
+            ]
             if found.reuse is None:
                 continue
             count = found.schedule.count

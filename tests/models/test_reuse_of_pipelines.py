@@ -9,11 +9,11 @@ from tiny_pipelines import PIPELINES
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
+from trtconvert.bars import NoBar  # noqa: E402
 from trtconvert.calib.budget import Measure  # noqa: E402
 from trtconvert.calib.reuse import measure_trajectories, search_reuse  # noqa: E402
 from trtconvert.evaluate.metrics import psnr  # noqa: E402
 from trtconvert.models.diffusers import diffusers_model  # noqa: E402
-from trtconvert.progress import NoBar  # noqa: E402
 from trtconvert.runtime.reuse import Reusable  # noqa: E402
 
 STEPS, SEEDS = 8, range(2)
@@ -66,11 +66,11 @@ def test_each_of_two_denoisers_leaves_out_steps_of_its_own(tmp_path, denoiser):
         return model.denoiser(**named)
 
     steps = 16
-    measured, full = measure_trajectories(model, SEEDS, steps, lambda: None)
+    measured, full = measure_trajectories(model, SEEDS, steps, NoBar())
     own = measured["mean"].timesteps.tolist()
     assert all((t >= 500) == (denoiser == "transformer") for t in own) and 2 < len(own) < steps
     budget = [Measure("psnr", psnr, True, 0.0)]
-    chosen = search_reuse(model, model.denoiser, measured, full, SEEDS, steps, budget, 0.6, lambda: None)[-1]
+    chosen = search_reuse(model, model.denoiser, measured, full, SEEDS, steps, budget, 0.6, NoBar())[-1]
     assert chosen.reuse is not None and chosen.schedule.count < len(own)
     model.sample(Reusable(counted, chosen.reuse), SEEDS, steps=steps, solver="ddim")
     assert set(made) <= set(own) and len(made) < 2 * len(own)
