@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from documented import Block, blocks
+from stated_steps import StatedSteps
 from support import run
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,8 +26,9 @@ from trtconvert.attention import Int8Attention
 from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable
 from trtconvert.modiff import AdaRound, Calibration, Modulated, qdiff
-from trtconvert.runtime import LoadedBundle
+from trtconvert.runtime import LoadedBundle, load
 from trtconvert.runtime.diffusers import DiffusersDenoiser
+from trtconvert.runtime.reuse import Reusable
 from trtconvert.weights import Int8Linear
 
 CODE = blocks("python")
@@ -121,6 +123,21 @@ def another_pipeline(place: Place) -> Names:
 @before("converting.md", "denoiser(x, timestep, label)")
 def digits_inputs(place: Place) -> Names:
     return {"x": torch.randn(2, 1, 8, 8), "timestep": torch.tensor([500.0, 20.0]), "label": torch.tensor([3, 7])}
+
+
+@before("reuse.md", "as_diffusers()")
+def pipeline_and_its_bundle(place: Place) -> Names:
+    saved_pipeline(place)
+    import diffusers
+
+    pipe = diffusers.FluxPipeline.from_pretrained("my-pipeline", transformer=None)
+    return {"pipe": pipe, "bundle": load("out/my-pipeline")}
+
+
+@before("reuse.md", "runtime.follow")
+def trajectory(place: Place) -> Names:
+    left_out = Reusable(lambda x, timestep: x * timestep.view(-1, 1), StatedSteps([True, True, False, True]))
+    return {"bundle": {"denoiser": left_out}, "timesteps": [800.0, 600.0, 400.0, 200.0], "x": torch.ones(2, 4)}
 
 
 def sampler(denoiser: Callable[[Tensor, Tensor], Tensor], noise: Tensor) -> Tensor:
@@ -258,6 +275,13 @@ def attention_in_int8(found: Names, printed: str) -> None:
     loaded = Int8Attention(8, 64)
     loaded.load_state_dict(torch.load("attention.pt"))
     assert loaded.calibrated
+
+
+@after("reuse.md")
+def a_step_is_left_out(found: Names, printed: str) -> None:
+    assert isinstance(found["pipe"].transformer, DiffusersDenoiser)
+    assert (found["denoiser"].calls, found["denoiser"].computed) == (4, 3)
+    torch.testing.assert_close(found["prediction"], torch.full((2, 4), 200.0))
 
 
 @after("scales.md")

@@ -53,12 +53,25 @@ APART = {("calib", "export")}
 """What does not import each other although the order would allow one way."""
 
 STAGES: tuple[set[str], ...] = (
-    {"calibrate", "components", "engines", "errors", "export", "gates", "plan", "reference", "search", "verify"},
+    {
+        "calibrate",
+        "components",
+        "engines",
+        "errors",
+        "export",
+        "gates",
+        "plan",
+        "reference",
+        "search",
+        "steps",
+        "verify",
+    },
     {"converted", "onnx_files", "records"},
     {"build", "results", "shapes"},
     {"common"},
 )
-"""From the top: the modules of `stages`. Those of one layer do without each other: what a stage imports is in the stage's key."""
+"""From the top: the modules of `stages`. Modules of one layer do not import each other, as a stage's key
+holds every module that the stage imports."""
 
 PACKAGE = REPOSITORY / "trtconvert"
 SOURCES = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}

@@ -50,9 +50,9 @@ from trtconvert.stages.export import export_stage
 from trtconvert.stages.gates import check_gates
 from trtconvert.stages.plan import plan_stage
 from trtconvert.stages.reference import reference_stage
-from trtconvert.stages.results import Planned
+from trtconvert.stages.results import Planned, Steps
 from trtconvert.stages.search import search_stage
-from trtconvert.stages.steps import Steps, steps_stage
+from trtconvert.stages.steps import steps_stage
 from trtconvert.stages.verify import verify_stage
 from trtconvert.weights.lora_files import left_over
 

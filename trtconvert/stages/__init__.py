@@ -6,7 +6,7 @@ of what it reads and of the code that it imports.
 | `components`, `calibrate`, `search`, `plan`, `steps`, `reference`, `errors`, `export`, `engines`, `verify` | a stage each |
 | `gates` | what becomes of the figures in the end |
 | `build` | a build under way, which stages are given |
-| `results` | what the calibration and the plan left, for the stages that read it |
+| `results` | what the calibration, the plan and the choice of steps left, for the stages that read it |
 | `converted` | the INT8 sites and layers of a plan |
 | `shapes` | sizes and types that engines take |
 | `records` | sites and layers as the manifest has them |

@@ -1,4 +1,4 @@
-"""What the calibration and the plan left, read when a later stage asks for it, and once."""
+"""What the calibration, the plan and the choice of steps left, read when a later stage asks for it, and once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from trtconvert.bundle import ComponentRecord, GuidanceRecord, ReuseRecord
 from trtconvert.cache import Stage
-from trtconvert.stages.common import CALIBRATION, LAYERS, PLAN, SITES
+from trtconvert.stages.common import CALIBRATION, LAYERS, PLAN, REUSE_RECORD, SITES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trtconvert.attention.reference import AttentionTables
     from trtconvert.attention.sites import Site
-    from trtconvert.bundle import GuidanceRecord
     from trtconvert.calib.calibration import Calibration
     from trtconvert.linear.sites import Layer
+    from trtconvert.reuse.schedule import Reuse
 
 
 @dataclass(frozen=True)
@@ -114,3 +115,33 @@ class Planned:
             return {}
         blocks = self.calibrated.calibration.blocks
         return {site: blocks[site].mask(row) for site, row in rows.items()}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which denoising steps are computed.
+
+    Attributes:
+        stage: that chose them; None where the recipe computes all.
+    """
+
+    stage: Stage | None = None
+
+    @cached_property
+    def record(self) -> ReuseRecord | None:
+        """None where all steps are computed."""
+        if self.stage is None or not (self.stage.folder / REUSE_RECORD).is_file():
+            return None
+        return ReuseRecord.model_validate_json((self.stage.folder / REUSE_RECORD).read_text())
+
+    def reads(self) -> dict[str, str]:
+        """What the key of a later stage reads."""
+        return {} if self.stage is None else {"steps": self.stage.key}
+
+    def reuse(self, component: ComponentRecord) -> Reuse | None:
+        """What the denoiser leaves steps out by."""
+        from trtconvert.runtime.reuse import load_reuse
+
+        if self.stage is None or self.record is None:
+            return None
+        return load_reuse(self.stage.folder, component.model_copy(update={"reuse": self.record}))

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtconvert.bundle import ComponentRecord, ReuseRecord
-from trtconvert.cache import Stage
+from trtconvert.bundle import ReuseRecord
 from trtconvert.calib.identity import search_reads
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import REUSE, REUSE_RECORD
 from trtconvert.stages.converted import int8_in_torch
-from trtconvert.stages.results import Planned
+from trtconvert.stages.results import Planned, Steps
 
 if TYPE_CHECKING:
     from trtconvert.progress import Bar
-    from trtconvert.reuse.schedule import Reuse
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Which denoising steps are computed.
-
-    Attributes:
-        stage: that chose them; None where the recipe computes all.
-    """
-
-    stage: Stage | None = None
-
-    @cached_property
-    def record(self) -> ReuseRecord | None:
-        """None where all steps are computed."""
-        if self.stage is None or not (self.stage.folder / REUSE_RECORD).is_file():
-            return None
-        return ReuseRecord.model_validate_json((self.stage.folder / REUSE_RECORD).read_text())
-
-    def reads(self) -> dict[str, str]:
-        """What the key of a later stage reads."""
-        return {} if self.stage is None else {"steps": self.stage.key}
-
-    def reuse(self, component: ComponentRecord) -> Reuse | None:
-        """What the denoiser leaves steps out by."""
-        from trtconvert.runtime.reuse import load_reuse
-
-        if self.stage is None or self.record is None:
-            return None
-        return load_reuse(self.stage.folder, component.model_copy(update={"reuse": self.record}))
 
 
 def steps_stage(build: Build, planned: Planned) -> Steps:
@@ -57,10 +23,9 @@ def steps_stage(build: Build, planned: Planned) -> Steps:
     section = recipe.steps
     if section.computed == "all":
         return Steps()
-    reads: dict[str, Any] = planned.reads() | {
-        "steps": section.model_dump(mode="json"),
-        "budget": search_reads(recipe.plan),
-    }
+    reads: dict[str, Any] = planned.reads() | {"steps": section.model_dump(mode="json")}
+    if section.computed == "auto":  # a stated share is kept whatever the budget
+        reads["budget"] = search_reads(recipe.plan)
 
     def make(folder: Path, bar: Bar) -> None:
         from safetensors.torch import save_file

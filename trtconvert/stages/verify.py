@@ -25,8 +25,7 @@ from trtconvert.stages.common import (
     component_of,
 )
 from trtconvert.stages.converted import int8_in_torch
-from trtconvert.stages.results import Planned
-from trtconvert.stages.steps import Steps
+from trtconvert.stages.results import Planned, Steps
 
 if TYPE_CHECKING:
     from torch import Tensor
