@@ -182,6 +182,11 @@ class DiffusionModel:
             object.__setattr__(self, "sample", _WholeTimesteps(self.sample, place, self.timestep_input))
 
     @property
+    def timestep_place(self) -> int:
+        """The index of the timestep among the inputs."""
+        return [spec.name for spec in self.inputs].index(self.timestep_input)
+
+    @property
     def always_float32(self) -> frozenset[str]:
         """Inputs that are FP32 whatever the type of the engine: the timestep, and the scale of guidance."""
         return frozenset({self.timestep_input} | ({self.guidance.scale} if self.guidance else set()))

@@ -65,7 +65,7 @@ def optimize(
     from trtconvert.pipeline import build
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
-    from trtconvert.runtime.diffusers import DiffusersDenoiser
+    from trtconvert.runtime.diffusers import follow_scheduler
 
     name = _denoiser_of(pipe)
     if device != "cpu" and not (state := tensorrt.status()).available:
@@ -86,8 +86,7 @@ def optimize(
             build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
     denoiser = _loaded(bundle, device, report, cache).as_diffusers()
     setattr(pipe, name, denoiser)
-    if isinstance(denoiser, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
-        denoiser.follow(pipe.scheduler)
+    follow_scheduler(denoiser, pipe)
     return pipe
 
 

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from stated_steps import StatedSteps
 from support import Quiet
 
 from trtconvert.calib.budget import Measure
@@ -14,7 +15,7 @@ from trtconvert.calib.reuse import PARTS, drawings, measure_trajectories, search
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.digits import digits_model
-from trtconvert.reuse.schedule import Schedule, error_of
+from trtconvert.reuse.schedule import error_of
 from trtconvert.runtime.reuse import Reusable
 from trtconvert.shipped import shipped_folder
 
@@ -68,16 +69,9 @@ def test_trajectories_are_those_of_the_model(model, measured):
     assert mean.timesteps.tolist() == pytest.approx([999 - 50 * step for step in range(STEPS)])
     assert mean.products.shape == (len(SEEDS), STEPS, STEPS)
     assert not mean.predicts_noise and (worst.gain >= mean.gain * 0.5).all()
-    # What was modelled with the gains is of the size of what was measured.
+    # With the gains, the modelled error has the size of the measured error.
     computed = tuple(step % 3 == 0 for step in range(STEPS))
-
-    class Stated:
-        timestep_input, timestep_place = "timestep", 1
-
-        def schedule(self, timesteps):
-            return Schedule(computed, 0.0)
-
-    moved = model.sample(Reusable(model.denoiser, Stated()), SEEDS, steps=STEPS, solver="ddim")
+    moved = model.sample(Reusable(model.denoiser, StatedSteps(computed)), SEEDS, steps=STEPS, solver="ddim")
     squared = (moved - full).double().square().mean()
     modelled = error_of(mean, mean.timesteps, computed).mean()
     assert 0.1 < float(modelled / squared) < 10
@@ -98,14 +92,7 @@ def test_a_stated_share(model, search):
     tried, _ = search(200.0, share=0.5)
     assert tried[-1].schedule.count == STEPS // 2
     db, computed = unseen(model, tried[-1].reuse)
-
-    class Uniform:
-        timestep_input, timestep_place = "timestep", 1
-
-        def schedule(self, timesteps):
-            return Schedule(tuple(step % 2 == 0 for step in range(STEPS)), 0.0)
-
-    uniform, calls = unseen(model, Uniform())
+    uniform, calls = unseen(model, StatedSteps([step % 2 == 0 for step in range(STEPS)]))
     assert computed == calls and db > uniform + 6
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import schedulers
+from stated_steps import StatedSteps
 from torch import Tensor
 
 from trtconvert.bundle import GuidanceRecord
 from trtconvert.guidance import FusedGuidance
 from trtconvert.models.digits import digits_model
-from trtconvert.reuse.schedule import Reuse, Schedule, all_computed
+from trtconvert.reuse.schedule import Reuse
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.halves import Halves
@@ -19,22 +20,6 @@ from trtconvert.shipped import shipped_folder
 
 TIMES = (900.0, 800.0, 600.0, 300.0, 100.0)
 COMPUTED = (True, True, False, False, True)
-
-
-class Stated:
-    """A scheduler of one choice, repeated for any number of timesteps."""
-
-    timestep_input, timestep_place = "timestep", 1
-
-    def __init__(self, computed: tuple[bool, ...] = COMPUTED) -> None:
-        self.computed = computed
-        self.asked: list[tuple[float, ...]] = []
-
-    def schedule(self, timesteps):
-        self.asked.append(tuple(timesteps))
-        if len(timesteps) != len(self.computed):
-            return all_computed(len(timesteps))
-        return Schedule(self.computed, 0.0)
 
 
 class Line:
@@ -64,7 +49,7 @@ def x() -> Tensor:
 
 
 def followed(line: Line, times=TIMES, computed=COMPUTED) -> Following:
-    found = follow(Reusable(line, Stated(computed)), times)
+    found = follow(Reusable(line, StatedSteps(computed)), times)
     assert isinstance(found, Following)
     return found
 
@@ -161,7 +146,7 @@ def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
 
 
 def test_it_goes_through_what_draws_any_batch(line, x):
-    inner = Reusable(line, Stated())
+    inner = Reusable(line, StatedSteps(COMPUTED))
     inner.signature = None
 
     class Whole(AnyBatch):
@@ -185,7 +170,7 @@ def test_samplers_tell_their_timesteps_but_for_those_of_two_calls_a_step(solver,
         counted.append(1)
         return model.denoiser(*inputs, **named)
 
-    stated = Stated()
+    stated = StatedSteps(COMPUTED)
     model.sample(Reusable(denoiser, stated), [1, 2], steps=steps, solver=solver)
     assert len(counted) == calls and bool(stated.asked) == (solver != "heun")
 
@@ -219,7 +204,7 @@ def pipeline_steps(name: str, count: int = 5, **config):
     scheduler.set_timesteps(count)
     if name == "FlowMatchEulerDiscreteScheduler":
         scheduler.set_begin_index(0)  # as its pipelines do
-    return scheduler, PipelineSteps(scheduler, Stated(), "Model2D")
+    return scheduler, PipelineSteps(scheduler, StatedSteps(COMPUTED), "Model2D")
 
 
 FIRST_ORDER = [
@@ -295,7 +280,7 @@ def test_two_calls_a_step_are_two_trajectories(context):
 
 def test_an_image_that_starts_in_the_middle():
     scheduler, steps = pipeline_steps("DDIMScheduler", 8)
-    steps._reuse = stated = Stated()
+    steps._reuse = stated = StatedSteps(COMPUTED)
     line = Named()
     run_pipeline(scheduler, steps, line, start=3)
     times = [float(t) for t in scheduler.timesteps[3:]]

@@ -33,6 +33,11 @@ Budget = Sequence[Measure]
 """All figures of a plan; the first is "psnr"."""
 
 
+def squared_error(samples: Tensor, expected: Tensor) -> Tensor:
+    """[N] FP64 mean squared error of each sample of [N, C, H, W]."""
+    return (samples.double() - expected.double()).square().flatten(1).mean(1)
+
+
 def figures(budget: Budget, samples: Tensor, expected: Tensor) -> dict[str, float]:
     """Every figure of a plan's samples."""
     return {measure.name: measure.of(samples, expected) for measure in budget}

@@ -529,7 +529,7 @@ def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place
     """
     # Devices round differently, so each has its own finished batches.
     reads = calibration_reads(recipe, weights) | place.reads() | {"device": place.device}
-    # What loads the model and observes it decides, and what the user's own functions import of this package.
+    # The observations depend on the modules that load and observe the model, and on those that the user's functions import.
     own = [name for name in (recipe.model.source, recipe.calibration.data) if isinstance(name, str)]
     code = {__name__, "trtconvert.models", "trtconvert.models.placed"}.union(*map(names_of_ours, own))
     text = json.dumps({"code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str)

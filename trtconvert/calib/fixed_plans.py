@@ -40,9 +40,10 @@ def fixed_plans(
 ) -> dict[str, dict[Unit, list[Choice]]]:
     """By the name of each plan, what each unit does by timestep bin.
 
-    Of attention one mode everywhere, the σ rule, and INT8 with FP16 in the last steps (commissioning report, table 4.4), each
-    with all layers in 16 bits, in the last `LayerMode` that all may have, and by changes. And for each share of attention that
-    may be lost, masks at all sites that gain by one, in the fastest mode that a search may take.
+    Attention has one mode everywhere, the modes of the σ rule, or INT8 with FP16 in the last steps (commissioning report, table
+    4.4). Each plan comes with all layers in 16 bits, in the last `LayerMode` that all may have, and by changes. For each
+    share of attention that may be lost, a further plan has masks at all sites that gain by one, in the fastest mode that a search
+    may take.
 
     Args:
         seconds: [T, choices] time of the choices of each unit, infinite where nobody knows.

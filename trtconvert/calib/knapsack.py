@@ -18,7 +18,7 @@ def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[H
 
     Args:
         cost, time: [S, T, choices] of each choice of each unit in each timestep bin, not negative; one choice of each costs
-            nothing. What costs infinity is not chosen, whatever its time, which may be infinite too.
+            nothing. A choice of infinite cost is never taken; its time may be infinite too.
         forms: of the choices of each unit, which takes choices of one form in all bins.
     Returns:
         [S, T] the index of the choice.

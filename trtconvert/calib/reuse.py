@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.bars import Steps
-from trtconvert.calib.budget import Budget, figures, keeps_budget
+from trtconvert.calib.budget import Budget, figures, keeps_budget, squared_error
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
@@ -27,7 +27,7 @@ from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import SAME, Reusable
 
 PARTS = 8
-"""Of a trajectory, in which the growth of errors is measured one by one."""
+"""Parts of a trajectory. The growth of errors is measured in each part by itself."""
 
 OBJECTIVES: tuple[Objective, ...] = ("mean", "worst")
 
@@ -61,7 +61,7 @@ class Found:
 
 
 def drawings(steps: int, searched: bool) -> int:
-    """About how often all samples are drawn, of which so many steps are to be left out."""
+    """About how often `measure_trajectories` and `search_reuse` draw all samples."""
     return 2 + PARTS + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
 
 
@@ -86,7 +86,7 @@ def measure_trajectories(
     expected = tuple(found.timesteps.tolist())
     gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
     for part in torch.arange(1, len(expected)).tensor_split(PARTS):
-        # Of three steps one is computed, here alone.
+        # In this part every third step is computed, elsewhere every step.
         computed = [True] * len(expected)
         for place, step in enumerate(part.tolist()):
             computed[step] = place % 3 == 2
@@ -101,7 +101,7 @@ def measure_trajectories(
                     remedy="call trtconvert.runtime.follow(denoiser, timesteps) in the sampler, take another scheduler, or "
                     "remove steps.computed from the recipe",
                 )
-            squared = (moved - full).double().square().flatten(1).mean(1)
+            squared = squared_error(moved, full)
             modelled = error_of(found, found.timesteps, tuple(computed))
             for objective, of in (("mean", Tensor.mean), ("worst", Tensor.amax)):
                 ratio = float(of(squared)) / max(float(of(modelled)), 1e-30)
@@ -134,13 +134,11 @@ def search_reuse(
         All computed first; then what was tried; where none keeps the budget the last one computes all.
     """
     model, timesteps = with_progress(model, bar), next(iter(measured.values())).timesteps
-    place = [spec.name for spec in model.inputs].index(model.timestep_input)
 
     def sampled(reuse: Reuse | None, schedule: Schedule) -> Found:
         samples = _drawn(model, denoiser if reuse is None else Reusable(denoiser, reuse), seeds, steps)
         bar.step()
-        squared = (samples - full).double().square().flatten(1).mean(1)
-        return Found(reuse, schedule, figures(budget, samples, full), float(squared.max()))
+        return Found(reuse, schedule, figures(budget, samples, full), float(squared_error(samples, full).max()))
 
     def best_of(count: int) -> Found | None:
         """Of as many computed steps."""
@@ -148,8 +146,10 @@ def search_reuse(
         for gain, objective in product(measured, OBJECTIVES):
             schedule = schedules[gain, objective].get(count)
             if schedule is not None and schedule.computed not in tried:
-                # What is modelled has no more digits than this.
-                reuse = Reuse(measured[gain], objective, schedule.error * (1 + 1e-9), model.timestep_input, place)
+                # The limit leaves room for the rounding of the modelled error.
+                reuse = Reuse(
+                    measured[gain], objective, schedule.error * (1 + 1e-9), model.timestep_input, model.timestep_place
+                )
                 tried[schedule.computed] = sampled(reuse, schedule)
         return min(tried.values(), key=lambda found: found.worst, default=None)
 
@@ -161,7 +161,7 @@ def search_reuse(
     every = sampled(None, all_computed(len(timesteps)))
     tried = [every]
     if share is not None:
-        count = min((n for n in counts if n <= max(1, share * len(timesteps))), key=lambda n: -n, default=counts[0])
+        count = max((n for n in counts if n <= share * len(timesteps)), default=counts[0])
         return [every, best_of(count) or every]
     low, high, chosen = 0, len(counts) - 1, every  # that of all steps is the last one
     while low < high:
@@ -190,7 +190,7 @@ class _Stated:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
         self._computed = torch.tensor(computed)
         self.timestep_input = model.timestep_input
-        self.timestep_place = [spec.name for spec in model.inputs].index(model.timestep_input)
+        self.timestep_place = model.timestep_place
         self.asked = False
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:

@@ -24,6 +24,7 @@ from trtconvert import models, runtime
 from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import Manifest, model_section
 from trtconvert.cache import versions
+from trtconvert.calib.budget import squared_error
 from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
@@ -427,11 +428,6 @@ class _AllSteps:
         return self._denoiser(*inputs, **named)
 
 
-def _squared_error(samples: Tensor, expected: Tensor) -> Tensor:
-    """[N] mean squared error of each."""
-    return (samples.double() - expected.double()).square().flatten(1).mean(1)
-
-
 @dataclass(frozen=True)
 class _Drawing:
     sampler: Sampler
@@ -491,11 +487,11 @@ class _Pairs:
         if self._clipping is not None:
             shard |= {f"clipped-{tensor}.{site}": x for (site, tensor), x in self._clipping.take().items()}
         shard |= self._seen("full", full, finite) | {f"site.{name}": x for name, x in broken.items()}
-        shard["squared_error"] = _squared_error(int8, full)
+        shard["squared_error"] = squared_error(int8, full)
         if reuse_of(self._int8) is not None:
             every, _ = self._drawing.draw(_AllSteps(self._int8), seeds)
-            shard["squared_error_all_steps"] = _squared_error(every, full)
-            shard["squared_error_of_steps"] = _squared_error(int8, every)
+            shard["squared_error_all_steps"] = squared_error(every, full)
+            shard["squared_error_of_steps"] = squared_error(int8, every)
         if min(int8.shape[-2:]) >= metrics.SSIM_SMALLEST:
             shard["ssim"] = metrics.ssim(int8, full)
         if self._lpips is not None:

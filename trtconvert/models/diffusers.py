@@ -45,7 +45,7 @@ from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.arguments import parameters_of, put_together
-from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, is_of_samples
+from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, follow_scheduler, is_of_samples
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import apart, begin
 
@@ -311,7 +311,7 @@ class PipelineSampler:
             UserError: see `PipelineCaller`.
         """
         dropped_in = DiffusersDenoiser(denoiser, self.record, self.timestep_input, dtype=torch.float32, device=device)
-        dropped_in.follow(self.caller.pipe.scheduler)
+        follow_scheduler(dropped_in, self.caller.pipe)
         with torch.no_grad(), self.caller.denoising_with(dropped_in):
             drawn = self.caller(seeds, self.caller.taken_steps(steps), self.sizes, captions)
         return as_images(drawn.cpu(), decoded=self.caller.decodes)

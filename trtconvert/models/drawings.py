@@ -45,7 +45,7 @@ class _Telling:
             calls += 1
             self._bar.within(calls / (expected * math.ceil(calls / expected)), self._count)
 
-        drawn = self._sampler(_Counted(denoiser, called), seeds, steps=steps, **named)
+        drawn = self._sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, **named)
         self._known[drawing] = max(1, calls)
         return drawn
 
@@ -55,8 +55,12 @@ class _Telling:
         return getattr(self._sampler, name)
 
 
-class _Counted:
-    """A denoiser that tells of its calls. What else samplers ask it, it answers as the one inside does."""
+class CountedDenoiser:
+    """A denoiser that tells of its calls, and passes every other attribute of the denoiser inside on.
+
+    Args:
+        called: is called after each call of the denoiser.
+    """
 
     def __init__(self, denoiser: Denoiser, called: Callable[[], None]) -> None:
         self._denoiser, self._called = denoiser, called
@@ -66,9 +70,9 @@ class _Counted:
         self._called()
         return output
 
-    def apart(self) -> _Counted:
+    def apart(self) -> CountedDenoiser:
         """See `trtconvert.runtime.trajectory.apart`."""
-        return _Counted(apart(self._denoiser), self._called)
+        return CountedDenoiser(apart(self._denoiser), self._called)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

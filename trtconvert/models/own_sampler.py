@@ -6,17 +6,21 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, Sampler
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, warn
+from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.trajectory import begin
 
 _PACKAGE = Path(__file__).parents[1]
-_CALLED_BY_THEM = {Path(__file__), _PACKAGE / "models/samplers.py", _PACKAGE / "attention/schedules.py"}
+_CALLED_BY_THEM = {
+    _PACKAGE / "models/drawings.py",
+    _PACKAGE / "models/samplers.py",
+    _PACKAGE / "attention/schedules.py",
+}
 """Files of ours whose functions a user's sampler calls: what they raise of its arguments is its own."""
 
 
@@ -52,9 +56,14 @@ class OwnSampler:
         """
         begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
-        counted = _Counted(denoiser)
+        calls = 0
+
+        def called() -> None:
+            nonlocal calls
+            calls += 1
+
         try:
-            images = self.sampler(counted, seeds, steps=steps, solver=solver, **given)
+            images = self.sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, solver=solver, **given)
         except TrtconvertError:
             raise
         except Exception as error:
@@ -80,10 +89,10 @@ class OwnSampler:
                 remedy="correct the function that is the model's `sample`",
             )
         # A sampler that follows its trajectory does not call the denoiser at steps that are left out.
-        if reuse_of(denoiser) is None and not _fits(counted.calls, steps):
+        if reuse_of(denoiser) is None and not _fits(calls, steps):
             warn(
                 f"the sampler of {self.source} seems to leave aside how many steps are asked for; expected: {steps} calls "
-                f"of the denoiser by {solver}, or as many for each of several parts, got: {counted.calls}; remedy: let the "
+                f"of the denoiser by {solver}, or as many for each of several parts, got: {calls}; remedy: let the "
                 "function that is the model's `sample` take as many steps as its argument `steps` says"
             )
         return images
@@ -93,26 +102,6 @@ def _fits(calls: int, steps: int) -> bool:
     """Whether so many calls of a denoiser may come from so many steps: one or two in each, the second of them perhaps not at an
     end, for all samples or for each of some parts of them."""
     return any(of and calls and calls % of == 0 for of in (steps - 1, steps, steps + 1, 2 * steps - 1))
-
-
-class _Counted:
-    """A denoiser that counts its calls, and otherwise is what it is."""
-
-    def __init__(self, denoiser: Any, part_of: _Counted | None = None) -> None:
-        self._denoiser, self._part_of, self.calls = denoiser, part_of, 0
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        self._count()
-        return self._denoiser(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._denoiser, name)
-        return (lambda: _Counted(found(), self)) if name == "apart" else found
-
-    def _count(self) -> None:
-        self.calls += 1
-        if self._part_of is not None:
-            self._part_of._count()
 
 
 def _is_ours(error: Exception) -> bool:

@@ -144,7 +144,7 @@ class LoadedBundle:
                 takes no such part.
             BackendUnavailable: the installed diffusers or transformers has no such pipeline.
         """
-        from trtconvert.runtime.diffusers import DiffusersDenoiser
+        from trtconvert.runtime.diffusers import follow_scheduler
         from trtconvert.runtime.pipeline import make_pipeline
 
         if not self.manifest.pipeline:
@@ -164,8 +164,7 @@ class LoadedBundle:
         own = {part: self.as_diffusers(name) for part, name in names.items() if part not in parts}
         pipe = make_pipeline(self.folder / self.manifest.pipeline, own | parts)
         for model in own.values():
-            if isinstance(model, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
-                model.follow(pipe.scheduler)
+            follow_scheduler(model, pipe)
         return pipe
 
     @property

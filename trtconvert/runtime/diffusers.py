@@ -263,6 +263,13 @@ class DiffusersDenoiser(_DropIn):
         return self._denoiser.set_loras(loras)
 
 
+def follow_scheduler(model: Any, pipe: Any) -> None:
+    """Let a model in a pipeline leave out the steps that its bundle leaves out, where it is a denoiser and the pipeline has a
+    scheduler."""
+    if isinstance(model, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
+        model.follow(pipe.scheduler)
+
+
 class _Denoising:
     """What a denoiser's `forward` does. It knows nothing of the drop-in that has it: what refers to itself would keep an engine
     on the GPU until Python looks for such rings.
