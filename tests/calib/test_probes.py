@@ -55,8 +55,7 @@ def ranks(x: torch.Tensor) -> torch.Tensor:
 def test_probes_rank_as_one_forward_for_each_candidate_does(digits):
     model, sites, layers = digits
     measure = partial(
-        measure_sensitivity, model, units_of(sites, layers, Mode), sites, BINS, layers=layers.int8, seeds=SEEDS, steps=STEPS,
-        done=lambda: None,
+        measure_sensitivity, model, units_of(sites, layers, Mode), sites, BINS, layers=layers.int8, seeds=SEEDS, steps=STEPS
     )  # fmt: skip
     exact, estimated = measure(method="exact").error, measure(method="probes").error
     assert torch.equal(exact.isnan(), estimated.isnan())

@@ -203,8 +203,8 @@ def test_a_range_of_sizes_that_a_pipeline_bins_is_refused_and_the_remedy_works(p
 
 
 def test_a_build_says_what_sizes_become_before_it_calibrates(tmp_path, monkeypatch):
-    def calibrating(recipe, weights, model, *_):
-        model()
+    def calibrating(started):
+        started.source.model()
         raise InterruptedError
 
     monkeypatch.setattr("trtconvert.pipeline.calibrate_stage", calibrating)
