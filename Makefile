@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test soak soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
+.PHONY: setup demo test test-gpu gpu-record soak soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,15 @@ demo: $(STAMP)
 PARALLEL := $(if $(shell command -v nvidia-smi),,-n auto --maxprocesses=4 --dist=loadfile)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# On a machine with a GPU: the tests that need one. Writes the run to tests/gpu/record.json. One process: some tests measure the device's memory
+# and times.
+test-gpu: $(STAMP)
+	PYTHONPATH=tools $(BIN)/python -m pytest -p gpu_record -m 'gpu and not soak'
+
+# Which sources changed since the tests ran on a GPU.
+gpu-record: $(STAMP)
+	$(BIN)/python tools/gpu_record.py
 
 # What is slow and seldom breaks, and thousands of damaged recipes, bundles, manifests, calibrations and plans, where `make test` takes
 # some hundreds.

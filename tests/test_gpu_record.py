@@ -1,0 +1,81 @@
+"""The record of GPU tests: what a run leaves in it, and what is said of sources that changed since."""
+
+import importlib.util
+import json
+
+import pytest
+from support import REPOSITORY
+
+_SPEC = importlib.util.spec_from_file_location("gpu_record", REPOSITORY / "tools" / "gpu_record.py")
+gpu_record = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gpu_record)
+
+CARD = {"card": "NVIDIA H100", "driver": "580.1", "tensorrt": "10.6.0"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs tests under a recorder; gives the records."""
+
+    def run(body: str, *options: str, path=tmp_path / "record.json"):
+        (tmp_path / "test_recorded_run.py").write_text("import pytest\n" + body)
+        code = pytest.main(
+            [
+                "-q",
+                "-c",
+                str(tmp_path / "none.ini"),
+                "-p",
+                "no:cacheprovider",
+                str(tmp_path / "test_recorded_run.py"),
+                *options,
+            ],
+            plugins=[gpu_record.Recorder(CARD, path)],
+        )
+        return code, json.loads(path.read_text()) if path.is_file() else {}
+
+    (tmp_path / "none.ini").write_text("[pytest]\n")
+    return run
+
+
+def test_a_run_is_recorded_by_its_card(run):
+    code, records = run(
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.mark.skip(reason='needs two GPUs')\ndef test_two(): pass\n"
+        "@pytest.fixture\ndef broken(): raise OSError\n"
+        "def test_never_begun(broken): pass\n"
+    )
+    entry = records["NVIDIA H100"]
+    assert code == 1 and entry["passed"] == 1 and entry["skipped"] == {"needs two GPUs": 1}
+    assert [name.rpartition("::")[2] for name in entry["failed"]] == ["test_bad", "test_never_begun"]
+    assert entry["sources"] == gpu_record.source_hashes() and entry["driver"] == "580.1"
+    lines = gpu_record.summary(records, gpu_record.source_hashes())
+    assert "1 passed, 2 failed, 1 skipped" in lines[0] and "are those that ran" in lines[1]
+
+
+def test_a_run_that_did_not_end_leaves_the_record(run, tmp_path):
+    (tmp_path / "record.json").write_text('{"other": 1}')
+    assert run("def test_stopped(): raise KeyboardInterrupt\n")[1] == {"other": 1}
+    assert run("def test_none(): pass\n", "-k", "absent")[1] == {"other": 1}
+
+
+def test_sources_that_changed_since_are_named(tmp_path):
+    for name, text in (("a.cu", "1"), ("b.py", "1"), ("notes.md", "1")):
+        (tmp_path / "plugins" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "plugins" / name).write_text(text)
+    then = gpu_record.source_hashes(tmp_path)
+    (tmp_path / "plugins/a.cu").write_text("2")
+    (tmp_path / "plugins/b.py").unlink()
+    (tmp_path / "plugins/notes.md").write_text("2")
+    (tmp_path / "plugins/c.h").write_text("3")
+    now = gpu_record.source_hashes(tmp_path)
+    run = CARD | {"date": "2026-11-28", "passed": 3, "failed": [], "skipped": {}, "sources": then}
+    lines = gpu_record.summary({"NVIDIA H100": run}, now)
+    assert lines[1].endswith(": 3") and [line.strip() for line in lines[2:]] == [
+        "plugins/a.cu", "plugins/b.py", "plugins/c.h"
+    ]  # fmt: skip
+
+
+def test_without_a_run_the_remedy_is_named():
+    (line,) = gpu_record.summary({}, {})
+    assert "make test-gpu" in line
