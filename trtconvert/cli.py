@@ -466,10 +466,10 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
 @click.option("--lpips-weights", type=click.Path(path_type=Path), help="torchvision's AlexNet weights: adds LPIPS.")
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
     show_default=True,
-    help="Of the torch model, and of the feature extractor.",
+    help="Of the torch model, and of the feature extractor. auto takes the GPU where there is one and the model fits.",
 )
 @click.option(
     "--dtype",

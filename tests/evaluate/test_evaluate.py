@@ -1,5 +1,6 @@
 """`trtconvert evaluate`: what it finds, that kills and ranks change nothing, and what it refuses."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from support import WEIGHTS, environment, finish, partials, refusal, run, start, torchrun
 from tolerances import EIGENVALUES, WHOLE_DENOISER
 
@@ -26,6 +28,7 @@ from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.files import PARTIAL
 from trtconvert.models.denoiser import DenoiserInType
+from trtconvert.models.placed import Place
 from trtconvert.progress import Reporter
 
 TINY_SHAPE = torch.Size([1, 4, 4])
@@ -455,3 +458,24 @@ def test_files_that_are_no_evaluation(tmp_path, content):
     path.write_text(content)
     with pytest.raises(evaluation.UserError, match="is not an evaluation"):
         read_evaluation(path)
+
+
+def test_auto_takes_the_gpu_where_the_model_fits_and_says_so(digits_build, tmp_path, monkeypatch):
+    taken = []
+
+    def choose(section, model):
+        taken.append((section.device, model.weights, model.dtype))
+        return Place("cuda", "float32", "NVIDIA H100, in float32")
+
+    def stop(model, device):
+        raise InterruptedError(device)
+
+    monkeypatch.setattr("trtconvert.evaluate.evaluation.choose_place", choose)
+    monkeypatch.setattr("trtconvert.evaluate.evaluation.on_device", stop)
+    console = Console(record=True, width=200, file=io.StringIO())
+    for device, chosen in (("auto", "cuda"), ("cpu", "cpu")):
+        request = Request(weights=WEIGHTS, samples=2, steps=2, device=device)
+        with pytest.raises(InterruptedError, match=chosen):
+            evaluation.evaluate(digits_build.bundle, request, tmp_path, ALONE, Reporter(console))
+    assert taken == [("auto", WEIGHTS, "float32")]
+    assert "computes on the cuda: NVIDIA H100, in float32" in console.export_text()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.documents import read_json
+from trtconvert.engine import tensorrt
 from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import UserError, first_line, warn
 from trtconvert.evaluate import metrics
@@ -42,7 +43,9 @@ from trtconvert.files import sha256
 from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import DenoiserInType, on_device
 from trtconvert.models.identity import identity
+from trtconvert.models.placement import choose_place
 from trtconvert.progress import Reporter
+from trtconvert.recipe import ComputeSection
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.batches import AnyBatch
 
@@ -65,7 +68,7 @@ class Request:
         samples, steps, solver, seed: how samples are drawn; sample i has the seed `seed + i`.
         features, features_weights: see `load_extractor`; reference: see `load_reference`. None: those of a model that ships.
         lpips_weights: AlexNet's weights; None leaves out LPIPS.
-        device: of the full-precision model, see `on_device`.
+        device: of the full-precision model, see `on_device`; "auto" takes the GPU where there is one and the model fits.
         dtype: what the full-precision model computes in: "float32", or the 16 bits that it runs in today.
         int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `TorchInt8`.
         batch: samples drawn at once, at most `SHARD`.
@@ -80,7 +83,7 @@ class Request:
     features_weights: Path | None = None
     reference: str | None = None
     lpips_weights: Path | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     int8: Literal["bundle", "torch"] = "bundle"
     batch: int = BATCH
@@ -213,6 +216,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     bundle = runtime.load(folder)
     features, images = judges(bundle.manifest.recipe.model.source, request.features, request.reference)
     source = full_precision(bundle, request.weights)
+    request = _with_device(request, bundle, source, report)
     source = on_device(source, request.device) if source else None
     int8, backend = _int8(bundle, source, request)
     extractor = load_extractor(features, request.features_weights, request.device)
@@ -305,6 +309,21 @@ def asks_for_classes(source: str, extractor: Extractor) -> bool:
     return _OWN.get(source, ("", ""))[0] == extractor.name
 
 
+def _with_device(
+    request: Request, bundle: runtime.LoadedBundle, source: DiffusionModel | None, report: Reporter
+) -> Request:
+    """The request with the device that its "auto" stands for."""
+    if request.device != "auto":
+        return request
+    if source is None:
+        return replace(request, device="cpu")
+    section = bundle.manifest.recipe.model.model_copy(update={"weights": request.weights, "dtype": request.dtype})
+    place = choose_place(ComputeSection(), section)
+    if place.on_gpu or tensorrt.device_architecture() is not None:
+        report.notice(f"the full-precision model computes on the {place.device}: {place.reason}")
+    return replace(request, device="cuda" if place.on_gpu else "cpu")
+
+
 def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: Request) -> tuple[Denoiser, str]:
     """What runs INT8, and in words.
 
@@ -313,7 +332,7 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     """
     asked = {
         "--int8": request.int8 == "torch",
-        "--device": request.device != "cpu",
+        "--device": request.device == "cuda",
         "--dtype": request.dtype != "float32",
     }
     if source is None and any(asked.values()):
