@@ -11,7 +11,15 @@ from tiny_layers import WITH_CONV
 from trtconvert.models.digits import digits_model
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
+    begun = set()
+    for item in items:
+        if "first_case" in item.keywords:
+            test = item.nodeid.partition("[")[0]
+            if test in begun:
+                item.add_marker(pytest.mark.soak)
+            begun.add(test)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")

@@ -99,6 +99,7 @@ def test_a_bundle_is_built_again_from_inside_of_it(tiny_build, tmp_path, monkeyp
     assert contents(output) == contents(tiny_build.bundle)
 
 
+@pytest.mark.soak
 def test_a_build_without_a_cache_keeps_nothing(tiny_build, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -123,6 +124,7 @@ def test_an_unwritable_cache_is_refused(tiny_build, tmp_path):
     assert contents(tmp_path).keys() == {"file"} and partials(tmp_path) == []
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("warm", [True, False], ids=["bundle", "stage"])
 def test_a_file_that_does_not_fit_ends_the_build_with_nothing_half_written(tiny_build, tmp_path, warm):
     """A limit on the size of files acts like a quota: it lets the calibration pass, and stops the ONNX file."""
@@ -229,6 +231,7 @@ def signalling_recipe(folder: Path) -> Path:
     return tiny_recipe(folder, model={"source": "signalling:load"})
 
 
+@pytest.mark.soak
 def test_an_interrupt_during_an_import_ends_the_program_as_any_other(tmp_path, monkeypatch):
     """Though it is asked about again and again until the import is over, and heard elsewhere first."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -278,6 +281,7 @@ def test_an_interrupt_that_was_lost_on_its_way_up_is_not_the_last(monkeypatch):
     assert run("losing").exit_code == 143 and time.monotonic() - started < 4
 
 
+@pytest.mark.soak
 def test_what_the_process_ignores_stays_ignored(tmp_path, monkeypatch):
     """As Ctrl-C in the jobs that a shell runs in the background."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -312,6 +316,7 @@ def test_lines_that_name_files_keep_their_paths_whole():
     assert file.getvalue() == f"look at {path}\n"
 
 
+@pytest.mark.soak
 def test_a_locale_of_ascii_alone_is_as_good_as_utf8(tiny_build, tmp_path, monkeypatch):
     folder = tmp_path / "Modèle été"
     folder.mkdir()

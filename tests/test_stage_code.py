@@ -173,8 +173,16 @@ SHOWN = {"trtconvert.progress"}
     ("recipe", "stages"),
     [
         (STATED, {"calibrate", "plan", "reference", "errors", "export", "verify"}),
-        (SEARCHED, {"calibrate", "search", "plan", "reference", "errors", "export", "verify"}),
-        (pipeline_recipe, {"components", "export-text_encoder", "export-vae_decoder", "calibrate", "export"}),
+        pytest.param(
+            SEARCHED,
+            {"calibrate", "search", "plan", "reference", "errors", "export", "verify"},
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            pipeline_recipe,
+            {"components", "export-text_encoder", "export-vae_decoder", "calibrate", "export"},
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["stated", "searched", "pipeline"],
 )

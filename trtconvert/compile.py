@@ -78,9 +78,10 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         TrtconvertError: the engine cannot be built.
         GateError: its prediction is too far from full precision's in a timestep bin. The bundle stays what it was.
     """
-    tensorrt.load()
     # Who switches a link to another bundle meanwhile changes what is served, and not which bundle gets the engines.
     folder = settled(folder).resolve()
+    _changed(read_manifest(folder), changes)  # a change that does not fit is told before TensorRT is loaded
+    tensorrt.load()
     backend, cache = tensorrt.status(), cache or Cache(default_folder())
     with _alone(folder, report.notice) as unchanged:
         manifest = read_manifest(folder)

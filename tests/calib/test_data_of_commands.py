@@ -112,6 +112,7 @@ def test_what_was_left_out_is_counted_and_listed(tmp_path):
     assert made.outliers.keys() == made.tables.keys() and "clipped elements: at most" in outcome.output
 
 
+@pytest.mark.soak
 def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digits):
     inputs = digits.example(5, {"batch": 6, "height": 8, "width": 8})
     inputs["x"][2, 0, 0, 0] = torch.nan
@@ -248,6 +249,7 @@ def test_unfit_recordings_are_refused(tmp_path):
     assert not (tmp_path / "a.safetensors").exists()
 
 
+@pytest.mark.soak
 def test_a_full_disk_keeps_what_was_finished(tmp_path):
     recipe = tiny_recipe(tmp_path, calibration={"samples": 8, "statistic": "elements"})
     # Rows of a batch are small, counts of elements are not: a limit on the size of files stands for a full disk.
@@ -263,6 +265,7 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path):
     assert outcome.exit_code == 0
 
 
+@pytest.mark.soak
 def test_two_calibrations_of_the_same_take_turns(tmp_path):
     recipe = tiny_recipe(tmp_path, calibration={"samples": 24, "batch": 1, "steps": 20})
     outputs = [tmp_path / f"{number}.safetensors" for number in range(3)]

@@ -56,6 +56,7 @@ def ranks(size, *arguments, separate_disks=None):
     return started
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_make_what_one_makes(alone, tmp_path, size):
     recipe, expected = alone
@@ -95,6 +96,7 @@ def wait_for(condition, process):
         time.sleep(0.005)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
     # Batches long enough to be killed among them, in a recipe of its own with an outcome of its own.

@@ -159,6 +159,10 @@ def test_without_a_gpu_the_command_says_what_is_missing(bundle):
     )
 
 
+def test_a_change_that_does_not_fit_is_told_without_a_gpu_too(bundle):
+    refusal(run("compile", bundle, "--set", "engine.attention=naive"), "engine.attention: ", "'native'")
+
+
 def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gpu):
     for command in ("compile", "inspect"):
         outcome = run(command, bundle)

@@ -315,7 +315,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
     assert outcome_of(tmp_path / "killed.json") == outcome_of(tmp_path / "whole.json")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_find_what_one_finds(tiny, tmp_path):
     one = finish(start(*tiny, "--work", tmp_path / "one", "-o", tmp_path / "one.json"))
     assert one.exit_code == 0, one.output
@@ -324,6 +324,7 @@ def test_two_ranks_find_what_one_finds(tiny, tmp_path):
     assert two.stdout.count("FID") == one.output.count("FID")  # one rank speaks
 
 
+@pytest.mark.soak
 def test_a_full_disk_keeps_finished_shards(tiny, tmp_path):
     # Shards of a few images are small, whole ones are not: a limit on the size of files stands for a full disk.
     arguments = [*tiny, "--samples", evaluation.SHARD + 10, "--work", tmp_path / "work", "-o", tmp_path / "out.json"]

@@ -162,6 +162,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("how", WAYS)
 def test_layers_of_several_shapes_keep_caches_by_sample(how):
     function, part, shape = WAYS[how]

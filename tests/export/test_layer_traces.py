@@ -61,6 +61,7 @@ WAYS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("how", WAYS)
 def test_layers_of_every_way_to_write_one_can_be_exported(how):
     parts = {"weight": (32, 32), "vector": (32,), "packed": (96, 32)}
@@ -72,6 +73,7 @@ def test_layers_of_every_way_to_write_one_can_be_exported(how):
     assert error(run(graph, **inputs), model.torch(**inputs)) < tolerances.SAME_ARITHMETIC
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("module", "shape"),
     [

@@ -97,6 +97,7 @@ def test_weights_that_are_called_as_an_input_have_names_to_replace_them_by():
     assert error(got, model.denoiser(**inputs)) < tolerances.WHOLE_DENOISER
 
 
+@pytest.mark.soak
 def test_a_denoiser_may_be_in_half_precision_already(digits, traced):
     """It gives the weights of one that tracing converts, which stays in full precision itself."""
     chosen, _ = traced
@@ -111,6 +112,7 @@ def test_a_denoiser_may_be_in_half_precision_already(digits, traced):
     np.testing.assert_equal(kept, converted)
 
 
+@pytest.mark.soak
 def test_no_second_copy_in_full_precision_is_made_on_the_way_to_half(digits, traced):
     chosen, _ = traced
     largest = max(p.numel() for p in digits.denoiser.parameters())
@@ -236,6 +238,7 @@ def coarser_later(tables):
     return two.with_modes(torch.tensor([Mode.BALANCED, Mode.AGGRESSIVE]))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "denoiser",
     [NamesAlike(), ThreeAxes(), RowsAndColumns(), ToldSizes(), WritesPositions()],

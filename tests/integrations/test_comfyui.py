@@ -140,6 +140,7 @@ def test_batches_beyond_the_engines_are_split(node, tmp_path):
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("given", "told"),
     [

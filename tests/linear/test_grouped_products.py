@@ -62,6 +62,7 @@ def test_products_are_those_of_the_groups(size, granularity):
     assert float((y - wanted).norm() / wanted.norm()) < SAME_FLOAT
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernels_in_the_interpreter():
     ended = subprocess.run(

@@ -35,7 +35,10 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 
-NAMES = ["stable_diffusion_xl", "stable_diffusion_3", "ltx", pytest.param("wan", marks=pytest.mark.soak)]
+NAMES = [
+    "stable_diffusion_3",
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("stable_diffusion_xl", "ltx", "wan")),
+]
 """CLIP, T5, UMT5, results that are looked into in part, settings read off a VAE, and videos; Flux is below."""
 
 
@@ -140,6 +143,7 @@ def test_the_encoder_gives_the_models_latents(converted):
     assert torch.equal(as_tuple.std, got.latent_dist.std)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("frames", "batch"), [(20, 1), (12, [1, 1, 2]), (16, [1, 2, 8])])
 def test_frames_are_decoded_in_pieces_of_any_length(tmp_path, frames, batch):
     """AnimateDiff passes 16 frames of whatever video at once, and in the end what is left."""
@@ -151,6 +155,7 @@ def test_frames_are_decoded_in_pieces_of_any_length(tmp_path, frames, batch):
     assert model.components("vae_encoder").dims == decoder.dims
 
 
+@pytest.mark.soak
 def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
     """Krea 2 and PRX make truth values of the mask that their tokenizers give."""
     pipe = tiny_pipelines.with_text("pixart")
@@ -195,6 +200,7 @@ def test_one_tensor_may_be_several_results(tmp_path, monkeypatch):
     assert before and all("unused" in node for node in before)
 
 
+@pytest.mark.soak
 def test_statistics_that_a_pipeline_reads_off_its_vae_are_there(tmp_path):
     """FLUX.2 norms latents by those of a part of its VAE."""
     transformer = diffusers.Flux2Transformer2DModel(
@@ -245,6 +251,7 @@ def test_lists_of_numbers_in_an_index_are_settings(tmp_path):
     assert pipe.config.boundary_ratio == [0.5, 0.25]
 
 
+@pytest.mark.soak
 def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
     tiny_pipelines.animatediff().save_pretrained(tmp_path)
     pipe = load_pipeline(tmp_path)
@@ -260,6 +267,7 @@ def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
     assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
 
 
+@pytest.mark.soak
 def test_the_vae_of_a_denoiser_for_one_image_is_converted(tmp_path):
     """QwenImage's denoiser is called for its batch alone: it has taken in the shape of each image."""
     tiny_pipelines.qwen_image().save_pretrained(tmp_path)
@@ -283,6 +291,7 @@ class Silent:
     def notice(self, text: str) -> None: ...
 
 
+@pytest.mark.first_case
 @pytest.mark.skipif(not tensorrt_rtx.status().available, reason=tensorrt_rtx.status().detail)
 def test_nvidias_parser_and_builder_take_the_components(converted):
     """TensorRT-RTX, which builds without a GPU, stands for TensorRT; both have the same parser."""

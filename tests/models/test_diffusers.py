@@ -38,11 +38,11 @@ from trtconvert.runtime.diffusers import DiffusersDenoiser
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 
-QUICK = ("stable_diffusion_xl", "flux")
+QUICK = ("flux",)
 
 
-# A minute of one and seldom of use: its U-Net is Stable Diffusion's, with layers over frames.
-SOAKED = ("animatediff",)
+# Half a minute to a minute of each; their networks are of the kinds of Stable Diffusion, Flux and Wan.
+SOAKED = ("animatediff", "cogvideox", "ltx", "pixart", "stable_diffusion_3", "stable_diffusion_xl")
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.soak if name in SOAKED else pytest.mark.slow)
     for name in PIPELINES
@@ -172,7 +172,7 @@ def test_an_engine_goes_with_the_last_reference_to_its_pipeline(converted):
         gc.enable()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path, one_noise):
     converted = convert(tmp_path, "stable_diffusion_xl", dtype="float16")
     pipe = converted.torch_pipeline()

@@ -84,6 +84,7 @@ def model_of(tmp_path_factory):
 # Samples --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "calls"),
     [

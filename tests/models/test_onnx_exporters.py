@@ -96,6 +96,7 @@ def _of_torch(name: str) -> Parts:
     return _parts(replace(tiny_model(), denoiser=module, inputs=specs, output=specs[0], dims={"batch": (1, 2, 4)}))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("model", "exporter"),
     [("dit", "traced"), ("dit", "new"), ("unet", "traced"), ("unet", "opset_23")],

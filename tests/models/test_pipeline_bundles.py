@@ -177,6 +177,7 @@ def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
         assert part in shown
 
 
+@pytest.mark.soak
 def test_a_bundle_holds_the_images_that_its_pipeline_edits(tmp_path, monkeypatch):
     """Two of one name, from folders that the machine it goes to does not have."""
     pipe = diffusers.StableDiffusionInpaintPipeline(**tiny_pipelines.with_text("stable_diffusion").components)

@@ -19,6 +19,7 @@ from trtconvert.runtime.reuse import Reusable  # noqa: E402
 STEPS, SEEDS = 8, range(2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "calls"),
     [

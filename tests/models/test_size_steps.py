@@ -122,7 +122,7 @@ def test_a_range_that_begins_or_ends_between_steps_is_refused(tmp_path, sizes, f
     assert model.steps == {"height": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_bundle_says_its_steps_and_takes_them_alone(unet):
     """What a converted U-Net gives at other heights than it was traced with is the model's; between its steps it is refused."""
     options = {"tokens": 8, "batch": 1, "width": 32, "height": [32, 32, 64]}

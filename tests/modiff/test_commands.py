@@ -70,6 +70,7 @@ def test_samples_by_a_calibration_of_a_file(work, tmp_path):
     assert run(*arguments).exit_code == 0, "as the message says: the file has the bits"
 
 
+@pytest.mark.soak
 def test_times_of_a_step(work):
     outcome = run("modiff", "bench", "digits-dit", *FEW, "--batch", "2", "--work", work, "--runs", "2", "--json")
     what = [row["what"] for row in rows_of(outcome)]

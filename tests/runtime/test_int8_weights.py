@@ -107,6 +107,7 @@ def file_of(made: Int8Model, folder, names, name="a"):
     return tiny_loras.save(folder / f"{name}.safetensors", layers, tiny_loras.kohya())
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("dtype", "layers", "moved"),
     [(torch.float16, "plugin", True), (torch.bfloat16, "exact", False)],

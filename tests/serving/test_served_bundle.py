@@ -60,6 +60,7 @@ def bundle(digits):
     return digits
 
 
+@pytest.mark.soak
 def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
     """Killed half way; and a server that is asked to stop finishes what it has taken, and takes no more."""
     with served(bundle, *OPTIONS) as server:

@@ -167,6 +167,7 @@ def same_function(model: ir.Model, before: ir.Model, x: Tensor) -> bool:
     return relative_error(found, expected) < PIXELS_AS_TOKENS
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("dims", [{}, {"batch": 0, "rows": 2, "columns": 3}], ids=str)
 @pytest.mark.parametrize(
     ("make", "silu", "shift"),
@@ -193,6 +194,7 @@ def test_what_a_norm_takes_along(make: type[Images], silu: int, shift: int, dims
     assert same_function(model, before, x)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("make", "channels", "dtype"),
     [
@@ -211,6 +213,7 @@ def test_other_norms_are_left(make, channels: int, dtype: torch.dtype):
     assert [(node.op_type, node.name) for node in model.graph] == before
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("lacking", ["weight", "bias", "ones", "zeros"])
 def test_norms_that_are_written_in_another_way_are_left(lacking: str):
     model, _ = images(Images(), batch=0)
@@ -263,6 +266,7 @@ def test_a_norm_that_is_called_twice_has_its_weights_once():
     assert same_function(model, before, x)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("dims", [{"batch": 0}, {"batch": 0, "rows": 2, "columns": 3}], ids=str)
 @pytest.mark.parametrize(
     ("kind", "width", "bias", "last", "sums", "convolutions"),

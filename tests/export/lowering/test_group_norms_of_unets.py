@@ -42,6 +42,7 @@ def run(model: ir.Model, **sizes: int) -> Tensor:
     return torch.from_numpy(session.run(None, feeds)[0]).float()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("linear", "varying"),
     [pytest.param(*of, marks=() if len(of[1]) == 3 else pytest.mark.soak) for of in UNETS],

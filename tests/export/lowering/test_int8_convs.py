@@ -104,6 +104,7 @@ def named(graph, op_type):
     return [node for node in graph.graph if node.domain == DOMAIN and node.op_type == op_type]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("equalised", [True, False])
 @pytest.mark.parametrize("modes", [[3], [3, 3]], ids=["one scale", "a scale for each bin"])
 def test_plugins_compute_what_the_layers_specify(everywhere, modes, equalised):

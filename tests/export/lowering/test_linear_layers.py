@@ -99,6 +99,7 @@ def test_layers_between_plugins_are_taken():
     assert set(model.graph.initializers.values()) <= used  # nothing remains of the weights that lay the other way round
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("files", [False, True], ids=["in memory", "in files"])
 def test_taken_layers_are_the_same_function(tmp_path: Path, files: bool):
     model = blocks()
@@ -144,6 +145,7 @@ def test_a_weight_of_two_layers_is_turned_once():
     assert len(first) == 2 and first[0] is first[1] and second[0] is second[1] and first[0] is not second[0]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("width", "dtype", "profiles", "count"),
     [
@@ -164,6 +166,7 @@ def test_other_sizes_are_left(width: int, dtype: torch.dtype, profiles: list[dic
     assert count or [node.name for node in model.graph] == before
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("gate", "first"),
     [(partial(nn.GELU, approximate="tanh"), 1), (nn.SiLU, 1), (nn.GELU, 0)],
@@ -175,6 +178,7 @@ def test_other_gates_and_what_reads_them_are_left(gate: Callable[[], nn.Module],
     assert not any(geglu for _, geglu in widths(model)) and len(taken(model)) == 8
 
 
+@pytest.mark.soak
 def test_layers_that_others_read_are_left():
     """Queries that are a result too."""
     model = blocks()
@@ -186,6 +190,7 @@ def test_layers_that_others_read_are_left():
     assert take_linear_layers(model, PROFILES) == left + 1
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("kernel", "options", "count"),
     [

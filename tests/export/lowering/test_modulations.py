@@ -63,6 +63,7 @@ def pixart() -> tuple[Denoiser, Tensor]:
     return Denoiser(transformer, added_cond_kwargs={"resolution": None, "aspect_ratio": None}), torch.randn(2, 4, 4, 4)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("make", [wan, pixart], ids=lambda make: make.__name__)
 def test_what_all_blocks_are_given_is_computed_in_rows(make: Callable[[], tuple[Denoiser, Tensor]]):
     torch.manual_seed(0)

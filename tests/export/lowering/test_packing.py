@@ -84,6 +84,7 @@ def join_parts(node: ir.Node) -> None:
 # q, k and v -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["biased", "plain", "called twice", "unbound"])
 def test_a_packed_projection_is_what_three_were(kind):
     model = tiny_models.traced_projections(kind)
@@ -100,6 +101,7 @@ def test_a_packed_projection_is_what_three_were(kind):
         np.testing.assert_allclose(run(model, feeds)[0], run(original, feeds)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["of another tensor", "grouped", "another order", "in windows"])
 def test_other_projections_are_left(kind):
     model = tiny_models.traced_projections(kind)
@@ -144,6 +146,7 @@ def feeds_of_joint(model: ir.Model, batch: int, tokens: int = 33) -> dict[str, n
     return fed | {"timestep": np.full(batch, 400, np.float32)}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("text_first", [True, False])
 @pytest.mark.parametrize("read", ["split", "slices", "by heads", "image alone"])
 def test_tokens_of_text_and_image_stay_in_tensors_of_their_own(read, text_first):
@@ -189,6 +192,7 @@ def outputs_of(model: ir.Model, values: list[ir.Value], fed: dict[str, np.ndarra
     return run(copy, fed)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("read", "changed"),
     [

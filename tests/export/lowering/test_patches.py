@@ -52,6 +52,7 @@ def operators(model: ir.Model) -> list[str]:
     return [node.op_type for node in model.graph]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("patch", "size"), [((2, 2), (4, 6)), ((1, 1), (3, 5)), ((1, 2, 2), (3, 4, 6)), ((2, 1, 3), (4, 5, 3))]
@@ -74,6 +75,7 @@ def test_batches_may_vary():
     torch.testing.assert_close(run(model, x), module(x))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "module",
     [

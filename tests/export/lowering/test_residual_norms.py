@@ -65,6 +65,7 @@ def run(model: ir.Model, batch: int) -> np.ndarray:
     return session.run(None, feeds | {"timestep": np.full(batch, 400, np.float32)})[0]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("native", "count"),
     [
@@ -102,6 +103,7 @@ def lowered_to_function(model: ir.Model) -> ir.Model:
     return model
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("make", "width", "dtype"),
     [

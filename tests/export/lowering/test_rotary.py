@@ -298,6 +298,7 @@ ANY_NUMBER = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.soak
 @ANY_NUMBER
 def test_parts_of_one_tensor(any_number):
     shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
@@ -311,6 +312,7 @@ def test_parts_of_one_tensor(any_number):
         assert_same_after(model, after, tokens=tokens)
 
 
+@pytest.mark.soak
 @ANY_NUMBER
 def test_parts_of_several_tensors(any_number):
     shapes: Shapes = ROTATED | ({"x": ("batch", "tokens", WIDTH)} if any_number else {})
@@ -381,6 +383,7 @@ def test_other_rotations_are_left():
     assert [node.name for node in model.graph] == before
 
 
+@pytest.mark.soak
 def test_other_parts_are_left():
     model = traced(Blocks(*OTHER_PARTS), ROTATED)
     before = [node.name for node in model.graph]
@@ -424,6 +427,7 @@ def test_other_slices_are_joined(cuts):
     assert_same_after(model, after)
 
 
+@pytest.mark.soak
 def test_other_norms_are_left():
     model = traced(Blocks(*OTHER_NORMS), ROTATED)
     assert take_rotary(model) == len(OTHER_NORMS)

@@ -256,6 +256,7 @@ def test_stable_diffusion_3(norm):
     assert_same_after(model, after)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["three runs", "another epsilon", "image as it is", "as many keys of another split"])
 def test_other_norms_of_joined_tokens_are_left(kind):
     model = traced(Joined(kind), ROTATED)
@@ -274,6 +275,7 @@ def test_norms_of_joined_tokens():
     assert_same_after(model, after)
 
 
+@pytest.mark.soak
 def test_wan_of_any_size():
     """Its positions are joined and its norms and rotation are taken though batch, frames, height and width vary."""
     shapes: Shapes = {"x": ("batch", 4, "frames", "height", "width"), "timestep": ("batch",), "text": ("batch", 3, 8)}

@@ -54,6 +54,7 @@ class Turned(nn.Module):
         return torch.view_as_real(z).flatten(-2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["constant turns, cut and joined", "computed turns", "sums and stacks", "as it is"])
 @pytest.mark.parametrize("tokens", [5, "any"])
 def test_the_same_numbers(kind, tokens):
@@ -120,6 +121,7 @@ def described(known: bool):
     )
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_qwen_image(dtype):
     model = described(known=True)

@@ -63,6 +63,7 @@ def operators(model: ir.Model) -> list[str]:
     return [node.op_type for node in model.graph if node.op_type in ("ScatterND", "Transpose", "Slice", "Concat")]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 @pytest.mark.parametrize(("start", "stop", "kept"), [(2, 6, 1), (0, 4, 1), (1, 3, 2)])
 def test_consecutive_rows_become_one_concatenation(axis, start, stop, kept):
@@ -86,6 +87,7 @@ def test_of_an_axis_that_does_not_vary_beside_one_that_does():
         assert (run(model, x) == module(x)).all()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("reader", ["Relu", "Transpose", "output"])
 def test_what_is_also_read_between_the_transposes_keeps_them(reader):
     """Rows of the transposed tensor are joined."""
@@ -126,6 +128,7 @@ def test_a_transpose_of_one_alone_stays(index):
     assert (run(model, x) == module(x)).all()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("which", ["data", "rows", "result"])
 def test_other_transposes_stay(which):
     """One of the three transposes is of other axes than the rest, of a size that makes it run as well."""
@@ -142,6 +145,7 @@ def test_other_transposes_stay(which):
     assert (run(model, x) == expected).all()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "kind", ["every other", "in another order", "twice the same", "from the end", "single elements", "added"]
 )

@@ -35,6 +35,7 @@ def concatenations(model: ir.Model) -> int:
 X = torch.randn(2, 7, 3)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "parts",
     [
@@ -76,6 +77,7 @@ def test_parts_of_a_tensor_of_any_length():
     torch.testing.assert_close(run(model, x), x.exp() * 2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "parts",
     [
