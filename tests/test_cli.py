@@ -62,10 +62,11 @@ def test_an_unchanged_build_loads_no_library_and_gives_the_same_bundle(digits_bu
     [
         ("verify", {"seed": 5}, {"reference", "verify"}),
         ("verify", {"min_psnr": 1.0}, set()),
+        ("verify", {"max_lpips": 0.5}, set()),
         ("output", {"grid": 1}, {"verify"}),
         ("engine", {"shapes": {"batch": [1, 1, 2]}}, {"export", "verify"}),
     ],
-    ids=["verify", "gate", "output", "engine"],
+    ids=["verify", "gate", "lpips", "output", "engine"],
 )
 def test_a_changed_section_redoes_what_depends_on_it(tiny_build, tmp_path, section, fields, made):
     cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")

@@ -414,6 +414,7 @@ class QualityRecord(_Record):
     Attributes:
         samples, steps, sampler: how the images were drawn, in the recipe's words; see `Manifest.sampler_name`.
         psnr: dB over all samples against the full-precision model; psnr_worst: of the worst sample, seed psnr_worst_seed.
+        lpips: mean over the samples; lpips_worst: of the worst sample. None without weights for it.
         site_sqnr: site: dB per timestep bin against exact attention; NaN-free once the gates have passed, absent bins are null.
         layer_sqnr: layer: likewise against the layer in full precision.
         measured: what drew the INT8 samples: "onnxruntime" the exported model, "tensorrt" the engine that ships, "torch" the
@@ -433,6 +434,8 @@ class QualityRecord(_Record):
     psnr: float
     psnr_worst: float
     psnr_worst_seed: int
+    lpips: float | None = None
+    lpips_worst: float | None = None
     site_sqnr: dict[str, list[float | None]]
     layer_sqnr: dict[str, list[float | None]] = Field(default_factory=dict)
     measured: Literal["onnxruntime", "tensorrt", "torch"] = "onnxruntime"

@@ -247,7 +247,8 @@ def _of_quality(manifest: Manifest, denoiser: ComponentRecord, bins: int) -> Ite
     if unknown := sorted(quality.component_errors.keys() - manifest.components.keys()):
         yield f"quality.component_errors: {unknown[0]}, which is no component"
     figures: dict[str, float | None] = {
-        **{name: getattr(quality, name) for name in ("psnr", "psnr_worst", "error", "lowering_difference")},
+        **{name: getattr(quality, name) for name in ("psnr", "psnr_worst", "lpips", "lpips_worst", "error")},
+        "lowering_difference": quality.lowering_difference,
         "lowering_limit": quality.lowering_limit,
         **{f"type_error.{index}": error for index, error in enumerate(quality.type_error)},
         **{f"component_errors.{name}": error for name, error in quality.component_errors.items()},

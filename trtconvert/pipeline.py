@@ -17,7 +17,7 @@ from pathlib import Path
 from trtconvert import bundle
 from trtconvert.bundle import ComponentRecord, Manifest, QualityRecord
 from trtconvert.cache import Cache, Stage, versions
-from trtconvert.calib.identity import search_reads
+from trtconvert.calib.identity import named_file, search_reads
 from trtconvert.engine import BackendStatus, choose_backend, tensorrt
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import GateError, UserError
@@ -203,9 +203,14 @@ def refuse_foreign(output: Path) -> None:
 def _refuse_missing_packages(recipe: Recipe) -> None:
     """
     Raises:
-        UserError: a package or a file that the plan's figures need is missing: nobody wants to hear after the calibration.
+        UserError: a package or a file that the figures of the plan or of the gates need is missing: nobody wants to hear after
+            the calibration.
     """
     plan = recipe.plan
+    if (weights := recipe.verify.lpips_weights) is not None and named_file("verify.lpips_weights", weights):
+        from trtconvert.evaluate.metrics import load_lpips  # with torch, which builds that the cache answers do without
+
+        load_lpips(weights)
     if recipe.attention.modes == "auto":
         search_reads(plan)
         needed = {

@@ -531,6 +531,15 @@ class VerifySection(_Section):
     min_psnr: Number = Field(
         default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
     )
+    lpips_weights: Path | None = Field(
+        default=None,
+        description="torchvision's AlexNet weights: LPIPS of the samples is measured, and is a gate; relative to the recipe.",
+    )
+    max_lpips: Annotated[Number, Field(gt=0)] | None = Field(
+        default=0.1,
+        description="Mean LPIPS of the final samples against the full-precision model's, where lpips_weights are given. People "
+        "seldom see a difference below 0.1; null for no such gate.",
+    )
     min_site_sqnr: Number = Field(
         default=15.0, description="dB, of each site's output in each timestep bin against exact attention."
     )

@@ -134,6 +134,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         "PSNR of the samples",
         f"{quality.psnr:.1f} dB over {drawn}; worst {quality.psnr_worst:.1f} dB, seed {quality.psnr_worst_seed}",
     )
+    if quality.lpips is not None:
+        _row(table, "LPIPS of the samples", f"mean {quality.lpips:.4f}; worst {quality.lpips_worst:.4f}")
     _row(table, "worst site", f"{site}, bin {index}: {db:.1f} dB signal to quantisation noise")
     if (of_layers := quality.worst_layer()) is not None:
         db, layer, index = of_layers

@@ -456,6 +456,22 @@ def test_lpips_is_a_limit_when_its_weights_are_there(tmp_path, alexnet):
     assert all(0 <= point.figures["lpips"] < 2 for point in frontier.points)
 
 
+def test_lpips_of_the_samples_is_a_gate(tmp_path, alexnet):
+    def verified(**section):
+        recipe = tiny_recipe(tmp_path, verify={"samples": 2, "steps": 2, "min_psnr": 1} | section)
+        return run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+
+    refusal(verified(lpips_weights="none.pth"), "cannot read verify.lpips_weights", "none.pth")
+    assert not (tmp_path / "cache").exists()
+    missed = verified(lpips_weights=str(alexnet), max_lpips=1e-12)
+    assert missed.exit_code == 1 and "gate missed: mean LPIPS of the samples" in missed.output
+    passed = verified(lpips_weights=str(alexnet), max_lpips=1)
+    assert passed.exit_code == 0 and "LPIPS of the samples" in passed.output, passed.output
+    assert reused(passed)["verify"]
+    quality = read_manifest(tmp_path / "bundle").quality
+    assert 0 < quality.lpips <= quality.lpips_worst < 1
+
+
 def test_feature_distance_is_that_of_unit_vectors():
     x = torch.tensor([[3.0, 0.0], [0.0, 2.0]])
     assert feature_distance(x, 5 * x) == 0

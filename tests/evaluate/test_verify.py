@@ -108,6 +108,8 @@ def test_fp8_has_room_for_its_coarser_steps_and_a_recipe_decides():
     ("change", "named"),
     [
         ({"psnr": 32.9}, "PSNR of the samples"),
+        ({"lpips": 0.11, "lpips_worst": 0.2}, "mean LPIPS of the samples"),
+        ({"lpips": float("nan"), "lpips_worst": 0.2}, "mean LPIPS of the samples"),
         ({"psnr": math.nan}, "PSNR of the samples"),
         ({"site_sqnr": {"a": [30.0, 14.0], "b": [None, 25.0]}}, "noise of the worst site"),
         ({"site_sqnr": {"b": [None, 25.0], "a": [30.0, math.nan]}}, "noise of the worst site"),

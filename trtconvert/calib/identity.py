@@ -145,20 +145,23 @@ def kernel_cost_hash(section: PlanSection) -> str:
     Raises:
         UserError: they cannot be read.
     """
-    return _plan_file(section, "kernel_cost") or sha256(KERNEL_COST)
+    return named_file("plan.kernel_cost", section.kernel_cost) or sha256(KERNEL_COST)
 
 
-def _plan_file(section: PlanSection, name: str) -> str:
-    """SHA-256 of a file that the section names; empty where it names none."""
-    path: Path | None = getattr(section, name)
+def named_file(field: str, path: Path | None) -> str:
+    """SHA-256 of a file that a recipe's field names; empty where it names none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     try:
         return sha256(path) if path is not None else ""
     except OSError as error:
         raise UserError(
-            f"cannot read plan.{name}",
+            f"cannot read {field}",
             expected="a file; the path is relative to the recipe",
             got=f"{error.strerror}: {path}",
-            remedy=f"correct plan.{name} in the recipe",
+            remedy=f"correct {field} in the recipe",
         ) from error
 
 
@@ -171,7 +174,7 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
         UserError: a file cannot be read, or that function cannot be imported.
     """
     reads = section.model_dump(mode="json", exclude={*PLAN_FILES, "point"})
-    reads |= {name: _plan_file(section, name) for name in PLAN_FILES}
+    reads |= {name: named_file(f"plan.{name}", getattr(section, name)) for name in PLAN_FILES}
     reads["kernel_cost"] = kernel_cost_hash(section)
     if section.features is not None and ":" in section.features:
         reads["extractor"] = function_identity(section.features, import_function(section.features, EXTRACTOR))

@@ -64,6 +64,7 @@ def check_gates(
         db = min((db, layer_db), key=lambda found: (not math.isnan(found), found))
     checks = (
         ("PSNR of the samples, dB", quality.psnr, ">=", section.min_psnr),
+        ("mean LPIPS of the samples", quality.lpips, "<=", section.max_lpips),
         ("signal to quantisation noise of the worst site or layer, dB", db, ">=", section.min_site_sqnr),
         (
             "error of the exported denoiser against the torch reference",

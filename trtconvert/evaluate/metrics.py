@@ -265,7 +265,18 @@ def load_lpips(path: Path) -> LPIPS:
 
 
 def lpips(network: LPIPS, images: Tensor, expected: Tensor) -> Tensor:
-    """Perceptual distance of images in [0, 1]. [N, C, H, W] twice, C 1 or 3 → [N]."""
+    """Perceptual distance of images in [0, 1]. [N, C, H, W] twice, C 1 or 3 → [N].
+
+    Raises:
+        UserError: they have another number of channels.
+    """
+    if images.shape[1] not in (1, 3):
+        raise UserError(
+            "LPIPS cannot compare these samples",
+            expected="grey or colour images, of 1 or 3 channels",
+            got=f"{images.shape[1]} channels",
+            remedy="leave lpips_weights out",
+        )
 
     def prepared(x: Tensor) -> Tensor:
         x = x.float().expand(-1, 3, -1, -1)

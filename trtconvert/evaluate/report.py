@@ -138,6 +138,11 @@ def gates(manifest: Manifest) -> list[Gate]:
             f"{quality.psnr:.1f} dB",
             quality.psnr >= section.min_psnr,
         ),
+        *(
+            [Gate("Images against full precision, LPIPS", f"at most {limit:g}", f"{distance:.4f}", distance <= limit)]
+            if (distance := quality.lpips) is not None and (limit := section.max_lpips) is not None
+            else []
+        ),
         Gate(
             f"Worst attention site, {site} in bin {index}",
             f"at least {section.min_site_sqnr:g} dB",

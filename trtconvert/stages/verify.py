@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtconvert.bundle import QualityRecord
 from trtconvert.cache import Stage
+from trtconvert.calib.identity import named_file
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import (
@@ -54,6 +55,7 @@ def verify_stage(
     recipe, component = build.recipe, component_of(exported)
     section = recipe.verify
     reads = {
+        "lpips": named_file("verify.lpips_weights", section.lpips_weights),
         "onnx": exported.key,
         "reference": reference.key,
         "errors": errors.key,
@@ -111,7 +113,8 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
     reads = {
         "onnx": exported.key,
         "reference": reference.key,
-        "verify": section.model_dump(mode="json", exclude={"min_psnr", "max_prediction_error"}),
+        "verify": section.model_dump(mode="json", exclude=_THRESHOLDS | {"lpips_weights"}),
+        "lpips": named_file("verify.lpips_weights", section.lpips_weights),
         "output": recipe.output.model_dump(mode="json"),
     } | steps.reads()
 
@@ -190,6 +193,10 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
     return build.stage("verify", reads, make)
 
 
+_THRESHOLDS = {"min_psnr", "max_lpips", "max_prediction_error"}
+"""Fields that decide nothing that is measured."""
+
+
 def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor, **measured: Any) -> None:
     """Write the figures of a build, and its samples beside those in full precision.
 
@@ -211,8 +218,19 @@ def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor,
         psnr=float(verify.psnr(int8.flatten()[None], full.flatten()[None])),
         psnr_worst=float(per_sample.min()),
         psnr_worst_seed=section.seed + int(per_sample.argmin()),
+        **_lpips(section.lpips_weights, int8, full),
         **measured,
     )
     (folder / QUALITY).write_text(quality.model_dump_json(indent=1))
     shown = min(recipe.output.grid, section.samples)
     save_comparison(full[:shown], int8[:shown], folder / SAMPLES)
+
+
+def _lpips(weights: Path | None, int8: Tensor, full: Tensor) -> dict[str, float]:
+    """`lpips` and `lpips_worst` of samples [N, C, H, W] in [0, 1]; empty without weights."""
+    if weights is None:
+        return {}
+    from trtconvert.evaluate import metrics
+
+    distances = metrics.lpips(metrics.load_lpips(weights), int8, full)
+    return {"lpips": float(distances.mean()), "lpips_worst": float(distances.max())}
