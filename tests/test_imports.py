@@ -13,7 +13,7 @@ LAYERS: tuple[set[str], ...] = (
     {"cli"},
     {"serving"},
     {"pipeline", "compile", "summary", "doctor", "starter", "optimization"},
-    {"stages"},
+    {"stages", "forecast"},
     {"modiff"},
     {"evaluate"},
     {"calib"},

@@ -164,8 +164,8 @@ STATED = functools.partial(
     tiny_recipe, model={"source": "tiny_layers:build"}, layers={"modes": "static"}, verify={"min_psnr": 1}
 )
 SEARCHED = functools.partial(tiny_recipe, attention={"modes": "auto"}, plan={"samples": 1, "steps": 2, "min_psnr": 10})
-SHOWN = {"trtconvert.progress"}
-"""What may run in a stage and decides nothing: it is given to the stage, and shows how far the stage is."""
+SHOWN = {"trtconvert.progress", "trtconvert.forecast", "trtconvert.pipeline"}
+"""What may run in a stage and decides nothing: it is given to the stage, and shows how far the stage is or what a build takes."""
 
 
 @pytest.mark.slow

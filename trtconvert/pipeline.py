@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtconvert import bundle
 from trtconvert.bundle import ComponentRecord, Manifest, QualityRecord
@@ -55,6 +56,10 @@ from trtconvert.stages.search import search_stage
 from trtconvert.stages.steps import steps_stage
 from trtconvert.stages.verify import verify_stage
 from trtconvert.weights.lora_files import left_over
+
+if TYPE_CHECKING:
+    from trtconvert.calib.calibrate import Parts
+    from trtconvert.diffusion_model import DiffusionModel
 
 PIPELINE = "pipeline"
 """Folder of a bundle with what a pipeline needs beside its models."""
@@ -119,7 +124,12 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
                     "GPUs again",
                 )
 
-    asked = Build(recipe, weights, place, cache, report, skip_bad)
+    def timed(model: DiffusionModel, parts: Parts) -> DiffusionModel:
+        from trtconvert.forecast import with_forecast
+
+        return with_forecast(recipe, place, report, model, parts)
+
+    asked = Build(recipe, weights, place, cache, report, skip_bad, timed)
     with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
         made = _run_stages(asked, backend, output)
         with report.stage("bundle"):

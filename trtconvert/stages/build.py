@@ -17,6 +17,7 @@ from trtconvert.recipe import Recipe
 from trtconvert.stages.common import run_stage
 
 if TYPE_CHECKING:
+    from trtconvert.calib.calibrate import Parts
     from trtconvert.models import DiffusionModel
     from trtconvert.progress import Bar, Reporter
 
@@ -63,6 +64,7 @@ class Build:
         cache: where stages are kept.
         report: told how they go.
         skip_bad: leave bad calibration samples out.
+        timed: gives the model for the calibration of these parts; its first drawing tells what the build will take.
     """
 
     recipe: Recipe
@@ -71,6 +73,7 @@ class Build:
     cache: Cache
     report: Reporter
     skip_bad: bool = False
+    timed: Callable[[DiffusionModel, Parts], DiffusionModel] = lambda model, _: model
 
     @cached_property
     def source(self) -> Source:

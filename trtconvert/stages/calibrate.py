@@ -69,7 +69,7 @@ def calibrate_stage(build: Build) -> Calibrated:
             work = observations_folder(build.cache, recipe, weights, build.place)
             with one_at_a_time(work):
                 made = calibrate(
-                    source, recipe.calibration, weights, parts.sites, work, bar, skip_bad=build.skip_bad,
+                    build.timed(source, parts), recipe.calibration, weights, parts.sites, work, bar, skip_bad=build.skip_bad,
                     layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
                 )  # fmt: skip
                 shutil.rmtree(work)

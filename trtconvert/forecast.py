@@ -1,0 +1,138 @@
+"""What a build will take, said as it begins: its calls of the denoiser are counted, and the first of them are timed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from trtconvert.calib.calibrate import Parts
+from trtconvert.calib.plan import BISECTIONS, FRONTIER_DB
+from trtconvert.calib.sensitivity import MOST_EXACT, PROBES_FORWARDS
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
+from trtconvert.models.drawings import CountedDenoiser
+from trtconvert.models.placed import Place
+from trtconvert.progress import Reporter
+from trtconvert.recipe import Recipe
+
+OBSERVED = {"cpu": 1.0, "cuda": 3.0}
+"""Calls in full precision that take as long as one whose ranges are observed, by device; docs/builds.md compares."""
+
+IN_INT8 = {"cpu": 3.0, "cuda": 1.7}
+"""Calls in full precision that take as long as one in INT8: on a CPU by the specification, on a GPU by the kernels in torch."""
+
+FIXED_PLANS = 6
+"""Plans without a search that are sampled beside those of the search, about."""
+
+LEAST_SECONDS = 60.0
+"""A build that takes less says nothing of its time."""
+
+_FIRST, _LAST = 1, 3
+"""The calls of a drawing between whose ends is timed: the first one of all sets up kernels."""
+
+
+def forecast(recipe: Recipe, device: str, choices: int, step: float) -> dict[str, float]:
+    """Seconds of the stages that draw samples; those of data that is not drawn are left out.
+
+    Args:
+        device: "cpu" or "cuda".
+        choices: of sites and layers, that a search measures.
+        step: seconds of one denoising step of one sample, in full precision.
+    """
+    verify, plan, bins = recipe.verify, recipe.plan, recipe.calibration.bins
+    observed, in_int8 = OBSERVED[device], IN_INT8[device]
+    steps = dict[str, float]()
+    if recipe.calibration.data == "denoise":
+        passes = 1 if recipe.calibration.statistic == "batch-max" else 2
+        steps["calibration"] = recipe.calibration.samples * recipe.calibration.steps * passes * observed
+    if recipe.attention.modes == "auto":
+        exact = plan.sensitivity == "exact" or (plan.sensitivity == "auto" and choices <= MOST_EXACT)
+        measured = 1 + (choices if exact else PROBES_FORWARDS) + bins + 1
+        sampled = FIXED_PLANS + len(FRONTIER_DB) + BISECTIONS
+        steps["the search"] = plan.samples * plan.steps * (measured + sampled * in_int8)
+    if recipe.steps.computed != "all":
+        from trtconvert.calib.reuse import drawings
+
+        drawn = drawings(recipe.steps.calibrated, recipe.steps.computed == "auto")
+        steps["the choice of steps"] = recipe.steps.samples * recipe.steps.calibrated * drawn * in_int8
+    steps["verification"] = (1 + in_int8) * verify.samples * verify.steps
+    return {name: count * step for name, count in steps.items()}
+
+
+def with_forecast(
+    recipe: Recipe, place: Place, report: Reporter, model: DiffusionModel, parts: Parts
+) -> DiffusionModel:
+    """The model, whose first drawing, that of the calibration, is timed: then it is said what the build will take.
+
+    Args:
+        parts: what is converted.
+    """
+    searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
+    sources = {layer.source for layer in parts.layers}
+    choices = len(parts.sites) * len(recipe.plan.candidates) + len(sources) * searched
+
+    def tell(step: float) -> None:
+        found = forecast(recipe, place.device, choices, step / OBSERVED[place.device])
+        if (total := sum(found.values())) < LEAST_SECONDS:
+            return
+        parts_of_it = ", ".join(f"{name} {_words(seconds)}" for name, seconds in found.items())
+        report.notice(
+            f"about {_words(total)} by the first calls: {parts_of_it}{_memory(place)}; export, the pipeline's other models and "
+            "engines come on top"
+        )
+
+    return replace(model, sample=_Timed(model.sample, tell))
+
+
+def _words(seconds: float) -> str:
+    """A time as people say it."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _memory(place: Place) -> str:
+    """What a call takes of a GPU's memory."""
+    if not place.on_gpu:
+        return ""
+    import torch
+
+    most, all_of_it = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    return (
+        f"; a call takes {most / 2**30:.1f} of the GPU's {all_of_it / 2**30:.0f} GiB, a call of a search by probes more"
+    )
+
+
+class _Timed:
+    """A sampler that tells, once, the seconds of a denoising step of one sample."""
+
+    def __init__(self, sampler: Sampler, tell: Callable[[float], None]) -> None:
+        self._sampler, self._tell = sampler, tell
+        self._told = False
+
+    def __call__(self, denoiser: Denoiser, seeds: Sequence[int], *, steps: int, **named: Any) -> Tensor:
+        if self._told:
+            return self._sampler(denoiser, seeds, steps=steps, **named)
+        batch = getattr(self._sampler, "batch", None)
+        chunks = math.ceil(len(seeds) / batch) if isinstance(batch, int) and batch > 0 else 1
+        ends: list[float] = []
+
+        def called() -> None:
+            if self._told:
+                return
+            ends.append(time.perf_counter())
+            if len(ends) > _LAST:
+                self._told = True
+                self._tell((ends[_LAST] - ends[_FIRST]) / (_LAST - _FIRST) * chunks / len(seeds))
+
+        return self._sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
