@@ -1,11 +1,13 @@
-"""Attention sites: every call of `scaled_dot_product_attention` in a model, named by the module that makes it.
+"""Attention sites: every call of `scaled_dot_product_attention` in a model, and attention that it writes out in several calls (see
+`trtconvert.unfused`), named by the module that makes it.
 
 One handler decides what happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,12 +18,21 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
+from trtconvert.unfused import Softmax, UnfusedAttention, left_softmax, unfused_attention
 
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
 
+MOST_HEADS = 256
+"""Heads that share an axis with the samples, at most, where a model does not show how many it merged: beyond are windows, places or
+frames, whose number follows the size."""
+
 MAX_BATCH = 65_535
 """Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
+
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""By how much of its norm attention that is written out may differ from a call of `scaled_dot_product_attention`, which sums in
+another order and rounds scores and probabilities less."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class SiteCall:
         obstacle: why this call cannot become INT8 attention; empty when it can.
         exact: computes the call as the model wrote it, with its own head size.
         folds: neighbouring elements of the batch that belong to one sample: its frames, windows or places.
+        softmax: of attention that the model writes out; None of calls of `scaled_dot_product_attention`.
+        split: whether samples and heads shared an axis in the model.
     """
 
     name: str
@@ -50,11 +63,13 @@ class SiteCall:
     obstacle: str
     exact: Callable[[], Tensor]
     folds: int = 1
+    softmax: Softmax | None = None
+    split: bool = False
 
 
 @dataclass(frozen=True)
 class Site:
-    """What is known of a site without running it. `obstacle` and `folds` as in `SiteCall`."""
+    """What is known of a site without running it. `obstacle`, `folds` and `split` as in `SiteCall`."""
 
     name: str
     heads: int
@@ -66,6 +81,7 @@ class Site:
     key_tokens: int
     obstacle: str = ""
     folds: int = 1
+    split: bool = False
 
 
 Handler = Callable[[SiteCall], Tensor]
@@ -78,7 +94,23 @@ def attention_hooks(handler: Handler) -> Hooks:
         call = _call(caller, *args, **named)
         return own_channels(handler(call), named["value"] if "value" in named else args[2])
 
-    return {scaled_dot_product_attention: attend}
+    def attend_unfused(caller: Caller, args: tuple[UnfusedAttention], named: dict[str, Any]) -> Tensor:
+        (attention,) = args
+        made: list[Tensor] = []
+
+        def exact() -> Tensor:
+            made[:] = (written := attention.written(), _with_heads(written, heads) if split else written)
+            return made[1]
+
+        heads, obstacle = _heads_of(attention, caller.timestep.shape[0])
+        split = attention.query.dim() == 3 and not obstacle
+        call = _unfused_call(caller, attention, heads, obstacle, split, exact)
+        output = own_channels(handler(call), attention.value)
+        if made and output is made[1]:
+            return made[0]
+        return output.flatten(0, 1) if split else output
+
+    return {scaled_dot_product_attention: attend, unfused_attention: attend_unfused}
 
 
 def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +171,54 @@ def _call(
     )
 
 
+def _heads_of(attention: UnfusedAttention, batch: int) -> tuple[int, str]:
+    """How many heads share an axis with the samples, and why that cannot be told; empty where it can."""
+    q, k, v = attention.query, attention.key, attention.value
+    if q.dim() != 3:
+        return q.shape[1], ""
+    rows, heads = q.shape[0], attention.heads
+    if any(x.shape[0] != rows for x in (k, v)):
+        return 0, "its samples share keys"
+    if heads is None:
+        if rows % batch or rows // batch > MOST_HEADS:
+            return 0, f"it has {rows} rows, which {batch} samples do not come to with up to {MOST_HEADS} heads"
+        heads = rows // batch
+    return heads, ""
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    """[B·H, M, N] as [B, H, M, N]; [1, M, N], which broadcasts, as [1, 1, M, N]."""
+    return x.unsqueeze(1) if x.shape[0] == 1 or heads == 1 else x.unflatten(0, (-1, heads))
+
+
+def _unfused_call(
+    caller: Caller, attention: UnfusedAttention, heads: int, obstacle: str, split: bool, exact: Callable[[], Tensor]
+) -> SiteCall:
+    timestep, batch = caller.timestep, caller.timestep.shape[0]
+    q, k, v, mask = attention.query, attention.key, attention.value, attention.mask
+    if split:
+        q, k, v = (_with_heads(x, heads) for x in (q, k, v))
+        mask = None if mask is None else _with_heads(mask, heads)
+    folds = 1
+    if not obstacle:
+        folds = folds_of(q, k, v, batch)
+        q, k, v, obstacle = taken(q, k, v, 0.0, False, folds)
+    return SiteCall(
+        caller.name("attention"),
+        q,
+        k,
+        v,
+        mask,
+        attention.scale,
+        timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
+        obstacle,
+        exact,
+        max(folds, 1),
+        attention.softmax,
+        split and heads != 1,
+    )
+
+
 def folds_of(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
     """How many elements of the attention's batch each sample has; 0 where samples have no such number, or share keys."""
     elements = q.shape[0]
@@ -186,6 +266,8 @@ def find_sites(
     """
     found: dict[str, Site] = {}
     seen: dict[str, Tensor] = {}
+    softmaxes: dict[str, Softmax] = {}
+    left: list[Softmax] = []
 
     def handler(call: SiteCall) -> Tensor:
         keys, values = call.k.shape[-2], call.v.shape[-2]
@@ -208,26 +290,69 @@ def find_sites(
             call.k.shape[-2],
             call.obstacle or too_many(call.q.shape[0]),
             call.folds,
+            call.split,
         )
-        if call.folds > 1 and not call.obstacle:
+        if (call.folds > 1 or call.split) and not call.obstacle:
             seen[call.name] = _signature(call)
+        if call.softmax is None:
+            return call.exact()
+        softmaxes[call.name] = call.softmax
+        if not call.softmax.reason and not found[call.name].obstacle:
+            call.softmax.reason = _difference(call, output := call.exact())
+            return output
         return call.exact()
 
     def compare(call: SiteCall) -> Tensor:
         if call.name in seen:
             difference = (_signature(call) - seen[call.name]).abs().amax(1)
             if (difference[: -call.folds] > 1e-3 * seen[call.name].abs().max()).any():
-                mixed = "frames or windows of its samples do not lie side by side in its batch"
+                what = "heads" if call.split else "frames or windows"
+                mixed = f"{what} of its samples do not lie side by side in its batch"
                 found[call.name] = replace(found[call.name], obstacle=mixed)
         return call.exact()
 
     with torch.no_grad():
-        hooks = {**attention_hooks(handler), **(also or {})}
+        hooks = {**attention_hooks(handler), **_note_left(left), **(also or {})}
         InterceptedDenoiser(denoiser, inputs, timestep_input, hooks)(*inputs.values())
+        for name, softmax in softmaxes.items():
+            found[name] = replace(found[name], obstacle=found[name].obstacle or softmax.obstacle)
         if seen and samples_of(inputs, timestep_input) > 1:
             others = _with_another_last_sample(inputs, timestep_input)
             InterceptedDenoiser(denoiser, inputs, timestep_input, attention_hooks(compare))(*others.values())
-    return list(found.values())
+    return [*found.values(), *_left_sites(left, found)]
+
+
+def _note_left(left: list[Softmax]) -> Hooks:
+    def note(caller: Caller, args: tuple[Softmax], named: dict[str, Any]) -> None:
+        left.extend(args)
+
+    return {left_softmax: note}
+
+
+def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Site]:
+    """Attention that a model writes out in a way that is not followed, named by the module of its softmax, beside other sites."""
+    names = Counter(name.partition("#")[0] for name in found)
+    for softmax in left:
+        name = softmax.module or "denoiser"
+        names[name] += 1
+        *lead, queries, keys = softmax.shape
+        heads = lead[-1] if len(lead) > 1 else 1
+        site = name if names[name] == 1 else f"{name}#{names[name]}"
+        yield Site(site, heads, heads, 0, 1.0, False, queries, keys, softmax.reason)
+
+
+def _difference(call: SiteCall, output: Tensor) -> str:
+    """Why the attention that a model writes out is not that of a call; empty where it is, to the model's type."""
+    grouped = call.q.shape[1] != call.k.shape[1]
+    fused = scaled_dot_product_attention(call.q, call.k, call.v, call.mask, scale=call.scale, enable_gqa=grouped)
+    fused = own_channels(fused, output)
+    if call.mask is not None and call.mask.dtype == torch.bool:  # rows without keys are of no use to any model
+        some = call.mask.any(-1, keepdim=True)
+        fused, output = (torch.where(some, x, 0) for x in (fused, output))
+    error = torch.linalg.vector_norm(fused.double() - output.double()) / torch.linalg.vector_norm(output.double())
+    if error <= _ROUNDING.get(output.dtype, 0.0) or not output.any():
+        return ""
+    return f"it differs from softmax(q·kᵀ)·v by {error:.2g} of its norm"
 
 
 def too_many(elements: int) -> str:

@@ -1,0 +1,246 @@
+"""Follows the calls of a forward from products of queries and keys to products with values; see `trtconvert.unfused`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trtconvert.unfused.layout import Layout
+from trtconvert.unfused.products import PRODUCTS, Product, product_of
+from trtconvert.unfused.steps import (
+    OF_FIRST,
+    OF_SHAPES,
+    STEPS,
+    Known,
+    Largest,
+    NotAttention,
+    Probabilities,
+    Scores,
+    Softmax,
+    Step,
+    Unlike,
+)
+
+_SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax}
+
+_RESHAPES = {Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, torch.flatten}
+
+_FARTHEST = 3
+"""Calls that are not followed, after which a tensor is no longer taken for scores or probabilities."""
+
+
+@dataclass(frozen=True)
+class UnfusedAttention:
+    """A product of probabilities and values, and what it follows from.
+
+    Attributes:
+        query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H; or [B·H, Nq, D], … where samples
+            and heads share an axis. Of one type.
+        heads: how many share it; None where nothing tells.
+        mask: broadcastable to the scores; boolean, true where they count, or added to them; or None.
+        scale: factor of the scores.
+        softmax: which one.
+        written: computes the product as the model wrote it, with the axes of the queries.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: int | None
+    mask: Tensor | None
+    scale: float
+    softmax: Softmax
+    written: Callable[[], Tensor]
+
+
+def unfused_attention(attention: UnfusedAttention) -> Tensor:
+    """The attention as the model wrote it. Hooks of this function compute it in another way, see `trtconvert.interception`."""
+    return attention.written()
+
+
+def left_softmax(softmax: Softmax) -> None:
+    """Hooks of this function are told, at the end of a forward, of each softmax beside a product that is not handed over."""
+
+
+Proceed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Computes a call as it is: function, positional and named arguments."""
+
+
+class Unfused:
+    """Follows the calls of one forward.
+
+    Args:
+        attend: computes an attention; what `written` gave leaves it as it is, to the bit.
+        module: path of the module that is running.
+    """
+
+    def __init__(self, attend: Callable[[UnfusedAttention], Tensor], module: Callable[[], str] = lambda: "") -> None:
+        self._attend, self._module = attend, module
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._merged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Of tensors of three axes, the shapes of four that they were made of."""
+        self._softmaxes: list[Softmax] = []
+
+    def __call__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed
+    ) -> Any:
+        """One call of the forward."""
+        if func in PRODUCTS:
+            return self._multiply(func, args, named, proceed)
+        result = None
+        if func in _SOFTMAXES:
+            return self._softmax(func, args, named, proceed(func, args, named))
+        step = STEPS.get(func) if self._known else None
+        known = None if step is None else self._stepped(step, args, named)
+        result = proceed(func, args, named)
+        if func in _RESHAPES and args[0].dim() == 4 and result.dim() == 3:
+            self._merged[result] = tuple(args[0].shape)
+        if known is not None:
+            self._known[result if isinstance(result, Tensor) else result[0]] = known
+        elif self._known:
+            self._read(func, args, named, result)
+        return result
+
+    def left(self) -> list[Softmax]:
+        """At the end of a forward, each softmax beside a product that was not handed over, with the reason."""
+        left = [softmax for softmax in self._softmaxes if not softmax.handed_over]
+        for softmax in left:
+            others = f", but {softmax.readers[0]}" if softmax.readers else ""
+            softmax.reason = softmax.reason or f"no product with values follows its softmax{others}"
+        return left
+
+    def _of(self, x: Any) -> Known | None:
+        return self._known.get(x) if isinstance(x, Tensor) else None
+
+    def _stepped(self, step: Step, args: tuple[Any, ...], named: dict[str, Any]) -> Known | None:
+        known = [self._of(x) for x in args]
+        if not any(known):
+            return None
+        try:
+            return step(known, args, named)
+        except NotAttention as reason:
+            of = next(x for x in known if x is not None)
+            return Unlike(str(reason), of.readers, getattr(of, "softmax", None))
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        """A call that is not followed reads what is known, or writes to it."""
+        if func in OF_SHAPES:
+            return
+        results = [x for x in _each([result]) if isinstance(x, Tensor)]
+        name = _name_of(func)
+        writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+        for place, x in enumerate(_each([*args, *named.values()])):
+            known = self._of(x)
+            if known is None or not (results or writes) or (place and func in OF_FIRST):
+                continue
+            calls, reason = (known.calls, known.reason) if isinstance(known, Unlike) else (0, "")
+            softmax = None if isinstance(known, (Scores, Largest)) else known.softmax
+            between = "softmax and the product with values" if softmax else "product of queries and keys and its softmax"
+            found = Unlike(reason or f"{name} stands between its {between}", known.readers, softmax, calls + 1)
+            known.readers.append(name)
+            for other in [x, *results] if writes else results:
+                if (writes or calls < _FARTHEST) and other.shape == x.shape:
+                    self._known[other] = found
+
+    # Softmax and products -------------------------------------------------------------------------------------------
+
+    def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Tensor) -> Tensor:
+        given = dict(zip(("input", "dim"), args, strict=False)) | named
+        known, dim = self._of(given["input"]), given.get("dim")
+        if result.dim() < 3 or not isinstance(dim, int):
+            if self._known:
+                self._read(func, args, named, result)
+            return result
+        softmax = Softmax(self._module(), tuple(result.shape))
+        if isinstance(known, Scores):
+            softmax.readers = known.readers
+            self._softmaxes.append(softmax)
+            key = known.axes[dim]
+            if (key in known.of[0]) != (key in known.of[1]):
+                self._known[result] = Probabilities(known, key, known.axes, softmax)
+            else:
+                reason = "its softmax is over samples or heads, not over keys"
+                self._known[result] = Unlike(reason, known.readers, softmax)
+        else:
+            before = isinstance(known, Unlike) and known.softmax is None
+            reason = known.reason if before else "no product of queries and keys of one sample comes before its softmax"
+            self._known[result] = Unlike(reason, softmax.readers, softmax)
+        return result
+
+    def _multiply(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed
+    ) -> Tensor:
+        def written() -> Tensor:
+            return proceed(func, args, named)
+
+        product = product_of(func, args, named)
+        factors = product.factors if product is not None else ()
+        for place, x in enumerate(factors):
+            known = self._of(x)
+            if product is not None and isinstance(known, Probabilities):
+                return self._with_values(product, place, known, written)
+            if isinstance(known, Unlike) and known.softmax is not None:
+                self._leave(known.softmax, known.reason)
+                return written()
+        result = written()
+        if self._known:
+            self._read(func, args, named, result)
+        if product is not None and product.is_of_samples:
+            scores = Scores(product.factors, product.of, product.result)
+            try:
+                scores = scores.times(product.alpha)
+                self._known[result] = scores if product.added is None else scores.marked("add", *product.added)
+            except NotAttention as reason:
+                self._known[result] = Unlike(str(reason), scores.readers)
+        return result
+
+    def _leave(self, softmax: Softmax, reason: str) -> None:
+        softmax.reason = softmax.reason or reason
+        if softmax not in self._softmaxes:
+            self._softmaxes.append(softmax)
+
+    def _with_values(
+        self, product: Product, place: int, probabilities: Probabilities, written: Callable[[], Tensor]
+    ) -> Tensor:
+        values, scores, softmax = product.factors[1 - place], probabilities.scores, probabilities.softmax
+        try:
+            layout = Layout.of(product, place, probabilities)
+            q, k, v = layout.tensors(scores, values)
+            mask = layout.mask(scores.marks, q.dtype)
+        except NotAttention as reason:
+            self._leave(softmax, str(reason))
+            return written()
+        made: list[Tensor] = []
+
+        def in_order() -> Tensor:
+            made[:] = (result := written(), layout.in_order(result))
+            return made[1]
+
+        softmax.handed_over = True
+        heads = None
+        if q.dim() == 3:
+            shapes = (self._merged.get(x) for x in (*scores.factors, values))
+            heads = next((shape[1] for shape in shapes if shape is not None), None)
+        output = self._attend(UnfusedAttention(q, k, v, heads, mask, scores.scale, softmax, in_order))
+        return made[0] if made and output is made[1] else layout.as_written(output)
+
+
+def _each(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those of lists among them."""
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """As people know a function of torch; of an attribute the attribute's."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
