@@ -23,10 +23,6 @@ from trtconvert.unfused import Softmax, UnfusedAttention, left_softmax, unfused_
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
 
-MOST_HEADS = 256
-"""Heads that share an axis with the samples, at most, where a model does not show how many it merged: beyond are windows, places or
-frames, whose number follows the size."""
-
 MAX_BATCH = 65_535
 """Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
 
@@ -96,19 +92,7 @@ def attention_hooks(handler: Handler) -> Hooks:
 
     def attend_unfused(caller: Caller, args: tuple[UnfusedAttention], named: dict[str, Any]) -> Tensor:
         (attention,) = args
-        made: list[Tensor] = []
-
-        def exact() -> Tensor:
-            made[:] = (written := attention.written(), _with_heads(written, heads) if split else written)
-            return made[1]
-
-        heads, obstacle = _heads_of(attention, caller.timestep.shape[0])
-        split = attention.query.dim() == 3 and not obstacle
-        call = _unfused_call(caller, attention, heads, obstacle, split, exact)
-        output = own_channels(handler(call), attention.value)
-        if made and output is made[1]:
-            return made[0]
-        return output.flatten(0, 1) if split else output
+        return own_channels(handler(_unfused_call(caller, attention)), attention.value)
 
     return {scaled_dot_product_attention: attend, unfused_attention: attend_unfused}
 
@@ -171,34 +155,9 @@ def _call(
     )
 
 
-def _heads_of(attention: UnfusedAttention, batch: int) -> tuple[int, str]:
-    """How many heads share an axis with the samples, and why that cannot be told; empty where it can."""
-    q, k, v = attention.query, attention.key, attention.value
-    if q.dim() != 3:
-        return q.shape[1], ""
-    rows, heads = q.shape[0], attention.heads
-    if any(x.shape[0] != rows for x in (k, v)):
-        return 0, "its samples share keys"
-    if heads is None:
-        if rows % batch or rows // batch > MOST_HEADS:
-            return 0, f"it has {rows} rows, which {batch} samples do not come to with up to {MOST_HEADS} heads"
-        heads = rows // batch
-    return heads, ""
-
-
-def _with_heads(x: Tensor, heads: int) -> Tensor:
-    """[B·H, M, N] as [B, H, M, N]; [1, M, N], which broadcasts, as [1, 1, M, N]."""
-    return x.unsqueeze(1) if x.shape[0] == 1 or heads == 1 else x.unflatten(0, (-1, heads))
-
-
-def _unfused_call(
-    caller: Caller, attention: UnfusedAttention, heads: int, obstacle: str, split: bool, exact: Callable[[], Tensor]
-) -> SiteCall:
+def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
     timestep, batch = caller.timestep, caller.timestep.shape[0]
-    q, k, v, mask = attention.query, attention.key, attention.value, attention.mask
-    if split:
-        q, k, v = (_with_heads(x, heads) for x in (q, k, v))
-        mask = None if mask is None else _with_heads(mask, heads)
+    q, k, v, obstacle = attention.query, attention.key, attention.value, attention.obstacle
     folds = 1
     if not obstacle:
         folds = folds_of(q, k, v, batch)
@@ -208,14 +167,14 @@ def _unfused_call(
         q,
         k,
         v,
-        mask,
+        attention.mask,
         attention.scale,
         timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
         obstacle,
-        exact,
+        attention.written,
         max(folds, 1),
         attention.softmax,
-        split and heads != 1,
+        attention.split,
     )
 
 

@@ -35,28 +35,34 @@ _FARTHEST = 3
 """Calls that are not followed, after which a tensor is no longer taken for scores or probabilities."""
 
 
+MOST_HEADS = 256
+"""Heads that share an axis with the samples, at most, where nothing tells how many a model merged: beyond are windows, places or
+frames, whose number follows the size."""
+
+
 @dataclass(frozen=True)
 class UnfusedAttention:
     """A product of probabilities and values, and what it follows from.
 
     Attributes:
-        query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H; or [B·H, Nq, D], … where samples
-            and heads share an axis. Of one type.
-        heads: how many share it; None where nothing tells.
-        mask: broadcastable to the scores; boolean, true where they count, or added to them; or None.
+        query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H; of one type.
+        mask: broadcastable to [B, H, Nq, Nk]; boolean, true where scores count, or added to them; or None.
         scale: factor of the scores.
         softmax: which one.
-        written: computes the product as the model wrote it, with the axes of the queries.
+        written: computes the product as the model wrote it, [B, H, Nq, Dv].
+        split: whether samples and heads shared an axis.
+        obstacle: why they cannot be told apart; then they still share it, [B·H, Nq, D] and so on. Empty where they can.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    heads: int | None
     mask: Tensor | None
     scale: float
     softmax: Softmax
     written: Callable[[], Tensor]
+    split: bool = False
+    obstacle: str = ""
 
 
 def unfused_attention(attention: UnfusedAttention) -> Tensor:
@@ -77,11 +83,14 @@ class Unfused:
 
     Args:
         attend: computes an attention; what `written` gave leaves it as it is, to the bit.
+        samples: of the forward.
         module: path of the module that is running.
     """
 
-    def __init__(self, attend: Callable[[UnfusedAttention], Tensor], module: Callable[[], str] = lambda: "") -> None:
-        self._attend, self._module = attend, module
+    def __init__(
+        self, attend: Callable[[UnfusedAttention], Tensor], samples: int, module: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._attend, self._samples, self._module = attend, samples, module
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._merged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Of tensors of three axes, the shapes of four that they were made of."""
@@ -216,19 +225,46 @@ class Unfused:
         except NotAttention as reason:
             self._leave(softmax, str(reason))
             return written()
+        heads, obstacle = 0, ""
+        if q.dim() == 3:
+            shapes = (self._merged.get(x) for x in (*scores.factors, values))
+            heads = next((shape[1] for shape in shapes if shape is not None), 0)
+            heads, obstacle = self._heads_of(q, k, v, heads)
         made: list[Tensor] = []
 
         def in_order() -> Tensor:
-            made[:] = (result := written(), layout.in_order(result))
+            made[:] = (result := written(), _with_heads(layout.in_order(result), heads))
             return made[1]
 
         softmax.handed_over = True
-        heads = None
-        if q.dim() == 3:
-            shapes = (self._merged.get(x) for x in (*scores.factors, values))
-            heads = next((shape[1] for shape in shapes if shape is not None), None)
-        output = self._attend(UnfusedAttention(q, k, v, heads, mask, scores.scale, softmax, in_order))
-        return made[0] if made and output is made[1] else layout.as_written(output)
+        q, k, v = (_with_heads(x, heads) for x in (q, k, v))
+        mask = None if mask is None else _with_heads(mask, heads)
+        output = self._attend(
+            UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, split=heads > 1, obstacle=obstacle)
+        )
+        if made and output is made[1]:
+            return made[0]
+        return layout.as_written(output.flatten(0, 1) if heads else output)
+
+    def _heads_of(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[int, str]:
+        """How many heads share an axis with the samples, and why that cannot be told; empty where it can.
+
+        Args:
+            heads: by what the model merged; 0 where nothing tells.
+        """
+        rows = q.shape[0]
+        if any(x.shape[0] != rows for x in (k, v)):
+            return 0, "its samples share keys"
+        if not heads and (rows % self._samples or rows // self._samples > MOST_HEADS):
+            return 0, f"its {rows} rows are not {self._samples} samples of up to {MOST_HEADS} heads"
+        return heads or rows // self._samples, ""
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    """[B·H, M, N] as [B, H, M, N], and [1, M, N], which broadcasts, as [1, 1, M, N]; as it is where heads are 0."""
+    if not heads:
+        return x
+    return x.unsqueeze(1) if x.shape[0] == 1 or heads == 1 else x.unflatten(0, (-1, heads))
 
 
 def _each(values: Iterable[Any]) -> Iterator[Any]:
