@@ -65,7 +65,7 @@ class SiteCall:
 
 @dataclass(frozen=True)
 class Site:
-    """What is known of a site without running it. `obstacle`, `folds` and `split` as in `SiteCall`."""
+    """What is known of a site without running it. `obstacle` and `folds` as in `SiteCall`; unfused: the model writes it out."""
 
     name: str
     heads: int
@@ -77,7 +77,7 @@ class Site:
     key_tokens: int
     obstacle: str = ""
     folds: int = 1
-    split: bool = False
+    unfused: bool = False
 
 
 Handler = Callable[[SiteCall], Tensor]
@@ -249,7 +249,7 @@ def find_sites(
             call.k.shape[-2],
             call.obstacle or too_many(call.q.shape[0]),
             call.folds,
-            call.split,
+            call.softmax is not None,
         )
         if (call.folds > 1 or call.split) and not call.obstacle:
             seen[call.name] = _signature(call)
@@ -297,7 +297,7 @@ def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Sit
         *lead, queries, keys = softmax.shape
         heads = lead[-1] if len(lead) > 1 else 1
         site = name if names[name] == 1 else f"{name}#{names[name]}"
-        yield Site(site, heads, heads, 0, 1.0, False, queries, keys, softmax.reason)
+        yield Site(site, heads, heads, 0, 1.0, False, queries, keys, softmax.reason, unfused=True)
 
 
 def _difference(call: SiteCall, output: Tensor) -> str:
@@ -341,9 +341,10 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
     if not sites:
         raise UserError(
             "no attention was found in the model",
-            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward",
+            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward, or softmax(q·kᵀ)·v by matmul, bmm, "
+            "baddbmm or einsum",
             got="none",
-            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a hand-written softmax or another kernel",
+            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a kernel of another library",
         )
     names = [site.name for site in sites]
     for pattern in [*include, *exclude]:
