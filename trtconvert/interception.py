@@ -95,7 +95,9 @@ class Interception(TorchFunctionMode):
     def __init__(self, model: nn.Module, hooks: Hooks, timestep: Tensor) -> None:
         super().__init__()
         self._hooks, self._caller = hooks, Caller(model, timestep)
-        self._unfused = Unfused(self._attend, timestep.shape[0], self._caller.module) if unfused_attention in hooks else None
+        self._unfused = (
+            Unfused(self._attend, timestep.shape[0], self._caller.module) if unfused_attention in hooks else None
+        )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if self._unfused is None:

@@ -140,9 +140,7 @@ class Site:
     def attend_unfused(self, number: int, attention: UnfusedAttention) -> Tensor:
         """Attention that the module writes out, likewise."""
         tensors = (attention.query, attention.key, attention.value)
-        return self._computed(
-            number, tensors, attention.mask, attention.scale, attention.obstacle, attention.written
-        )
+        return self._computed(number, tensors, attention.mask, attention.scale, attention.obstacle, attention.written)
 
     def _computed(
         self,

@@ -96,9 +96,7 @@ class Unfused:
         """Of tensors of three axes, the shapes of four that they were made of."""
         self._softmaxes: list[Softmax] = []
 
-    def __call__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed
-    ) -> Any:
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed) -> Any:
         """One call of the forward."""
         if func in PRODUCTS:
             return self._multiply(func, args, named, proceed)
@@ -150,16 +148,21 @@ class Unfused:
                 continue
             calls, reason = (known.calls, known.reason) if isinstance(known, Unlike) else (0, "")
             softmax = None if isinstance(known, (Scores, Largest)) else known.softmax
-            between = "softmax and the product with values" if softmax else "product of queries and keys and its softmax"
+            between = (
+                "softmax and the product with values" if softmax else "product of queries and keys and its softmax"
+            )
             found = Unlike(reason or f"{name} stands between its {between}", known.readers, softmax, calls + 1)
-            known.readers.append(name)
+            if not isinstance(known, Unlike):
+                known.readers.append(name)
             for other in [x, *results] if writes else results:
-                if (writes or calls < _FARTHEST) and other.shape == x.shape:
+                if other is x or (other.dim() >= 3 and calls < _FARTHEST):
                     self._known[other] = found
 
     # Softmax and products -------------------------------------------------------------------------------------------
 
-    def _softmax(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Tensor) -> Tensor:
+    def _softmax(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Tensor
+    ) -> Tensor:
         given = dict(zip(("input", "dim"), args, strict=False)) | named
         known, dim = self._of(given["input"]), given.get("dim")
         if result.dim() < 3 or not isinstance(dim, int):

@@ -304,9 +304,7 @@ STEPS: Mapping[Callable[..., Any], Step] = {
         _divided,
     ),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), _added),
-    **dict.fromkeys(
-        (torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__), _subtracted
-    ),
+    **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__), _subtracted),
     **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), _filled),
     torch.where: _where,
     Tensor.where: _where_method,
