@@ -1,5 +1,5 @@
-"""Attention that models write out: every form is found, is computed to the bit where it is left, and is the same attention where it
-is handed over; what cannot be handed over is named with the reason."""
+"""Attention that models write out: every form is found, keeps its bits where it is left, and is the same attention where it is
+handed over; what cannot be handed over is named with the reason."""
 
 from __future__ import annotations
 

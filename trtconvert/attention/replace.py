@@ -2,8 +2,9 @@
 
 A denoiser notes the timestep that it is called with. Each of its modules that calls
 `torch.nn.functional.scaled_dot_product_attention`, or writes attention out (see `trtconvert.unfused`), runs under a
-`TorchFunctionMode` that computes this call. Both by classes of their own, whose `__call__` differs: weights, names, hooks, attention processors and compiled parts stay what they are, so that
-LoRAs, IP-Adapters, CPU offload and torch.compile work as before, whether they come before or after.
+`TorchFunctionMode` that computes this call. Both by classes of their own, whose `__call__` differs: weights, names, hooks,
+attention processors and compiled parts stay what they are, so that LoRAs, IP-Adapters, CPU offload and torch.compile work as
+before, whether they come before or after.
 """
 
 from __future__ import annotations

@@ -226,7 +226,8 @@ def calling_attention(cls: type) -> type:
             return call(self, *args, **named)
         with _Mode(site) as mode:
             output = call(self, *args, **named)
-        mode.end()
+        if not torch.compiler.is_compiling():
+            mode.end()
         return output
 
     return _like(cls, __call__)

@@ -1,5 +1,5 @@
-"""Attention sites: every call of `scaled_dot_product_attention` in a model, and attention that it writes out in several calls (see
-`trtconvert.unfused`), named by the module that makes it.
+"""Attention sites: every call of `scaled_dot_product_attention` in a model, and attention that it writes out in several calls,
+see `trtconvert.unfused`. They are named by the module that makes the call.
 
 One handler decides what happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
 """
@@ -341,8 +341,8 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
     if not sites:
         raise UserError(
             "no attention was found in the model",
-            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward, or softmax(q·kᵀ)·v by matmul, bmm, "
-            "baddbmm or einsum",
+            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward, or softmax(q·kᵀ)·v by matmul, "
+            "bmm, baddbmm or einsum",
             got="none",
             remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a kernel of another library",
         )

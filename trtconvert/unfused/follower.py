@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,16 @@ from trtconvert.unfused.steps import (
     OF_FIRST,
     OF_SHAPES,
     STEPS,
+    TURNS,
     Known,
     Largest,
     NotAttention,
     Probabilities,
     Scores,
     Softmax,
-    Step,
     Unlike,
+    order_of,
+    turned,
 )
 
 _SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax}
@@ -33,11 +35,6 @@ _RESHAPES = {Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, torch.f
 
 _FARTHEST = 3
 """Calls that are not followed, after which a tensor is no longer taken for scores or probabilities."""
-
-
-MOST_HEADS = 256
-"""Heads that share an axis with the samples, at most, where nothing tells how many a model merged: beyond are windows, places or
-frames, whose number follows the size."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +89,21 @@ class Unfused:
     ) -> None:
         self._attend, self._samples, self._module = attend, samples, module
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._merged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """Of tensors of three axes, the shapes of four that they were made of."""
+        self._unmerged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Of tensors [M·N, …] of three axes, those [M, N, …] that they were made of."""
         self._softmaxes: list[Softmax] = []
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed) -> Any:
         """One call of the forward."""
         if func in PRODUCTS:
             return self._multiply(func, args, named, proceed)
-        result = None
         if func in _SOFTMAXES:
             return self._softmax(func, args, named, proceed(func, args, named))
-        step = STEPS.get(func) if self._known else None
-        known = None if step is None else self._stepped(step, args, named)
+        order = order_of(func, args, named) if func in TURNS else None
+        known = self._stepped(func, args, named, order) if self._known else None
         result = proceed(func, args, named)
-        if func in _RESHAPES and args[0].dim() == 4 and result.dim() == 3:
-            self._merged[result] = tuple(args[0].shape)
+        if func in _RESHAPES or order is not None:
+            self._note_merge(args, result, order)
         if known is not None:
             self._known[result if isinstance(result, Tensor) else result[0]] = known
         elif self._known:
@@ -125,12 +121,17 @@ class Unfused:
     def _of(self, x: Any) -> Known | None:
         return self._known.get(x) if isinstance(x, Tensor) else None
 
-    def _stepped(self, step: Step, args: tuple[Any, ...], named: dict[str, Any]) -> Known | None:
+    def _stepped(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], order: Sequence[int] | None
+    ) -> Known | None:
+        """What is known of the result of a call."""
         known = [self._of(x) for x in args]
-        if not any(known):
+        if order is not None:
+            return turned(known[0], order)
+        if func not in STEPS or not any(known):
             return None
         try:
-            return step(known, args, named)
+            return STEPS[func](known, args, named)
         except NotAttention as reason:
             of = next(x for x in known if x is not None)
             return Unlike(str(reason), of.readers, getattr(of, "softmax", None))
@@ -222,52 +223,40 @@ class Unfused:
     ) -> Tensor:
         values, scores, softmax = product.factors[1 - place], probabilities.scores, probabilities.softmax
         try:
-            layout = Layout.of(product, place, probabilities)
+            layout = Layout.of(product, place, probabilities, self._made_of)
+            obstacle = ""
+            if not layout.heads:
+                layout, obstacle = layout.with_heads((*scores.factors, values), self._samples)
             q, k, v = layout.tensors(scores, values)
             mask = layout.mask(scores.marks, q.dtype)
         except NotAttention as reason:
             self._leave(softmax, str(reason))
             return written()
-        heads, obstacle = 0, ""
-        if q.dim() == 3:
-            shapes = (self._merged.get(x) for x in (*scores.factors, values))
-            heads = next((shape[1] for shape in shapes if shape is not None), 0)
-            heads, obstacle = self._heads_of(q, k, v, heads)
         made: list[Tensor] = []
 
         def in_order() -> Tensor:
-            made[:] = (result := written(), _with_heads(layout.in_order(result), heads))
+            made[:] = (result := written(), layout.in_order(result))
             return made[1]
 
         softmax.handed_over = True
-        q, k, v = (_with_heads(x, heads) for x in (q, k, v))
-        mask = None if mask is None else _with_heads(mask, heads)
-        output = self._attend(
-            UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, split=heads > 1, obstacle=obstacle)
-        )
-        if made and output is made[1]:
-            return made[0]
-        return layout.as_written(output.flatten(0, 1) if heads else output)
+        attention = UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, layout.split, obstacle)
+        output = self._attend(attention)
+        return made[0] if made and output is made[1] else layout.as_written(output)
 
-    def _heads_of(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[int, str]:
-        """How many heads share an axis with the samples, and why that cannot be told; empty where it can.
+    def _note_merge(self, args: tuple[Any, ...], result: Tensor, order: Sequence[int] | None) -> None:
+        """A reshape may merge samples and heads; a change of the order of axes may turn what it made."""
+        if not args or result.dim() != 3:
+            return
+        if order is None:
+            if args[0].dim() == 4:
+                self._unmerged[result] = args[0]
+        elif tuple(order) == (0, 2, 1) and (made_of := self._made_of(args[0])) is not None:
+            self._unmerged[result] = made_of.transpose(2, 3)
 
-        Args:
-            heads: by what the model merged; 0 where nothing tells.
-        """
-        rows = q.shape[0]
-        if any(x.shape[0] != rows for x in (k, v)):
-            return 0, "its samples share keys"
-        if not heads and (rows % self._samples or rows // self._samples > MOST_HEADS):
-            return 0, f"its {rows} rows are not {self._samples} samples of up to {MOST_HEADS} heads"
-        return heads or rows // self._samples, ""
-
-
-def _with_heads(x: Tensor, heads: int) -> Tensor:
-    """[B·H, M, N] as [B, H, M, N], and [1, M, N], which broadcasts, as [1, 1, M, N]; as it is where heads are 0."""
-    if not heads:
-        return x
-    return x.unsqueeze(1) if x.shape[0] == 1 or heads == 1 else x.unflatten(0, (-1, heads))
+    def _made_of(self, x: Tensor) -> Tensor | None:
+        """What a tensor [B·H, …] of three axes was made of, [B, H, …]; None where that is not known."""
+        made_of = self._unmerged.get(x) if x.dim() == 3 else None
+        return made_of if made_of is not None and made_of.shape[2:] == x.shape[1:] else None
 
 
 def _each(values: Iterable[Any]) -> Iterator[Any]:

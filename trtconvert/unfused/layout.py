@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,15 @@ from torch import Tensor
 from trtconvert.unfused.products import Product
 from trtconvert.unfused.steps import Mark, NotAttention, Probabilities, Scores
 
-_CHANNEL = "*"
-"""The axis of the values' channels."""
+_CHANNEL, _HEAD = "*+"
+"""The axes of the values' channels, and of heads that share one with the samples in the model."""
+
+MOST_HEADS = 256
+"""Heads that share an axis with the samples, at most, where nothing tells how many a model merged: beyond are windows, places or
+frames, whose number follows the size."""
+
+Unmerged = Callable[[Tensor], Tensor | None]
+"""What a tensor [B·H, …] of three axes was made of, [B, H, …]; None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +28,12 @@ class Layout:
     """The axes of an attention, a letter each.
 
     Attributes:
-        samples, heads: those that are merged into the first axis and the second; of heads that share keys, the last.
+        samples, heads: those that become the first axis and the second; of heads that share keys, the last.
         query, key: those of the scores; depth: what their product sums.
         queries: which factor of the scores holds the queries.
         values: axes of the values; result: of their product with the probabilities.
         sizes: of the axes of the probabilities.
+        unmerged: of its tensors.
     """
 
     samples: str
@@ -37,9 +45,10 @@ class Layout:
     values: str
     result: str
     sizes: Mapping[str, int]
+    unmerged: Unmerged
 
     @staticmethod
-    def of(product: Product, place: int, probabilities: Probabilities) -> Layout:
+    def of(product: Product, place: int, probabilities: Probabilities, unmerged: Unmerged) -> Layout:
         """The layout of a product with values.
 
         Args:
@@ -65,12 +74,29 @@ class Layout:
         if {*of_keys} - {key, depth, *lead} or query in values or {*result} != {*lead, query, _CHANNEL}:
             raise NotAttention("its queries, keys and values have axes that attention has not")
         shared = [axis for axis in lead if axis in of_keys or axis in values]
-        groups = [axis for axis in lead if axis not in shared]
         if not shared:
             raise NotAttention("its samples share keys")
-        order, count = "".join(shared + groups), max(1, len(shared) - 1)
+        order, count = "".join(shared + [axis for axis in lead if axis not in shared]), max(1, len(shared) - 1)
         sizes = dict(zip(probabilities.axes, product.factors[place].shape, strict=True))
-        return Layout(order[:count], order[count:], query, key, depth, queries, values, result, sizes)
+        return Layout(order[:count], order[count:], query, key, depth, queries, values, result, sizes, unmerged)
+
+    def with_heads(self, tensors: Sequence[Tensor], samples: int) -> tuple[Layout, str]:
+        """The layout where samples and heads share an axis, with both apart; and why that cannot be, empty where it can.
+
+        Args:
+            tensors: queries, keys and values; samples: of the forward.
+        """
+        rows = self.sizes[self.samples]
+        known = [x.shape[1] for tensor in tensors if (x := self.unmerged(tensor)) is not None]
+        if not known and (rows % samples or rows // samples > MOST_HEADS):
+            return self, f"its {rows} rows are not {samples} samples of up to {MOST_HEADS} heads"
+        heads = known[0] if known else rows // samples
+        return replace(self, heads=_HEAD, sizes={**self.sizes, self.samples: rows // heads, _HEAD: heads}), ""
+
+    @property
+    def split(self) -> bool:
+        """Whether samples and heads share an axis in the model, and are apart here."""
+        return self.heads == _HEAD and self.sizes[_HEAD] != 1
 
     def tensors(self, scores: Scores, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], of one type; or [B·H, …]."""
@@ -116,20 +142,33 @@ class Layout:
 
     def as_written(self, output: Tensor) -> Tensor:
         """An output in the order of the queries, as the model wrote the product."""
-        lead = self.samples + self.heads
-        if len(self.samples) > 1 or len(self.heads) > 1:
-            output = output.reshape(*(self.sizes[axis] for axis in lead), *output.shape[-2:])
-        made = lead + self.query + _CHANNEL
+        if self.heads == _HEAD:
+            output = output.flatten(0, 1)
+        elif len(self.samples) > 1 or len(self.heads) > 1:
+            output = output.reshape(*(self.sizes[axis] for axis in self.samples + self.heads), *output.shape[-2:])
+        made = self.samples + self.heads.replace(_HEAD, "") + self.query + _CHANNEL
         return output.permute([made.index(axis) for axis in self.result])
 
     def _arranged(self, x: Tensor, axes: str, *last: str) -> Tensor:
         """A tensor with the axes [*samples, *heads, *last]; those that it has not get the size 1."""
+        if self.heads == _HEAD and self.samples in axes:
+            x, axes = self._unmerged(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
         order = [*self.samples, *self.heads, *last]
-        x = x.permute([axes.index(axis) for axis in order if axis in axes])
+        places = [axes.index(axis) for axis in order if axis in axes]
+        if places != sorted(places):
+            x = x.permute(places)
         for place, axis in enumerate(order):
             if axis not in axes:
                 x = x.unsqueeze(place)
         return x
+
+    def _unmerged(self, x: Tensor, place: int) -> Tensor:
+        """A tensor with samples and heads apart, which share the axis at a place."""
+        made_of = self.unmerged(x) if place == 0 else None
+        if made_of is not None and made_of.shape[1] == self.sizes[_HEAD]:
+            return made_of
+        heads = 1 if x.shape[place] == 1 else self.sizes[_HEAD]
+        return x.unflatten(place, (-1, heads))
 
     def _expanded(self, x: Tensor, axes: str | None = None) -> Tensor:
         """An arranged tensor with the sizes of the probabilities for samples and heads, or for some of them."""

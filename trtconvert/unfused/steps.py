@@ -154,22 +154,24 @@ def _dropout(known: Sequence[Known | None], args: tuple[Any, ...], named: Mappin
     return known[0]
 
 
-def _permuted(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
-    scores = known[0]
-    if not isinstance(scores, (Scores, Probabilities)) or named:
+def order_of(func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The order of axes that one of `TURNS` gives its first argument, a tensor; None where it is not read here."""
+    if named or not args or not isinstance(args[0], Tensor):
         return None
-    order = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
-    return replace(scores, axes="".join(scores.axes[axis] for axis in order))
-
-
-def _transposed(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
-    scores = known[0]
-    if not isinstance(scores, (Scores, Probabilities)) or named:
-        return None
+    axes = [*range(args[0].dim())]
+    if func in _PERMUTES:
+        order = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        return tuple(axes[axis] for axis in order)
     one, other = args[1:3] if len(args) == 3 else (-2, -1)
-    axes = [*scores.axes]
     axes[one], axes[other] = axes[other], axes[one]
-    return replace(scores, axes="".join(axes))
+    return tuple(axes)
+
+
+def turned(known: Known | None, order: Sequence[int]) -> Known | None:
+    """Scores or probabilities in another order of axes."""
+    if not isinstance(known, (Scores, Probabilities)):
+        return None
+    return replace(known, axes="".join(known.axes[axis] for axis in order))
 
 
 def _times(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
@@ -255,6 +257,19 @@ def _largest(known: Sequence[Known | None], args: tuple[Any, ...], named: Mappin
     return Largest(scores) if isinstance(scores, Scores) and keeps else None
 
 
+_PERMUTES = {torch.permute, Tensor.permute}
+
+TURNS = _PERMUTES | {
+    torch.transpose,
+    Tensor.transpose,
+    torch.swapaxes,
+    Tensor.swapaxes,
+    torch.swapdims,
+    Tensor.swapdims,
+    Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+"""Functions that change the order of axes."""
+
 STEPS: Mapping[Callable[..., Any], Step] = {
     **dict.fromkeys(
         (
@@ -274,19 +289,6 @@ STEPS: Mapping[Callable[..., Any], Step] = {
         _same,
     ),
     **dict.fromkeys((torch.dropout, functional.dropout), _dropout),
-    **dict.fromkeys((torch.permute, Tensor.permute), _permuted),
-    **dict.fromkeys(
-        (
-            torch.transpose,
-            Tensor.transpose,
-            torch.swapaxes,
-            Tensor.swapaxes,
-            torch.swapdims,
-            Tensor.swapdims,
-            Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-        ),
-        _transposed,
-    ),
     **dict.fromkeys(
         (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), _times
     ),
