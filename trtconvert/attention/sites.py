@@ -237,7 +237,7 @@ def find_sites(
                 got=f"{values} values",
                 remedy="correct the model; what it computes there depends on memory beside its tensors",
             )
-        heads = [x.shape[1] if x.dim() == 4 else 0 for x in (call.q, call.k)]
+        heads = [x.shape[1] if x.dim() == 4 else 1 for x in (call.q, call.k)]
         found[call.name] = Site(
             call.name,
             heads[0],
@@ -297,7 +297,7 @@ def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Sit
         *lead, queries, keys = softmax.shape
         heads = lead[-1] if len(lead) > 1 else 1
         site = name if names[name] == 1 else f"{name}#{names[name]}"
-        yield Site(site, heads, heads, 0, 1.0, False, queries, keys, softmax.reason, unfused=True)
+        yield Site(site, heads, heads, 1, 1.0, False, queries, keys, softmax.reason, unfused=True)
 
 
 def _difference(call: SiteCall, output: Tensor) -> str:
