@@ -33,6 +33,9 @@ _SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.s
 
 _RESHAPES = {Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, torch.flatten}
 
+_BEGIN = PRODUCTS | _SOFTMAXES | _RESHAPES | TURNS
+"""Functions that count before anything is known of a tensor."""
+
 _FARTHEST = 3
 """Calls that are not followed, after which a tensor is no longer taken for scores or probabilities."""
 
@@ -95,6 +98,8 @@ class Unfused:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed) -> Any:
         """One call of the forward."""
+        if not self._known and func not in _BEGIN:
+            return proceed(func, args, named)
         if func in PRODUCTS:
             return self._multiply(func, args, named, proceed)
         if func in _SOFTMAXES:
@@ -248,7 +253,9 @@ class Unfused:
         if not args or result.dim() != 3:
             return
         if order is None:
-            if args[0].dim() == 4:
+            # Sizes that vary are compared where it matters: while a model is exported each comparison makes a demand on them.
+            sizes = [*zip(args[0].shape[2:], result.shape[1:], strict=False)]
+            if args[0].dim() == 4 and not any(isinstance(a * b, int) and a != b for a, b in sizes):
                 self._unmerged[result] = args[0]
         elif tuple(order) == (0, 2, 1) and (made_of := self._made_of(args[0])) is not None:
             self._unmerged[result] = made_of.transpose(2, 3)
