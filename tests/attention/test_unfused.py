@@ -448,6 +448,18 @@ def test_what_is_written_to_scores_later_is_seen() -> None:
     assert site.obstacle == "__setitem__ stands between its product of queries and keys and its softmax"
 
 
+def test_probabilities_that_are_kept_elsewhere_are_not_written_to() -> None:
+    def keeping(x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = qkv(x, context)
+        weights = (q @ k.mT).softmax(-1)
+        store = torch.zeros(2, *weights.shape)
+        store[0] = weights
+        return tokens(weights @ v)
+
+    (site,) = found(keeping)
+    assert site.obstacle == "its scores or probabilities are also read by __setitem__"
+
+
 def test_nothing_is_kept_of_a_forward() -> None:
     """Scores are let go as the model lets go of them."""
     alive = []
@@ -455,7 +467,6 @@ def test_nothing_is_kept_of_a_forward() -> None:
     def form(x: Tensor, context: Tensor) -> Tensor:
         q, k, v = qkv(x, context)
         scores = q @ k.mT
-        torch.utils.weak.WeakTensorKeyDictionary()  # as the follower's own
         alive.append(torch.utils.weak.TensorWeakRef(scores))
         weights = scores.softmax(-1)
         del scores

@@ -189,9 +189,9 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.site, self.calls = site, 0
         timestep = site.denoiser.timestep
-        # What follows tensors by their identity cannot be compiled.
-        follows = timestep is not None and not torch.compiler.is_compiling()
-        self._unfused = Unfused(self._attend_unfused, timestep.shape[0]) if follows else None
+        self._unfused: Unfused | None = None
+        if timestep is not None and not torch.compiler.is_compiling():  # tensors are followed by their identity
+            self._unfused = Unfused(self._attend_unfused, timestep.shape[0])
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = {} if kwargs is None else kwargs

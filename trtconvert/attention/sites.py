@@ -132,8 +132,7 @@ def taken(
 def _call(
     caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> SiteCall:
-    timestep, batch = caller.timestep, caller.timestep.shape[0]
-    folds = folds_of(query, key, value, batch)
+    folds = folds_of(query, key, value, caller.timestep.shape[0])
 
     def exact() -> Tensor:
         return scaled_dot_product_attention(
@@ -148,7 +147,7 @@ def _call(
         v,
         attn_mask,
         query.shape[-1] ** -0.5 if scale is None else scale,
-        timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
+        _of_elements(caller.timestep, folds),
         obstacle,
         exact,
         max(folds, 1),
@@ -156,26 +155,27 @@ def _call(
 
 
 def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
-    timestep, batch = caller.timestep, caller.timestep.shape[0]
-    q, k, v, obstacle = attention.query, attention.key, attention.value, attention.obstacle
-    folds = 1
+    tensors, obstacle, folds = (attention.query, attention.key, attention.value), attention.obstacle, 1
     if not obstacle:
-        folds = folds_of(q, k, v, batch)
-        q, k, v, obstacle = taken(q, k, v, 0.0, False, folds)
+        folds = folds_of(*tensors, caller.timestep.shape[0])
+        *tensors, obstacle = taken(*tensors, 0.0, False, folds)
     return SiteCall(
         caller.name("attention"),
-        q,
-        k,
-        v,
+        *tensors,
         attention.mask,
         attention.scale,
-        timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
+        _of_elements(caller.timestep, folds),
         obstacle,
         attention.written,
         max(folds, 1),
         attention.softmax,
         attention.split,
     )
+
+
+def _of_elements(timestep: Tensor, folds: int) -> Tensor:
+    """[B] timesteps of samples as those of an attention's batch, [B · folds]."""
+    return timestep if folds <= 1 else timestep[:, None].expand(-1, folds).reshape(-1)
 
 
 def folds_of(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:

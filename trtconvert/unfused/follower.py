@@ -130,10 +130,9 @@ class Unfused:
         self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], order: Sequence[int] | None
     ) -> Known | None:
         """What is known of the result of a call."""
-        known = [self._of(x) for x in args]
         if order is not None:
-            return turned(known[0], order)
-        if func not in STEPS or not any(known):
+            return turned(self._of(args[0]), order)
+        if func not in STEPS or not any(known := [self._of(x) for x in args]):
             return None
         try:
             return STEPS[func](known, args, named)
@@ -160,8 +159,10 @@ class Unfused:
             found = Unlike(reason or f"{name} stands between its {between}", known.readers, softmax, calls + 1)
             if not isinstance(known, Unlike):
                 known.readers.append(name)
-            for other in [x, *results] if writes else results:
-                if other is x or (other.dim() >= 3 and calls < _FARTHEST):
+            if writes and not place:
+                self._known[x] = found
+            for other in results:
+                if other.dim() >= 3 and calls < _FARTHEST:
                     self._known[other] = found
 
     # Softmax and products -------------------------------------------------------------------------------------------
@@ -186,8 +187,9 @@ class Unfused:
                 reason = "its softmax is over samples or heads, not over keys"
                 self._known[result] = Unlike(reason, known.readers, softmax)
         else:
-            before = isinstance(known, Unlike) and known.softmax is None
-            reason = known.reason if before else "no product of queries and keys of one sample comes before its softmax"
+            reason = "no product of queries and keys of one sample comes before its softmax"
+            if isinstance(known, Unlike) and known.softmax is None:
+                reason = known.reason
             self._known[result] = Unlike(reason, softmax.readers, softmax)
         return result
 

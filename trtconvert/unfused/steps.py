@@ -219,10 +219,10 @@ def _with_other(
 
 def _filled(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
     scores = known[0]
-    mask, value = named.get("mask", args[1] if len(args) > 1 else None), named.get("value", args[-1])
-    if not isinstance(scores, Scores) or not isinstance(mask, Tensor):
+    given = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(named)
+    if not isinstance(scores, Scores) or "mask" not in given or "value" not in given:
         return None
-    return _chosen(scores, ~mask, value)
+    return _chosen(scores, ~given["mask"], given["value"])
 
 
 def _where(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
