@@ -14,9 +14,11 @@ from torch.nn import functional
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
+from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.evaluate.verify import relative_error
 from trtconvert.interception import first_tensor
+from trtconvert.recipe import AttentionSection
 
 WIDTH, HEADS = 64, 2
 
@@ -79,6 +81,14 @@ class Denoiser(nn.Module):
         return self.out(self.talking(self.unfused(self.fused(h)))).reshape(x.shape)
 
 
+class HeadsFirst(Fused):
+    """Rows of the first head of all samples, those of the second, …"""
+
+    def attended(self, qkv: Tensor) -> Tensor:
+        q, k, v = (torch.cat(x.unbind(1)) for x in qkv.unflatten(1, (3, HEADS, -1)).transpose(3, 4).unbind(1))
+        return torch.cat(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).unflatten(0, (HEADS, -1)).unbind(0), 1)
+
+
 def build() -> DiffusionModel:
     tiny = tiny_models.build()
     image = ("batch", 1, "height", 4)
@@ -89,6 +99,15 @@ def build() -> DiffusionModel:
         output=replace(tiny.output, shape=image),
         dims={"batch": (1, 2, 4), "height": (2, 4, 8)},
     )
+
+
+def test_rows_of_one_sample_are_told_apart_by_those_of_two() -> None:
+    model = build()
+    model.denoiser.unfused = HeadsFirst()
+    converted, left = sites_to_convert(replace(model, dims=model.dims | {"batch": (1, 1, 4)}), AttentionSection())
+    assert [site.name for site in converted] == ["fused"]
+    mixed = "heads of its samples do not lie side by side in its batch"
+    assert left[0].name == "unfused" and left[0].obstacle == mixed
 
 
 def test_attention_that_is_written_out_is_int8_beside_calls_of_it(tmp_path, monkeypatch):
