@@ -155,13 +155,15 @@ def _call(
 
 
 def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
-    tensors, obstacle, folds = (attention.query, attention.key, attention.value), attention.obstacle, 1
+    q, k, v, obstacle, folds = attention.query, attention.key, attention.value, attention.obstacle, 1
     if not obstacle:
-        folds = folds_of(*tensors, caller.timestep.shape[0])
-        *tensors, obstacle = taken(*tensors, 0.0, False, folds)
+        folds = folds_of(q, k, v, caller.timestep.shape[0])
+        q, k, v, obstacle = taken(q, k, v, 0.0, False, folds)
     return SiteCall(
         caller.name("attention"),
-        *tensors,
+        q,
+        k,
+        v,
         attention.mask,
         attention.scale,
         _of_elements(caller.timestep, folds),
