@@ -78,7 +78,7 @@ def test_a_changed_section_redoes_what_depends_on_it(tiny_build, tmp_path, secti
 
 
 def test_another_calibration_or_other_weights_reuse_nothing(tiny_build, tmp_path):
-    save_file(tiny_models.Tiny(False).state_dict(), tmp_path / "same.safetensors")
+    save_file(tiny_models.Tiny().state_dict(), tmp_path / "same.safetensors")
     cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
     recipe = tiny_recipe(tmp_path, model={"weights": "same.safetensors"}, calibration={"seed": 9})
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", cache)
@@ -211,7 +211,7 @@ def test_run_asks_for_the_weights_that_a_users_own_sampler_needs(tiny_build, tmp
     recipe = manifest.recipe.model_copy(update={"model": model})
     bundle.write_manifest(copy, manifest.model_copy(update={"recipe": recipe}))
     refusal(run("run", copy), "w.safetensors in the current folder")
-    save_file(tiny_models.Tiny(False).state_dict(), "w.safetensors")
+    save_file(tiny_models.Tiny().state_dict(), "w.safetensors")
     assert run("run", copy, "--steps", 2, "-n", 1).exit_code == 0
     assert Path("samples.png").is_file()
 

@@ -142,7 +142,7 @@ def test_unfit_calibration_data_is_refused(tmp_path, kind, part):
         ({"model": {"source": "tiny_models:fails"}}, ["RuntimeError: no such checkpoint"]),
         ({"model": {"source": "tiny_models:another_thing"}}, ["got: Identity"]),
         ({"model": {"options": {"size": 3}}}, ["model.options", "got: size"]),
-        ({"model": {"options": {"handwritten": True}}}, ["no attention was found", "scaled_dot_product_attention"]),
+        ({"model": {"options": {"attention": "none"}}}, ["no attention was found", "scaled_dot_product_attention"]),
         ({"attention": {"include": ["blocks.*"]}}, ["'blocks.*' matches no attention site", "denoiser"]),
         ({"attention": {"exclude": ["denoiser", "x"]}}, ["'x' matches no attention site"]),
         ({"attention": {"exclude": ["*"]}}, ["no attention site can be converted", "the recipe excludes it"]),
@@ -159,7 +159,7 @@ def test_what_the_model_does_not_have_is_refused(tmp_path, sections, parts):
 
 
 def test_nan_in_the_weights_of_a_users_own_model_is_refused(tmp_path):
-    state = tiny_models.Tiny(False).state_dict()
+    state = tiny_models.Tiny().state_dict()
     state["qkv.bias"][5] = torch.nan
     save_file(state, tmp_path / "w.safetensors")
     recipe = tiny_recipe(tmp_path, model={"weights": "w.safetensors"})

@@ -45,6 +45,7 @@ LAYERS: tuple[set[str], ...] = (
         "provenance",
         "recipe",
         "shipped",
+        "unfused",
     },
 )
 """From the top: modules and folders of the package. Those of one layer may import each other."""

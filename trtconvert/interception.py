@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from trtconvert.unfused import Unfused, UnfusedAttention, left_softmax, unfused_attention
+
 Hook = Callable[["Caller", tuple[Any, ...], dict[str, Any]], Any]
 """What is done instead of a call: gets the caller, positional and named arguments, and returns what the function would."""
 
@@ -84,17 +86,38 @@ def module_of(model: nn.Module, error: BaseException) -> str:
 
 
 class Interception(TorchFunctionMode):
-    """One forward, on one thread: leaves nothing on the model, so that forwards may run side by side and may fail."""
+    """One forward, on one thread: leaves nothing on the model, so that forwards may run side by side and may fail.
+
+    With a hook of `unfused_attention` attention is seen that the model writes out, see `trtconvert.unfused`. The hook gets the
+    `UnfusedAttention` at its product with the values.
+    """
 
     def __init__(self, model: nn.Module, hooks: Hooks, timestep: Tensor) -> None:
         super().__init__()
         self._hooks, self._caller = hooks, Caller(model, timestep)
+        self._unfused = (
+            Unfused(self._attend, timestep.shape[0], self._caller.module) if unfused_attention in hooks else None
+        )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self._unfused is None:
+            return self._call(func, args, kwargs or {})
+        return self._unfused(func, args, kwargs or {}, self._call)
+
+    def end(self) -> None:
+        """The forward has ended: what it left of attention that it writes out goes to the hook of `left_softmax`."""
+        if self._unfused is not None and (hook := self._hooks.get(left_softmax)) is not None:
+            for softmax in self._unfused.left():
+                hook(self._caller, (softmax,), {})
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if func in _COMPOSITE:
-            return self._see_through(func, args, kwargs or {})
+            return self._see_through(func, args, named)
         hook = self._hooks.get(func)
-        return func(*args, **(kwargs or {})) if hook is None else hook(self._caller, args, dict(kwargs or {}))
+        return func(*args, **named) if hook is None else hook(self._caller, args, dict(named))
+
+    def _attend(self, attention: UnfusedAttention) -> Tensor:
+        return self._hooks[unfused_attention](self._caller, (attention,), {})
 
     def _see_through(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What torch's multi-head attention does, so that its own calls are seen. Where it gives its weights it calls no
@@ -158,8 +181,10 @@ class InterceptedDenoiser(nn.Module):
         named = dict(zip(self.input_names, inputs, strict=False)) | by_name
         batch = samples_of(named, self.timestep_input)
         timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
-        with Interception(self.denoiser, self.hooks, timestep):
-            return first_tensor(self.denoiser(**named))
+        with Interception(self.denoiser, self.hooks, timestep) as forward:
+            output = first_tensor(self.denoiser(**named))
+        forward.end()
+        return output
 
 
 def samples_of(inputs: Mapping[str, Tensor], timestep_input: str) -> int:

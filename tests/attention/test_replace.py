@@ -514,8 +514,9 @@ def test_what_has_no_attention_is_refused(given) -> None:
         replace_attention_with_int8(Plain())
 
 
-def test_a_forward_that_calls_attention_itself_is_replaced() -> None:
-    model = tiny_models.Tiny(handwritten=False).eval()
+@pytest.mark.parametrize("attention", ["fused", "unfused"])
+def test_a_forward_that_calls_attention_itself_or_writes_it_out_is_replaced(attention: str) -> None:
+    model = tiny_models.Tiny(attention).eval()
     x = torch.randn(2, *tiny_models.SHAPE, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact = model(x, torch.tensor([5.0, 900.0]))
@@ -595,13 +596,49 @@ def test_calls_that_cannot_be_int8_are_computed_as_before_and_told_of() -> None:
 
 
 def test_modules_that_never_call_attention_are_told_of(pipe) -> None:
-    """Processors of other kinds, as the hand-written one."""
-    from diffusers.models.attention_processor import AttnProcessor
+    """Processors of other kinds."""
 
-    pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.set_processor(AttnProcessor())
+    def mean(attn, hidden_states, **_):
+        return hidden_states - hidden_states.mean(1, keepdim=True)
+
+    pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.processor = mean
     replace_attention_with_int8(pipe)
     assert len(attention_report(pipe).replaced) == SITES["stable_diffusion"]
     noise_of(pipe.unet)
     report = attention_report(pipe)
-    assert list(report.left.values()) == ["it has made no call of scaled_dot_product_attention"]
+    assert list(report.left.values()) == ["it has computed no attention"]
     assert len(report.replaced) == SITES["stable_diffusion"] - 1
+
+
+def test_attention_that_processors_write_out_is_replaced(unet) -> None:
+    """Those of diffusers from before torch's function."""
+    from diffusers.models.attention_processor import AttnProcessor
+
+    replace_attention_with_int8(unet)
+    fused = noise_of(unet)
+    restore_attention(unet)
+    unet.set_attn_processor(AttnProcessor())
+    exact = noise_of(unet)
+    replace_attention_with_int8(unet)
+    assert error(noise_of(unet), fused) < 1e-3 < error(fused, exact)
+    report = attention_report(unet)
+    assert len(report.replaced) == SITES["stable_diffusion"] and not report.left and not report.exceptions
+
+
+class Talking(nn.Module):
+    """Two attentions that are written out, of which the first mixes the heads' probabilities."""
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        weights = (x @ x.mT).softmax(-1)
+        x = functional.conv2d(weights, torch.full((2, 2, 1, 1), 0.5)) @ x
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_attention_that_is_written_out_in_another_way_is_told_of() -> None:
+    model = Talking()
+    x = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
+    exact = model(x, torch.tensor(5))
+    replace_attention_with_int8(model)
+    assert 0 < error(model(x, torch.tensor(5)), exact) < 0.05
+    reason = "conv2d stands between its softmax and the product with values"
+    assert attention_report(model).exceptions == {"model": reason}

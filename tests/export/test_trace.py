@@ -69,7 +69,7 @@ class Namesakes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = tiny_models.Tiny(False)
+        self.inner = tiny_models.Tiny()
         self.names = ("x", "timestep", "prediction")
         generator = torch.Generator().manual_seed(0)
         for name in self.names:

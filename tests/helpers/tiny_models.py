@@ -29,15 +29,19 @@ SCHEDULE = NoiseSchedule(ddpm_betas(1000))
 
 
 class Tiny(nn.Module):
-    """One attention over 16 pixels: the smallest thing that can be converted."""
+    """One attention over 16 pixels: the smallest thing that can be converted.
 
-    def __init__(self, handwritten: bool) -> None:
+    Args:
+        attention: "fused", "unfused", or "none", as softmax is another function.
+    """
+
+    def __init__(self, attention: str = "fused") -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.embed = nn.Linear(1, WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, 1)
-        self.handwritten = handwritten
+        self.attention = attention
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=WIDTH**-0.5, generator=generator)
 
@@ -45,16 +49,17 @@ class Tiny(nn.Module):
         """x [B, 1, 4, 4], timestep [B] → [B, 1, 4, 4]."""
         tokens = self.embed(x.flatten(2).transpose(1, 2)) + (timestep / 1000).to(x.dtype)[:, None, None]
         q, k, v = self.qkv(tokens)[:, None].chunk(3, -1)  # each [B, 1, 16, WIDTH]
-        if self.handwritten:
-            attended = (q @ k.transpose(-1, -2) / WIDTH**0.5).softmax(-1) @ v
-        else:
+        if self.attention == "fused":
             attended = F.scaled_dot_product_attention(q, k, v)
+        else:
+            scores = q @ k.transpose(-1, -2) / WIDTH**0.5
+            attended = (scores.softmax(-1) if self.attention == "unfused" else scores.sigmoid() / 16) @ v
         return x - self.out(attended[:, 0]).transpose(1, 2).reshape(x.shape)
 
 
-def build(handwritten: bool = False, weights: Path | None = None) -> DiffusionModel:
+def build(attention: str = "fused", weights: Path | None = None) -> DiffusionModel:
     """A model that knows nothing, which is enough: its INT8 samples are compared with its own."""
-    denoiser = Tiny(handwritten).eval().requires_grad_(False)
+    denoiser = Tiny(attention).eval().requires_grad_(False)
     if weights is not None:
         denoiser.load_state_dict(load_file(weights))
     image = ("batch", *SHAPE)

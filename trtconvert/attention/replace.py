@@ -1,9 +1,10 @@
 """`replace_attention_with_int8`: a pipeline's denoisers with INT8 attention in torch, in place and undone at will.
 
 A denoiser notes the timestep that it is called with. Each of its modules that calls
-`torch.nn.functional.scaled_dot_product_attention` runs under a `TorchFunctionMode` that computes this call. Both by classes of
-their own, whose `__call__` differs: weights, names, hooks, attention processors and compiled parts stay what they are, so that
-LoRAs, IP-Adapters, CPU offload and torch.compile work as before, whether they come before or after.
+`torch.nn.functional.scaled_dot_product_attention`, or writes attention out (see `trtconvert.unfused`), runs under a
+`TorchFunctionMode` that computes this call. Both by classes of their own, whose `__call__` differs: weights, names, hooks,
+attention processors and compiled parts stay what they are, so that LoRAs, IP-Adapters, CPU offload and torch.compile work as
+before, whether they come before or after.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ BINS = 10
 _ALONE = "model"
 """Name of a denoiser that is no pipeline's component."""
 
-_FUNCTIONS = ("scaled_dot_product_attention", "dispatch_attention_fn")
-"""Names by which a forward's code calls attention, in diffusers too."""
+_FUNCTIONS = ("scaled_dot_product_attention", "dispatch_attention_fn", "softmax")
+"""Names by which a forward's code calls attention, in diffusers too, or writes it out."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def replace_attention_with_int8(
     """Let the attention of a diffusers pipeline compute in INT8, self- and cross-attention of U-Nets and transformers.
 
     In place: the same pipeline is returned. Text encoders and VAEs stay as they are. Calls that kernels do not take (causal,
-    with dropout, of heads larger than 256) are computed as before; `attention_report` names them.
+    with dropout, of heads larger than 256) are computed as before; `attention_report` names them. So is attention that a module
+    writes out where torch.compile compiles it.
 
     Args:
         pipe: a pipeline, or a denoiser alone: a module whose forward has a timestep.
@@ -118,7 +120,7 @@ def replace_attention_with_int8(
         reasons = [f"{name}: {reason}" for found in prepared for name, reason in found.left.items()]
         raise UserError(
             "the pipeline has no attention that can be INT8",
-            expected="modules that call torch.nn.functional.scaled_dot_product_attention",
+            expected="modules that call torch.nn.functional.scaled_dot_product_attention, or write attention out",
             got="; ".join(reasons[:5]) or f"none in {', '.join(denoisers)}",
             remedy="use diffusers' own attention processors, and include the modules that are meant",
         )
@@ -177,10 +179,10 @@ def attention_report(pipe: Any) -> AttentionReport:
     replaced, left, exceptions = [], {}, {}
     for denoiser in _replaced_in(_denoisers_of(pipe)).values():
         left |= denoiser.left
-        has_run = any(site.called for site in denoiser.sites.values())
+        has_run = any(site.called or site.exceptions for site in denoiser.sites.values())
         for path, site in denoiser.sites.items():
             if has_run and not site.called:
-                left[path] = "it has made no call of scaled_dot_product_attention"
+                left[path] = "; ".join(site.exceptions) or "it has computed no attention"
                 continue
             replaced.append(path)
             if site.exceptions:
@@ -249,7 +251,7 @@ def _execution_devices(pipe: Any) -> set[torch.device]:
 
 
 def _calls_attention(module: nn.Module) -> bool:
-    if callable(getattr(module, "processor", None)):
+    if callable(getattr(module, "processor", None)) or any(isinstance(x, nn.Softmax) for x in module.children()):
         return True
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and any(name in code.co_names for name in _FUNCTIONS)

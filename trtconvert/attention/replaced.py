@@ -16,6 +16,7 @@ from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import folds_of, own_channels, taken, too_many
+from trtconvert.unfused import Unfused, UnfusedAttention
 
 TIMESTEPS = ("timestep", "timesteps", "t")
 """What forwards of denoisers call their timestep."""
@@ -126,28 +127,52 @@ class Site:
         enable_gqa: bool = False,
     ) -> Tensor:
         """One call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
-        plan, timestep, (q, k, v) = self.denoiser.plan, self.denoiser.timestep, (query, key, value)
-        reason, folds = "it was called outside of its denoiser, or without a timestep", 1
-        if timestep is not None:
-            folds = folds_of(query, key, value, len(timestep))
-            q, k, v, reason = taken(query, key, value, dropout_p, is_causal, folds)
-            reason = reason or too_many(query.shape[0])
-            if not reason and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
-                reason = f"it computes in {query.dtype}: kernels take float16 and bfloat16"
+
+        def exact() -> Tensor:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        scale_of_call = query.shape[-1] ** -0.5 if scale is None else scale
+        reason = "it is causal" if is_causal else "it uses dropout" if dropout_p else ""
+        return self._computed(number, (query, key, value), attn_mask, scale_of_call, reason, exact)
+
+    def attend_unfused(self, number: int, attention: UnfusedAttention) -> Tensor:
+        """Attention that the module writes out, likewise."""
+        tensors = (attention.query, attention.key, attention.value)
+        return self._computed(number, tensors, attention.mask, attention.scale, attention.obstacle, attention.written)
+
+    def _computed(
+        self,
+        number: int,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        scale: float,
+        reason: str,
+        exact: Callable[[], Tensor],
+    ) -> Tensor:
+        """One attention, in INT8 unless there is a reason not to, or found one."""
+        plan, timestep, (q, k, v) = self.denoiser.plan, self.denoiser.timestep, tensors
+        folds, value = 1, v
+        if timestep is None:
+            reason = "it was called outside of its denoiser, or without a timestep"
+        elif not reason:
+            folds = folds_of(q, k, v, len(timestep))
+            q, k, v, reason = taken(q, k, v, 0.0, False, folds)
+            reason = reason or too_many(value.shape[0])
+            if not reason and value.is_cuda and value.dtype not in (torch.float16, torch.bfloat16):
+                reason = f"it computes in {value.dtype}: kernels take float16 and bfloat16"
         if not torch.compiler.is_compiling():
             self.called = True
             if reason:
                 self.exceptions[reason] = None
         if reason or timestep is None:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        steps = timestep.to(query.device)
+            return exact()
+        steps = timestep.to(value.device)
         if folds > 1:
             steps = steps[:, None].expand(-1, folds).reshape(-1)
-        modes, calibrated = self.on(query.device)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        options: dict[str, Any] = {"mask": attn_mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
+        modes, calibrated = self.on(value.device)
+        options: dict[str, Any] = {"mask": mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
         call = calibrated.get(number)
         if call is None:
             out = measured.attention(q, k, v, steps, modes, plan.present, **options)
@@ -158,18 +183,37 @@ class Site:
 
 
 class _Mode(TorchFunctionMode):
-    """One call of a module that calls attention."""
+    """One call of a module that calls attention, or writes it out."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site, self.calls = site, 0
+        timestep = site.denoiser.timestep
+        self._unfused: Unfused | None = None
+        if timestep is not None and not torch.compiler.is_compiling():  # tensors are followed by their identity
+            self._unfused = Unfused(self._attend_unfused, timestep.shape[0])
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = {} if kwargs is None else kwargs
+        if self._unfused is None:
+            return self._call(func, args, kwargs)
+        return self._unfused(func, args, kwargs, self._call)
+
+    def end(self) -> None:
+        """The call has ended: attention that the module writes out and that was not followed is told of."""
+        if self._unfused is not None:
+            for softmax in self._unfused.left():
+                self.site.exceptions[softmax.reason] = None
+
+    def _call(self, func, args, kwargs):
         if func is scaled_dot_product_attention:
             self.calls += 1
             return self.site.attend(self.calls, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _attend_unfused(self, attention: UnfusedAttention) -> Tensor:
+        self.calls += 1
+        return self.site.attend_unfused(self.calls, attention)
 
 
 def calling_attention(cls: type) -> type:
@@ -180,8 +224,11 @@ def calling_attention(cls: type) -> type:
         site = self.__dict__.get(SITE)
         if site is None:  # compiled code may keep this function after it was undone
             return call(self, *args, **named)
-        with _Mode(site):
-            return call(self, *args, **named)
+        with _Mode(site) as mode:
+            output = call(self, *args, **named)
+        if not torch.compiler.is_compiling():
+            mode.end()
+        return output
 
     return _like(cls, __call__)
 

@@ -1,11 +1,13 @@
-"""Attention sites: every call of `scaled_dot_product_attention` in a model, named by the module that makes it.
+"""Attention sites: every call of `scaled_dot_product_attention` in a model, and attention that it writes out in several calls,
+see `trtconvert.unfused`. They are named by the module that makes the call.
 
 One handler decides what happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,12 +18,17 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
+from trtconvert.unfused import Softmax, UnfusedAttention, left_softmax, unfused_attention
 
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
 
 MAX_BATCH = 65_535
 """Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
+
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""By how much of its norm attention that is written out may differ from a call of `scaled_dot_product_attention`, which sums in
+another order and rounds scores and probabilities less."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class SiteCall:
         obstacle: why this call cannot become INT8 attention; empty when it can.
         exact: computes the call as the model wrote it, with its own head size.
         folds: neighbouring elements of the batch that belong to one sample: its frames, windows or places.
+        softmax: of attention that the model writes out; None of calls of `scaled_dot_product_attention`.
+        split: whether samples and heads shared an axis in the model.
     """
 
     name: str
@@ -50,11 +59,13 @@ class SiteCall:
     obstacle: str
     exact: Callable[[], Tensor]
     folds: int = 1
+    softmax: Softmax | None = None
+    split: bool = False
 
 
 @dataclass(frozen=True)
 class Site:
-    """What is known of a site without running it. `obstacle` and `folds` as in `SiteCall`."""
+    """What is known of a site without running it. `obstacle` and `folds` as in `SiteCall`; unfused: the model writes it out."""
 
     name: str
     heads: int
@@ -66,6 +77,7 @@ class Site:
     key_tokens: int
     obstacle: str = ""
     folds: int = 1
+    unfused: bool = False
 
 
 Handler = Callable[[SiteCall], Tensor]
@@ -78,7 +90,11 @@ def attention_hooks(handler: Handler) -> Hooks:
         call = _call(caller, *args, **named)
         return own_channels(handler(call), named["value"] if "value" in named else args[2])
 
-    return {scaled_dot_product_attention: attend}
+    def attend_unfused(caller: Caller, args: tuple[UnfusedAttention], named: dict[str, Any]) -> Tensor:
+        (attention,) = args
+        return own_channels(handler(_unfused_call(caller, attention)), attention.value)
+
+    return {scaled_dot_product_attention: attend, unfused_attention: attend_unfused}
 
 
 def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,8 +132,7 @@ def taken(
 def _call(
     caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> SiteCall:
-    timestep, batch = caller.timestep, caller.timestep.shape[0]
-    folds = folds_of(query, key, value, batch)
+    folds = folds_of(query, key, value, caller.timestep.shape[0])
 
     def exact() -> Tensor:
         return scaled_dot_product_attention(
@@ -132,11 +147,37 @@ def _call(
         v,
         attn_mask,
         query.shape[-1] ** -0.5 if scale is None else scale,
-        timestep if folds <= 1 else timestep[:, None].expand(batch, folds).reshape(-1),
+        _of_elements(caller.timestep, folds),
         obstacle,
         exact,
         max(folds, 1),
     )
+
+
+def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
+    q, k, v, obstacle, folds = attention.query, attention.key, attention.value, attention.obstacle, 1
+    if not obstacle:
+        folds = folds_of(q, k, v, caller.timestep.shape[0])
+        q, k, v, obstacle = taken(q, k, v, 0.0, False, folds)
+    return SiteCall(
+        caller.name("attention"),
+        q,
+        k,
+        v,
+        attention.mask,
+        attention.scale,
+        _of_elements(caller.timestep, folds),
+        obstacle,
+        attention.written,
+        max(folds, 1),
+        attention.softmax,
+        attention.split,
+    )
+
+
+def _of_elements(timestep: Tensor, folds: int) -> Tensor:
+    """[B] timesteps of samples as those of an attention's batch, [B · folds]."""
+    return timestep if folds <= 1 else timestep[:, None].expand(-1, folds).reshape(-1)
 
 
 def folds_of(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
@@ -186,6 +227,8 @@ def find_sites(
     """
     found: dict[str, Site] = {}
     seen: dict[str, Tensor] = {}
+    softmaxes: dict[str, Softmax] = {}
+    left: list[Softmax] = []
 
     def handler(call: SiteCall) -> Tensor:
         keys, values = call.k.shape[-2], call.v.shape[-2]
@@ -196,7 +239,7 @@ def find_sites(
                 got=f"{values} values",
                 remedy="correct the model; what it computes there depends on memory beside its tensors",
             )
-        heads = [x.shape[1] if x.dim() == 4 else 0 for x in (call.q, call.k)]
+        heads = [x.shape[1] if x.dim() == 4 else 1 for x in (call.q, call.k)]
         found[call.name] = Site(
             call.name,
             heads[0],
@@ -208,26 +251,69 @@ def find_sites(
             call.k.shape[-2],
             call.obstacle or too_many(call.q.shape[0]),
             call.folds,
+            call.softmax is not None,
         )
-        if call.folds > 1 and not call.obstacle:
+        if (call.folds > 1 or call.split) and not call.obstacle:
             seen[call.name] = _signature(call)
+        if call.softmax is None:
+            return call.exact()
+        softmaxes[call.name] = call.softmax
+        if not call.softmax.reason and not found[call.name].obstacle:
+            call.softmax.reason = _difference(call, output := call.exact())
+            return output
         return call.exact()
 
     def compare(call: SiteCall) -> Tensor:
         if call.name in seen:
             difference = (_signature(call) - seen[call.name]).abs().amax(1)
             if (difference[: -call.folds] > 1e-3 * seen[call.name].abs().max()).any():
-                mixed = "frames or windows of its samples do not lie side by side in its batch"
+                what = "heads" if call.split else "frames or windows"
+                mixed = f"{what} of its samples do not lie side by side in its batch"
                 found[call.name] = replace(found[call.name], obstacle=mixed)
         return call.exact()
 
     with torch.no_grad():
-        hooks = {**attention_hooks(handler), **(also or {})}
+        hooks = {**attention_hooks(handler), **_note_left(left), **(also or {})}
         InterceptedDenoiser(denoiser, inputs, timestep_input, hooks)(*inputs.values())
+        for name, softmax in softmaxes.items():
+            found[name] = replace(found[name], obstacle=found[name].obstacle or softmax.obstacle)
         if seen and samples_of(inputs, timestep_input) > 1:
             others = _with_another_last_sample(inputs, timestep_input)
             InterceptedDenoiser(denoiser, inputs, timestep_input, attention_hooks(compare))(*others.values())
-    return list(found.values())
+    return [*found.values(), *_left_sites(left, found)]
+
+
+def _note_left(left: list[Softmax]) -> Hooks:
+    def note(caller: Caller, args: tuple[Softmax], named: dict[str, Any]) -> None:
+        left.extend(args)
+
+    return {left_softmax: note}
+
+
+def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Site]:
+    """Attention that a model writes out in a way that is not followed, named by the module of its softmax, beside other sites."""
+    names = Counter(name.partition("#")[0] for name in found)
+    for softmax in left:
+        name = softmax.module or "denoiser"
+        names[name] += 1
+        *lead, queries, keys = softmax.shape
+        heads = lead[-1] if len(lead) > 1 else 1
+        site = name if names[name] == 1 else f"{name}#{names[name]}"
+        yield Site(site, heads, heads, 1, 1.0, False, queries, keys, softmax.reason, unfused=True)
+
+
+def _difference(call: SiteCall, output: Tensor) -> str:
+    """Why the attention that a model writes out is not that of a call; empty where it is, to the model's type."""
+    grouped = call.q.shape[1] != call.k.shape[1]
+    fused = scaled_dot_product_attention(call.q, call.k, call.v, call.mask, scale=call.scale, enable_gqa=grouped)
+    fused = own_channels(fused, output)
+    if call.mask is not None and call.mask.dtype == torch.bool:  # rows without keys are of no use to any model
+        some = call.mask.any(-1, keepdim=True)
+        fused, output = (torch.where(some, x, 0) for x in (fused, output))
+    error = torch.linalg.vector_norm(fused.double() - output.double()) / torch.linalg.vector_norm(output.double())
+    if error <= _ROUNDING.get(output.dtype, 0.0) or not output.any():
+        return ""
+    return f"it differs from softmax(q·kᵀ)·v by {error:.2g} of its norm"
 
 
 def too_many(elements: int) -> str:
@@ -257,9 +343,10 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
     if not sites:
         raise UserError(
             "no attention was found in the model",
-            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward",
+            expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward, or softmax(q·kᵀ)·v by matmul, "
+            "bmm, baddbmm or einsum",
             got="none",
-            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a hand-written softmax or another kernel",
+            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a kernel of another library",
         )
     names = [site.name for site in sites]
     for pattern in [*include, *exclude]:

@@ -123,9 +123,12 @@ def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
 
     found = find()
     batch = model.inputs[0].shape[0]
-    if isinstance(batch, str) and sizes[batch] == 1 < model.dims[batch][2] and any(site.folds > 1 for site in found):
+    mixed = any(site.folds > 1 or site.unfused for site in found)
+    if isinstance(batch, str) and sizes[batch] == 1 < model.dims[batch][2] and mixed:
         sizes[batch] = 2  # of one sample it cannot be told which elements of an attention's batch belong to a sample
         found = find()
+    if model.left_sites:  # by a file's own names
+        found = [site for site in found if not site.unfused]
     return [*found, *model.left_sites]
 
 

@@ -1,0 +1,283 @@
+"""Follows the calls of a forward from products of queries and keys to products with values; see `trtconvert.unfused`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trtconvert.unfused.layout import Layout
+from trtconvert.unfused.products import PRODUCTS, Product, product_of
+from trtconvert.unfused.steps import (
+    OF_FIRST,
+    OF_SHAPES,
+    STEPS,
+    TURNS,
+    Known,
+    Largest,
+    NotAttention,
+    Probabilities,
+    Scores,
+    Softmax,
+    Unlike,
+    order_of,
+    turned,
+)
+
+_SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax}
+
+_RESHAPES = {Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, torch.flatten}
+
+_BEGIN = PRODUCTS | _SOFTMAXES | _RESHAPES | TURNS
+"""Functions that count before anything is known of a tensor."""
+
+_FARTHEST = 3
+"""Calls that are not followed, after which a tensor is no longer taken for scores or probabilities."""
+
+
+@dataclass(frozen=True)
+class UnfusedAttention:
+    """A product of probabilities and values, and what it follows from.
+
+    Attributes:
+        query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H; of one type.
+        mask: broadcastable to [B, H, Nq, Nk]; boolean, true where scores count, or added to them; or None.
+        scale: factor of the scores.
+        softmax: which one.
+        written: computes the product as the model wrote it, [B, H, Nq, Dv].
+        split: whether samples and heads shared an axis.
+        obstacle: why they cannot be told apart; then they still share it, [B·H, Nq, D] and so on. Empty where they can.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    softmax: Softmax
+    written: Callable[[], Tensor]
+    split: bool = False
+    obstacle: str = ""
+
+
+def unfused_attention(attention: UnfusedAttention) -> Tensor:
+    """The attention as the model wrote it. Hooks of this function compute it in another way, see `trtconvert.interception`."""
+    return attention.written()
+
+
+def left_softmax(softmax: Softmax) -> None:
+    """Hooks of this function are told, at the end of a forward, of each softmax beside a product that is not handed over."""
+
+
+Proceed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Computes a call as it is: function, positional and named arguments."""
+
+
+class Unfused:
+    """Follows the calls of one forward.
+
+    Args:
+        attend: computes an attention; what `written` gave leaves it as it is, to the bit.
+        samples: of the forward.
+        module: path of the module that is running.
+    """
+
+    def __init__(
+        self, attend: Callable[[UnfusedAttention], Tensor], samples: int, module: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._attend, self._samples, self._module = attend, samples, module
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._unmerged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Of tensors [M·N, …] of three axes, those [M, N, …] that they were made of."""
+        self._softmaxes: list[Softmax] = []
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed) -> Any:
+        """One call of the forward."""
+        if not self._known and func not in _BEGIN:
+            return proceed(func, args, named)
+        if func in PRODUCTS:
+            return self._multiply(func, args, named, proceed)
+        if func in _SOFTMAXES:
+            return self._softmax(func, args, named, proceed(func, args, named))
+        order = order_of(func, args, named) if func in TURNS else None
+        known = self._stepped(func, args, named, order) if self._known else None
+        result = proceed(func, args, named)
+        if func in _RESHAPES or order is not None:
+            self._note_merge(args, result, order)
+        if known is not None:
+            self._known[result if isinstance(result, Tensor) else result[0]] = known
+        elif self._known:
+            self._read(func, args, named, result)
+        return result
+
+    def left(self) -> list[Softmax]:
+        """At the end of a forward, each softmax beside a product that was not handed over, with the reason."""
+        left = [softmax for softmax in self._softmaxes if not softmax.handed_over]
+        for softmax in left:
+            others = f", but {softmax.readers[0]}" if softmax.readers else ""
+            softmax.reason = softmax.reason or f"no product with values follows its softmax{others}"
+        return left
+
+    def _of(self, x: Any) -> Known | None:
+        return self._known.get(x) if isinstance(x, Tensor) else None
+
+    def _stepped(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], order: Sequence[int] | None
+    ) -> Known | None:
+        """What is known of the result of a call."""
+        if order is not None:
+            return turned(self._of(args[0]), order)
+        if func not in STEPS or not any(known := [self._of(x) for x in args]):
+            return None
+        try:
+            return STEPS[func](known, args, named)
+        except NotAttention as reason:
+            of = next(x for x in known if x is not None)
+            return Unlike(str(reason), of.readers, getattr(of, "softmax", None))
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        """A call that is not followed reads what is known, or writes to it."""
+        if func in OF_SHAPES:
+            return
+        results = [x for x in _each([result]) if isinstance(x, Tensor)]
+        name = _name_of(func)
+        writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+        for place, x in enumerate(_each([*args, *named.values()])):
+            known = self._of(x)
+            if known is None or not (results or writes) or (place and func in OF_FIRST):
+                continue
+            calls, reason = (known.calls, known.reason) if isinstance(known, Unlike) else (0, "")
+            softmax = None if isinstance(known, (Scores, Largest)) else known.softmax
+            between = (
+                "softmax and the product with values" if softmax else "product of queries and keys and its softmax"
+            )
+            found = Unlike(reason or f"{name} stands between its {between}", known.readers, softmax, calls + 1)
+            if not isinstance(known, Unlike):
+                known.readers.append(name)
+            if writes and not place:
+                self._known[x] = found
+            for other in results:
+                if other.dim() >= 3 and calls < _FARTHEST:
+                    self._known[other] = found
+
+    # Softmax and products -------------------------------------------------------------------------------------------
+
+    def _softmax(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Tensor
+    ) -> Tensor:
+        given = dict(zip(("input", "dim"), args, strict=False)) | named
+        known, dim = self._of(given["input"]), given.get("dim")
+        if result.dim() < 3 or not isinstance(dim, int):
+            if self._known:
+                self._read(func, args, named, result)
+            return result
+        softmax = Softmax(self._module(), tuple(result.shape))
+        if isinstance(known, Scores):
+            softmax.readers = known.readers
+            self._softmaxes.append(softmax)
+            key = known.axes[dim]
+            if (key in known.of[0]) != (key in known.of[1]):
+                self._known[result] = Probabilities(known, key, known.axes, softmax)
+            else:
+                reason = "its softmax is over samples or heads, not over keys"
+                self._known[result] = Unlike(reason, known.readers, softmax)
+        else:
+            reason = "no product of queries and keys of one sample comes before its softmax"
+            if isinstance(known, Unlike) and known.softmax is None:
+                reason = known.reason
+            self._known[result] = Unlike(reason, softmax.readers, softmax)
+        return result
+
+    def _multiply(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed
+    ) -> Tensor:
+        def written() -> Tensor:
+            return proceed(func, args, named)
+
+        product = product_of(func, args, named)
+        factors = product.factors if product is not None else ()
+        for place, x in enumerate(factors):
+            known = self._of(x)
+            if product is not None and isinstance(known, Probabilities):
+                return self._with_values(product, place, known, written)
+            if isinstance(known, Unlike) and known.softmax is not None:
+                self._leave(known.softmax, known.reason)
+                return written()
+        result = written()
+        if self._known:
+            self._read(func, args, named, result)
+        if product is not None and product.is_of_samples:
+            scores = Scores(product.factors, product.of, product.result)
+            try:
+                scores = scores.times(product.alpha)
+                self._known[result] = scores if product.added is None else scores.marked("add", *product.added)
+            except NotAttention as reason:
+                self._known[result] = Unlike(str(reason), scores.readers)
+        return result
+
+    def _leave(self, softmax: Softmax, reason: str) -> None:
+        softmax.reason = softmax.reason or reason
+        if softmax not in self._softmaxes:
+            self._softmaxes.append(softmax)
+
+    def _with_values(
+        self, product: Product, place: int, probabilities: Probabilities, written: Callable[[], Tensor]
+    ) -> Tensor:
+        values, scores, softmax = product.factors[1 - place], probabilities.scores, probabilities.softmax
+        try:
+            layout = Layout.of(product, place, probabilities, self._made_of)
+            obstacle = ""
+            if not layout.heads:
+                layout, obstacle = layout.with_heads((*scores.factors, values), self._samples)
+            q, k, v = layout.tensors(scores, values)
+            mask = layout.mask(scores.marks, q.dtype)
+        except NotAttention as reason:
+            self._leave(softmax, str(reason))
+            return written()
+        made: list[Tensor] = []
+
+        def in_order() -> Tensor:
+            made[:] = (result := written(), layout.in_order(result))
+            return made[1]
+
+        softmax.handed_over = True
+        attention = UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, layout.split, obstacle)
+        output = self._attend(attention)
+        return made[0] if made and output is made[1] else layout.as_written(output)
+
+    def _note_merge(self, args: tuple[Any, ...], result: Tensor, order: Sequence[int] | None) -> None:
+        """A reshape may merge samples and heads; a change of the order of axes may turn what it made."""
+        if not args or result.dim() != 3:
+            return
+        if order is None:
+            # Sizes that vary are compared where it matters: while a model is exported each comparison makes a demand on them.
+            sizes = [*zip(args[0].shape[2:], result.shape[1:], strict=False)]
+            if args[0].dim() == 4 and not any(isinstance(a * b, int) and a != b for a, b in sizes):
+                self._unmerged[result] = args[0]
+        elif tuple(order) == (0, 2, 1) and (made_of := self._made_of(args[0])) is not None:
+            self._unmerged[result] = made_of.transpose(2, 3)
+
+    def _made_of(self, x: Tensor) -> Tensor | None:
+        """What a tensor [B·H, …] of three axes was made of, [B, H, …]; None where that is not known."""
+        made_of = self._unmerged.get(x) if x.dim() == 3 else None
+        return made_of if made_of is not None and made_of.shape[2:] == x.shape[1:] else None
+
+
+def _each(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those of lists among them."""
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """As people know a function of torch; of an attribute the attribute's."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]

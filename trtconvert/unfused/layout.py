@@ -1,0 +1,208 @@
+"""Where the axes of an attention lie in its tensors, and how they become those of `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trtconvert.unfused.products import Product
+from trtconvert.unfused.steps import Mark, NotAttention, Probabilities, Scores
+
+_CHANNEL, _HEAD = "*+"
+"""The axes of the values' channels, and of heads that share one with the samples in the model."""
+
+MOST_HEADS = 256
+"""Heads that share an axis with the samples, at most, where nothing tells how many a model merged: beyond are windows, places or
+frames, whose number follows the size."""
+
+Unmerged = Callable[[Tensor], Tensor | None]
+"""What a tensor [B·H, …] of three axes was made of, [B, H, …]; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axes of an attention, a letter each.
+
+    Attributes:
+        samples, heads: those that become the first axis and the second; of heads that share keys, the last.
+        query, key: those of the scores; depth: what their product sums.
+        queries: which factor of the scores holds the queries.
+        values: axes of the values; result: of their product with the probabilities.
+        sizes: of the axes of the probabilities.
+        unmerged: of its tensors.
+    """
+
+    samples: str
+    heads: str
+    query: str
+    key: str
+    depth: str
+    queries: int
+    values: str
+    result: str
+    sizes: Mapping[str, int]
+    unmerged: Unmerged
+
+    @staticmethod
+    def of(product: Product, place: int, probabilities: Probabilities, unmerged: Unmerged) -> Layout:
+        """The layout of a product with values.
+
+        Args:
+            place: of the probabilities among its factors.
+        Raises:
+            NotAttention: it is none of an attention.
+        """
+        scores, key = probabilities.scores, probabilities.key
+        names = dict(zip(product.of[place], probabilities.axes, strict=True))
+        new = [letter for letter in product.of[1 - place] if letter not in names]
+        names |= dict.fromkeys(new, _CHANNEL)
+        values, result = ("".join(map(names.__getitem__, axes)) for axes in (product.of[1 - place], product.result))
+        queries = int(key in scores.of[0])
+        of_queries, of_keys = scores.of[queries], scores.of[1 - queries]
+        lead = [axis for axis in of_queries if axis in probabilities.axes]
+        query = max((axis for axis in lead if axis not in of_keys), key=probabilities.axes.index)
+        lead.remove(query)
+        if len(new) != 1 or key in result or key not in values:
+            raise NotAttention("the product after its softmax does not sum over the axis of the softmax")
+        if product.alpha != 1 or product.added is not None:
+            raise NotAttention("the product after its softmax adds or multiplies something else")
+        (depth,) = set(of_queries) & set(of_keys) - set(probabilities.axes)
+        if {*of_keys} - {key, depth, *lead} or query in values or {*result} != {*lead, query, _CHANNEL}:
+            raise NotAttention("its queries, keys and values have axes that attention has not")
+        shared = [axis for axis in lead if axis in of_keys or axis in values]
+        if not shared:
+            raise NotAttention("its samples share keys")
+        order, count = "".join(shared + [axis for axis in lead if axis not in shared]), max(1, len(shared) - 1)
+        sizes = dict(zip(probabilities.axes, product.factors[place].shape, strict=True))
+        return Layout(order[:count], order[count:], query, key, depth, queries, values, result, sizes, unmerged)
+
+    def with_heads(self, tensors: Sequence[Tensor], samples: int) -> tuple[Layout, str]:
+        """The layout where samples and heads share an axis, with both apart; and why that cannot be, empty where it can.
+
+        Args:
+            tensors: queries, keys and values; samples: of the forward.
+        """
+        rows = self.sizes[self.samples]
+        known = [x.shape[1] for tensor in tensors if (x := self.unmerged(tensor)) is not None]
+        if not known and (rows % samples or rows // samples > MOST_HEADS):
+            return self, f"its {rows} rows are not {samples} samples of up to {MOST_HEADS} heads"
+        heads = known[0] if known else rows // samples
+        return replace(self, heads=_HEAD, sizes={**self.sizes, self.samples: rows // heads, _HEAD: heads}), ""
+
+    @property
+    def split(self) -> bool:
+        """Whether samples and heads share an axis in the model, and are apart here."""
+        return self.heads == _HEAD and self.sizes[_HEAD] != 1
+
+    def tensors(self, scores: Scores, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], of one type; or [B·H, …]."""
+        q = self._arranged(scores.factors[self.queries], scores.of[self.queries], self.query, self.depth)
+        for mark in scores.marks:
+            if mark.kind == "times":
+                factor = self._arranged(mark.tensor, mark.axes, self.query, self.key)
+                if factor.shape[-1] != 1:
+                    raise NotAttention("its scores are multiplied by a tensor that differs between keys")
+                q = q * factor
+        k = self._arranged(scores.factors[1 - self.queries], scores.of[1 - self.queries], self.key, self.depth)
+        v = self._arranged(values, self.values, self.key, _CHANNEL)
+        k, v = self._of_key_heads(k.to(v.dtype), v)
+        return self._merged(self._expanded(q).to(v.dtype)), self._merged(k), self._merged(v)
+
+    def mask(self, marks: Sequence[Mark], dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, or where they count, broadcastable to [B, H, Nq, Nk]; None of what has no effect.
+
+        Args:
+            dtype: of the queries.
+        """
+        kept: Tensor | None = None
+        added: Tensor | None = None
+        for mark in marks:
+            if mark.kind == "times":
+                continue
+            x = self._arranged(mark.tensor, mark.axes, self.query, self.key)
+            if mark.kind == "keep":
+                kept = x if kept is None else kept & x
+            elif x.shape[-1] != 1:  # softmax does not see what all keys have in common
+                x = x if mark.factor == 1 else x * mark.factor
+                added = x if added is None else added + x
+        mask = kept
+        if added is not None:
+            mask = added.to(dtype)
+            if kept is not None:
+                mask = torch.where(kept, mask, -math.inf)
+        return None if mask is None else self._merged(self._even(mask))
+
+    def in_order(self, written: Tensor) -> Tensor:
+        """The product as the model wrote it, in the order of the queries."""
+        return self._merged(self._arranged(written, self.result, self.query, _CHANNEL))
+
+    def as_written(self, output: Tensor) -> Tensor:
+        """An output in the order of the queries, as the model wrote the product."""
+        if self.heads == _HEAD:
+            output = output.flatten(0, 1)
+        elif len(self.samples) > 1 or len(self.heads) > 1:
+            output = output.reshape(*(self.sizes[axis] for axis in self.samples + self.heads), *output.shape[-2:])
+        made = self.samples + self.heads.replace(_HEAD, "") + self.query + _CHANNEL
+        return output.permute([made.index(axis) for axis in self.result])
+
+    def _arranged(self, x: Tensor, axes: str, *last: str) -> Tensor:
+        """A tensor with the axes [*samples, *heads, *last]; those that it has not get the size 1."""
+        if self.heads == _HEAD and self.samples in axes:
+            x, axes = self._unmerged(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
+        order = [*self.samples, *self.heads, *last]
+        places = [axes.index(axis) for axis in order if axis in axes]
+        if places != sorted(places):
+            x = x.permute(places)
+        for place, axis in enumerate(order):
+            if axis not in axes:
+                x = x.unsqueeze(place)
+        return x
+
+    def _unmerged(self, x: Tensor, place: int) -> Tensor:
+        """A tensor with samples and heads apart, which share the axis at a place."""
+        made_of = self.unmerged(x) if place == 0 else None
+        if made_of is not None and made_of.shape[1] == self.sizes[_HEAD]:
+            return made_of
+        heads = 1 if x.shape[place] == 1 else self.sizes[_HEAD]
+        return x.unflatten(place, (-1, heads))
+
+    def _expanded(self, x: Tensor, axes: str | None = None) -> Tensor:
+        """An arranged tensor with the sizes of the probabilities for samples and heads, or for some of them."""
+        axes = self.samples + self.heads if axes is None else axes
+        order = self.samples + self.heads
+        short = [axis for axis, size in zip(order, x.shape, strict=False) if axis in axes and size == 1]
+        if all(self.sizes[axis] == 1 for axis in short):
+            return x
+        return x.expand(*(self.sizes[axis] if axis in short else -1 for axis in order), -1, -1)
+
+    def _of_key_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Arranged keys and values with the same heads: those that queries share are there once."""
+        own = [
+            axis
+            for place, axis in enumerate(self.heads, len(self.samples))
+            if k.shape[place] != 1 or v.shape[place] != 1
+        ]
+        if self.heads[: len(own)] != "".join(own):
+            own = [*self.heads]
+        axes = self.samples + "".join(own) if len(self.samples) > 1 else "".join(own)
+        return self._expanded(k, axes), self._expanded(v, axes)
+
+    def _even(self, x: Tensor) -> Tensor:
+        """An arranged tensor of which no axis that is merged with others broadcasts alone."""
+        start = 0
+        for part in (self.samples, self.heads):
+            ones = [size == 1 for size in x.shape[start : start + len(part)]]
+            if any(ones) and not all(ones):
+                x = self._expanded(x, part)
+            start += len(part)
+        return x
+
+    def _merged(self, x: Tensor) -> Tensor:
+        """An arranged tensor [*samples, *heads, M, N] as [B, H, M, N], or [B, M, N] where there are no heads."""
+        if len(self.heads) > 1:
+            x = x.flatten(len(self.samples), len(self.samples) + len(self.heads) - 1)
+        return x.flatten(0, len(self.samples) - 1) if len(self.samples) > 1 else x

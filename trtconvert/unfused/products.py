@@ -1,0 +1,92 @@
+"""What a call of torch multiplies: two tensors with a letter for each axis, whether by matmul, bmm, baddbmm or einsum."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BADDBMM = {torch.baddbmm, Tensor.baddbmm}
+
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum, *BADDBMM}
+"""Functions that multiply two tensors."""
+
+_FACTOR = r"([a-zA-Z]*)(\.\.\.)?([a-zA-Z]*)"
+_EQUATION = re.compile(f"{_FACTOR},{_FACTOR}->{_FACTOR}")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of two tensors.
+
+    Attributes:
+        factors: the two; of: their axes; result: those of their product.
+        alpha: factor of the product.
+        added: a tensor that is added to it, and the factor of this one.
+    """
+
+    factors: tuple[Tensor, Tensor]
+    of: tuple[str, str]
+    result: str
+    alpha: float = 1.0
+    added: tuple[Tensor, float] | None = None
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether both have an axis of samples or heads, each one of its own, and one axis is summed."""
+        a, b = map(set, self.of)
+        both, result = a & b, set(self.result)
+        return bool(both & result and a - b and b - a) and len(both - result) == 1 and a ^ b <= result
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is a number that has the same value while a model is traced."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def product_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+    """What a call of one of `PRODUCTS` multiplies; None of fewer axes than attention has, and of forms that are not read here."""
+    if func is torch.einsum:
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+        return _of_einsum(args[0], operands) if args and isinstance(args[0], str) and not kwargs else None
+    alpha, added = 1.0, None
+    if func in BADDBMM:
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        if len(args) != 3 or kwargs.keys() - {"beta", "alpha"} or not (is_number(alpha) and is_number(beta)):
+            return None
+        added, args = (args[0], float(beta)) if beta else None, args[1:]
+    elif kwargs:
+        return None
+    if len(args) != 2 or not all(isinstance(x, Tensor) and x.dim() >= 3 for x in args):
+        return None
+    a, b = args
+    batch = _unnamed(max(a.dim(), b.dim()) - 2)
+    of_a, of_b = (batch[len(batch) + 2 - x.dim() :] for x in (a, b))
+    return Product((a, b), (f"{of_a}ic", f"{of_b}cj"), f"{batch}ij", float(alpha), added)
+
+
+def _of_einsum(equation: str, operands: Sequence[Any]) -> Product | None:
+    match = _EQUATION.fullmatch(re.sub(r"\s", "", equation))
+    if match is None or len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
+        return None
+    parts, of, most = match.groups(), [], 0
+    for place, x in enumerate(operands):
+        before, dots, after = parts[3 * place : 3 * place + 3]
+        missing = x.dim() - len(before) - len(after)
+        if missing < 0 or (missing and not dots):
+            return None
+        of.append(before + _unnamed(missing) + after)
+        most = max(most, missing)
+    result = parts[6] + (_unnamed(most) if parts[7] else "") + parts[8]
+    if any(len(set(axes)) < len(axes) for axes in (*of, result)):
+        return None
+    return Product((operands[0], operands[1]), (of[0], of[1]), result)
+
+
+def _unnamed(count: int) -> str:
+    """Letters for axes that have none. They are aligned at the last, as torch aligns axes."""
+    return "".join(chr(0x100 + place) for place in reversed(range(count)))

@@ -1,0 +1,335 @@
+"""What becomes of scores on their way to a softmax, and of probabilities behind it: scales, masks, casts, orders of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trtconvert.unfused.products import is_number
+
+MASKED = -1e4
+"""What masks put in the place of a score is at most this: softmax makes 0 of it."""
+
+
+class NotAttention(Exception):
+    """Why not."""
+
+
+@dataclass(eq=False)
+class Softmax:
+    """One softmax of a forward.
+
+    Attributes:
+        module: path of the module that calls it.
+        shape: of its result.
+        reason: why what is around it is no attention that can be handed over; empty where it is one.
+        readers: functions that read its scores or probabilities beside those of the attention.
+        handed_over: whether a product of its probabilities and values was.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    reason: str = ""
+    readers: list[str] = field(default_factory=list)
+    handed_over: bool = False
+
+    @property
+    def obstacle(self) -> str:
+        """Why it is to be left as it is, by all that the whole forward shows; empty where nothing speaks against it."""
+        others = ", ".join(dict.fromkeys(self.readers))
+        return self.reason or (f"its scores or probabilities are also read by {others}" if others else "")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What happens to scores between their product and their softmax.
+
+    Attributes:
+        kind: "add", "keep" (where it is true) or "times".
+        tensor: that it happens by; axes: of it.
+        factor: of what is added.
+    """
+
+    kind: Literal["add", "keep", "times"]
+    tensor: Tensor
+    axes: str
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A product of two tensors, which may be that of queries and keys.
+
+    Attributes:
+        factors: the two; of: their axes; axes: of the scores, as they lie now.
+        scale: factor of the product.
+        readers: see `Softmax`; all that becomes of the product shares them.
+    """
+
+    factors: tuple[Tensor, Tensor]
+    of: tuple[str, str]
+    axes: str
+    scale: float = 1.0
+    marks: tuple[Mark, ...] = ()
+    readers: list[str] = field(default_factory=list)
+
+    def times(self, factor: float) -> Scores:
+        """Multiplied by a number."""
+        if not factor > 0:
+            raise NotAttention(f"its scores are multiplied by {factor:g}")
+        marks = [replace(mark, factor=mark.factor * factor) if mark.kind == "add" else mark for mark in self.marks]
+        return replace(self, scale=self.scale * factor, marks=tuple(marks))
+
+    def marked(self, kind: Literal["add", "keep", "times"], tensor: Tensor, factor: float = 1.0) -> Scores:
+        """With a mark by a tensor that broadcasts to the scores."""
+        if tensor.dim() > len(self.axes):
+            raise NotAttention(f"a mask of {tensor.dim()} axes meets its scores, which have {len(self.axes)}")
+        if kind == "times" and any(mark.kind == "add" for mark in self.marks):
+            raise NotAttention("its scores are multiplied by a tensor behind a mask")
+        mark = Mark(kind, tensor, self.axes[len(self.axes) - tensor.dim() :], factor)
+        return replace(self, marks=(*self.marks, mark))
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest scores along an axis, which models subtract before the softmax. It has no effect on the result."""
+
+    scores: Scores
+
+    @property
+    def readers(self) -> list[str]:
+        return self.scores.readers
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """What a softmax along the axis `key` made of scores. axes: as they lie now."""
+
+    scores: Scores
+    key: str
+    axes: str
+    softmax: Softmax
+
+    @property
+    def readers(self) -> list[str]:
+        return self.scores.readers
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What would be scores, or probabilities of a softmax, but for a reason.
+
+    Attributes:
+        calls: that were not followed since.
+    """
+
+    reason: str
+    readers: list[str]
+    softmax: Softmax | None = None
+    calls: int = 0
+
+
+Known = Scores | Largest | Probabilities | Unlike
+"""What is known of a tensor."""
+
+Step = Callable[[Sequence[Known | None], tuple[Any, ...], Mapping[str, Any]], Known | None]
+"""What is known of positional arguments, these, and named ones → what is known of the result; None where the call is not
+followed. Raises NotAttention."""
+
+
+def _same(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    return known[0] if known else None
+
+
+def _dropout(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    share = named.get("p", args[1] if len(args) > 1 else 0.5)
+    drops = named.get("training", named.get("train", args[2] if len(args) > 2 else True))
+    if known[0] is not None and drops and share:
+        raise NotAttention("it uses dropout")
+    return known[0]
+
+
+def order_of(func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The order of axes that one of `TURNS` gives its first argument, a tensor; None where it is not read here."""
+    if named or not args or not isinstance(args[0], Tensor):
+        return None
+    axes = [*range(args[0].dim())]
+    if func in _PERMUTES:
+        order = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        return tuple(axes[axis] for axis in order)
+    one, other = args[1:3] if len(args) == 3 else (-2, -1)
+    axes[one], axes[other] = axes[other], axes[one]
+    return tuple(axes)
+
+
+def turned(known: Known | None, order: Sequence[int]) -> Known | None:
+    """Scores or probabilities in another order of axes."""
+    if not isinstance(known, (Scores, Probabilities)):
+        return None
+    return replace(known, axes="".join(known.axes[axis] for axis in order))
+
+
+def _times(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    scores, factor = _with_other(known, args, named)
+    if scores is None:
+        return None
+    return scores.times(float(factor)) if is_number(factor) else scores.marked("times", factor)
+
+
+def _divided(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    scores, factor = _with_other(known, args, named)
+    if scores is None or not isinstance(known[0], Scores):
+        return None
+    if is_number(factor):
+        return scores.times(1 / factor if factor else 0.0)
+    return scores.marked("times", 1 / factor)
+
+
+def _added(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    scores, mask = _with_other(known, args, named)
+    return scores if scores is None or is_number(mask) else scores.marked("add", mask)
+
+
+def _subtracted(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    scores, mask = _with_other(known, args, named)
+    if scores is None or not isinstance(known[0], Scores):
+        return None
+    return scores if is_number(mask) else scores.marked("add", mask, -1.0)
+
+
+def _with_other(
+    known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Scores | None, Any]:
+    """Scores and what an operation of two operands has beside them; None where it is none of scores."""
+    if len(args) != 2 or named:
+        return None, None
+    place = 0 if isinstance(known[0], Scores) else 1
+    scores, other = known[place], args[1 - place]
+    if not isinstance(scores, Scores) or not (is_number(other) or isinstance(other, Tensor)):
+        return None, None
+    if isinstance(known[1 - place], Scores):
+        raise NotAttention("its scores are made of two products")
+    return scores, other
+
+
+def _filled(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    scores = known[0]
+    given = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(named)
+    if not isinstance(scores, Scores) or "mask" not in given or "value" not in given:
+        return None
+    return _chosen(scores, ~given["mask"], given["value"])
+
+
+def _where(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    if len(args) != 3 or named:
+        return None
+    place = 1 if isinstance(known[1], Scores) else 2
+    scores = known[place]
+    if not isinstance(scores, Scores):
+        return None
+    return _chosen(scores, args[0] if place == 1 else ~args[0], args[3 - place])
+
+
+def _where_method(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    """`scores.where(condition, other)`."""
+    return _where([known[1], known[0], known[2]], (args[1], args[0], args[2]), named) if len(args) == 3 else None
+
+
+def _chosen(scores: Scores, kept: Tensor, fill: Any) -> Scores:
+    """Scores where a mask is true, and a number elsewhere."""
+    if is_number(fill):
+        if fill > MASKED:
+            raise NotAttention(f"its mask puts {fill:g} in the place of scores, which is no large negative number")
+        return scores.marked("keep", kept)
+    if not isinstance(fill, Tensor) or fill.dim():
+        raise NotAttention("its mask puts a tensor in the place of scores")
+    return scores.marked("add", torch.where(kept, torch.zeros_like(fill), fill))
+
+
+def _largest(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    scores = known[0]
+    keeps = named.get("keepdim", len(args) > 2 and args[2])
+    return Largest(scores) if isinstance(scores, Scores) and keeps else None
+
+
+_PERMUTES = {torch.permute, Tensor.permute}
+
+TURNS = _PERMUTES | {
+    torch.transpose,
+    Tensor.transpose,
+    torch.swapaxes,
+    Tensor.swapaxes,
+    torch.swapdims,
+    Tensor.swapdims,
+    Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}
+"""Functions that change the order of axes."""
+
+STEPS: Mapping[Callable[..., Any], Step] = {
+    **dict.fromkeys(
+        (
+            Tensor.to,
+            Tensor.float,
+            Tensor.half,
+            Tensor.bfloat16,
+            Tensor.double,
+            Tensor.type,
+            Tensor.type_as,
+            Tensor.contiguous,
+            Tensor.clone,
+            torch.clone,
+            Tensor.detach,
+            torch.detach,
+        ),
+        _same,
+    ),
+    **dict.fromkeys((torch.dropout, functional.dropout), _dropout),
+    **dict.fromkeys(
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), _times
+    ),
+    **dict.fromkeys(
+        (
+            torch.div,
+            torch.divide,
+            torch.true_divide,
+            Tensor.div,
+            Tensor.div_,
+            Tensor.true_divide,
+            Tensor.__truediv__,
+            Tensor.__itruediv__,
+        ),
+        _divided,
+    ),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), _added),
+    **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__), _subtracted),
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), _filled),
+    torch.where: _where,
+    Tensor.where: _where_method,
+    **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _largest),
+}
+"""What is followed, by the function that is called."""
+
+OF_FIRST = {function for function, step in STEPS.items() if step is _same} | {
+    Tensor.expand_as,
+    Tensor.view_as,
+    Tensor.reshape_as,
+}
+"""Functions that read the values of their first argument alone."""
+
+OF_SHAPES = {
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_empty,
+    Tensor.new_full,
+    Tensor.new_tensor,
+}
+"""Functions that read no values."""
